@@ -1,1 +1,1 @@
-"""Checkpoints: where they are (hub), what is in them (folder), how they become leaves (load)."""
+"""Checkpoints: finding them (`hub`), reading their tensors (`folder`), loading leaves (`load`)."""

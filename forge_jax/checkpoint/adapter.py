@@ -1,7 +1,7 @@
-"""Reads a LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
 
-Everything is checked from the config and the header before any data is read. What would not be the
-model that PEFT makes of the files is refused by name, never left out.
+The config and the header are checked completely before any data is read. If an adapter needs
+something that would not give PEFT's results here, it is rejected by name, never partly applied.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _PREFIX = "base_model.model."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", re.ASCII)
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight", re.ASCII)
 
-_REMEDY = "merge the adapter into its model (PEFT: merge_and_unload) and serve that"
+_REMEDY = "merge the adapter into its base model (PEFT: merge_and_unload) and serve that model"
 
-# Options of PEFT that change what the files mean, where they are set at all.
+# PEFT options that change the meaning of the files if they are set.
 _REFUSED = {
     "use_dora": "DoRA",
-    "lora_bias": "biases of its own",
+    "lora_bias": "their own biases",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
     "fan_in_fan_out": "transposed matrices",
     "modules_to_save": "whole modules",
     "layer_replication": "repeated layers",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "parameters that are no modules",
+    "target_parameters": "parameters outside modules",
     "alora_invocation_tokens": "activation by tokens",
     "arrow_config": "routing between adapters",
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
 }
-# Such beginnings take something out of the base model, which would have to be changed too.
+# These initializations subtract something from the base model, which would have to change too.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -56,22 +56,22 @@ class _Config:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]  # of single modules
+    ranks: Mapping[str, int]  # per module, where different
     alphas: Mapping[str, float]
-    base_model: Any  # base_model_name_or_path, as it stands there
+    base_model: Any  # base_model_name_or_path, unchecked
 
     def rank_of(self, module: str) -> int:
         return int(_of_module(self.ranks, module, self.rank))
 
     def scaling(self, module: str) -> float:
-        """What the product is multiplied with (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
+        """Return the factor of the product (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
         rank, alpha = self.rank_of(module), _of_module(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Module:
-    """A matrix of the checkpoint that may be adapted: rows of one of the model's matrices."""
+    """A checkpoint matrix that can be adapted: some rows of one of the model's matrices."""
 
     layer: int
     matrix: str  # "attention.qkv"
@@ -82,15 +82,15 @@ class _Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter in the form in which a runner takes it."""
+    """An adapter in the form that a runner takes."""
 
-    digest: str  # of both files
-    rank: int  # the largest of a module
-    arrays: tuple[np.ndarray, ...]  # as `LoraShape.adapter`, the scaling multiplied into b
+    digest: str  # SHA-256 of both files' digests
+    rank: int  # the largest of any module
+    arrays: tuple[np.ndarray, ...]  # as in `LoraShape.adapter`; b includes the scaling
 
 
 def adapter_digest(folder: Path) -> str:
-    """A name for what the two files hold: 64 hexadecimal digits.
+    """Return a digest of both files: 64 hexadecimal digits.
 
     Raises:
       CheckpointError: a file is missing or cannot be read.
@@ -108,11 +108,11 @@ def adapter_digest(folder: Path) -> str:
 
 def _check_is_there(folder: Path, name: str) -> None:
     try:
-        file_size(folder / name)  # a pipe would never end
+        file_size(folder / name)  # rejects pipes, which would block forever
     except FileNotFoundError:
         other = "adapter_model.bin"
         if name == ADAPTER_WEIGHTS and (folder / other).exists():
-            why = f"{other} is not read: load the adapter in PEFT and save it anew"
+            why = f"{other} is not supported: load the adapter in PEFT and save it as safetensors"
         else:
             why = "it is not a PEFT adapter"
         raise CheckpointError(f"{folder} has no {name}: {why}") from None
@@ -120,18 +120,19 @@ def _check_is_there(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class CheckedAdapter:
-    """An adapter whose config and header have been found to fit a model."""
+    """An adapter whose config and header fit a model."""
 
     config: _Config
     stored: Mapping[str, StoredTensor]
-    modules: Mapping[str, _Module]  # that have both matrices
+    modules: Mapping[str, _Module]  # those with an A and a B matrix
 
 
 def check_adapter(folder: Path, model: Model, shape: LoraShape) -> CheckedAdapter:
-    """Checks an adapter's config, and every name, shape and type from the header; reads no data.
+    """Check an adapter's config, and every name, shape and type in the header, without its data.
 
     Raises:
-      as `read_adapter`.
+      UnsupportedModelError: as in `read_adapter`.
+      CheckpointError: as in `read_adapter`.
     """
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         _check_is_there(folder, name)
@@ -142,10 +143,10 @@ def check_adapter(folder: Path, model: Model, shape: LoraShape) -> CheckedAdapte
 
 
 def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
-    """Reads and checks an adapter of `model`, padded to the rank of `shape`.
+    """Read and check an adapter of `model`, padded to the rank of `shape`.
 
     Raises:
-      UnsupportedModelError: it needs something that is not implemented: the message names it.
+      UnsupportedModelError: the adapter needs something that is not implemented.
       CheckpointError: a file is missing or broken, or does not fit the model or `shape`.
     """
     digest = adapter_digest(folder)
@@ -178,7 +179,7 @@ def _read_config(folder: Path) -> _Config:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModelError(
-            f"{file}: peft_type {short_repr(kind)}; LORA is supported: {_REMEDY}"
+            f"{file}: peft_type must be LORA, got {short_repr(kind)}: {_REMEDY}"
         )
     for name, what in _REFUSED.items():
         if config.get(name):
@@ -187,14 +188,14 @@ def _read_config(folder: Path) -> _Config:
             )
     if config.get("bias", "none") != "none":
         raise UnsupportedModelError(
-            f"{file}: bias {short_repr(config['bias'])}; none is supported: {_REMEDY}"
+            f"{file}: bias must be none, got {short_repr(config['bias'])}: {_REMEDY}"
         )
     begin = config.get("init_lora_weights")
     if isinstance(begin, str) and begin.lower().startswith(_CHANGES_BASE):
         raise UnsupportedModelError(
-            f"{file}: init_lora_weights {short_repr(begin)} changes the base model: convert "
-            "the adapter "
-            "to plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
+            f"{file}: init_lora_weights {short_repr(begin)} changes the base model: convert the "
+            "adapter to plain LoRA "
+            "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if type(config.get("use_rslora", False)) is not bool:
         raise CheckpointError(f"{file}: use_rslora must be true or false")
@@ -215,34 +216,33 @@ def _read_config(folder: Path) -> _Config:
 def _rank(value: Any, what: str, file: Path) -> int:
     if type(value) is not int or not 1 <= value < 2**31:
         raise CheckpointError(
-            f"{file}: {what} must be a whole number from 1, not {short_repr(value)}"
+            f"{file}: {what} must be an integer of at least 1, got {short_repr(value)}"
         )
     return value
 
 
 def _number(value: Any, what: str, file: Path) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise CheckpointError(f"{file}: {what} must be a number, not {short_repr(value)}")
+        raise CheckpointError(f"{file}: {what} must be a number, got {short_repr(value)}")
     return float(value)
 
 
 def _pattern(config: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
-    """PEFT's keys are regular expressions; only names are taken, whole ones or their ends."""
+    """Return a pattern of PEFT whose keys are module names or their ends, not expressions."""
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict):
-        raise CheckpointError(f"{file}: {name} must be an object, not {short_repr(pattern)}")
+        raise CheckpointError(f"{file}: {name} must be an object, got {short_repr(pattern)}")
     for key in pattern:
         if not _PLAIN_NAME.fullmatch(key):
             raise UnsupportedModelError(
-                f"{file}: {name}: {short_repr(key)} is no plain name of modules; expressions "
-                "are not "
-                "supported: write a line for each module"
+                f"{file}: {name}: {short_repr(key)} is not a plain module name; regular "
+                "expressions are not supported: write one entry per module"
             )
     return pattern
 
 
 def _of_module[Value](pattern: Mapping[str, Value], module: str, default: Value) -> Value:
-    """The value of the first key that is the module's name, or the end of it."""
+    """Return the value of the first key that is the module's name or its end."""
     for key, value in pattern.items():
         if module == key or module.endswith(f".{key}"):
             return value
@@ -250,7 +250,7 @@ def _of_module[Value](pattern: Mapping[str, Value], module: str, default: Value)
 
 
 def _modules(model: Model) -> dict[str, _Module]:
-    """What may be adapted, under the names that it has in checkpoints."""
+    """Return the matrices that can be adapted, by their names in checkpoints."""
     architecture = find_architecture(model.spec.architecture)
     maps = [architecture.weights(model.spec)]
     if architecture.other_weights is not None:
@@ -286,15 +286,14 @@ def _pairs(
     modules: Mapping[str, _Module],
     max_rank: int,
 ) -> dict[str, _Module]:
-    """The modules that have both matrices, once every name, shape and type has been checked."""
+    """Check every name, shape and type, and return the modules that have both matrices."""
     made_for = f"the adapter was made for {short_repr(config.base_model)} (base_model_name_or_path)"
     known = {_tensor_name(module, part): module for module in modules for part in "AB"}
     for name in stored:
         if name not in known:
             raise UnsupportedModelError(
-                f"{folder / ADAPTER_WEIGHTS}: {short_repr(name, 200)}: only A and B matrices "
-                "of this "
-                "model's q, k, v, o, gate, up and down projections are supported "
+                f"{folder / ADAPTER_WEIGHTS}: {short_repr(name, 200)} is not supported: only A and "
+                "B matrices of this model's q, k, v, o, gate, up and down projections are "
                 f"({made_for}): {_REMEDY}"
             )
     names = dict.fromkeys(known[name] for name in stored)
@@ -304,7 +303,7 @@ def _pairs(
         module, rank = modules[name], config.rank_of(name)
         if rank > max_rank:
             raise CheckpointError(
-                f"{folder}: {name} has rank {rank}, and at most {max_rank} is served: raise "
+                f"{folder}: {name} has rank {rank}, but at most {max_rank} is served: raise "
                 "--max-lora-rank"
             )
         for part, wanted in (("A", (rank, module.inputs)), ("B", (module.rows, rank))):
@@ -314,16 +313,16 @@ def _pairs(
                 raise CheckpointError(f"{where} is missing: copy or save the adapter again")
             if tensor.shape != wanted:
                 raise CheckpointError(
-                    f"{where} has shape {tensor.shape}, not {wanted}, which r and this model give: "
+                    f"{where} has shape {tensor.shape}, not {wanted} as r and this model require: "
                     f"{made_for}"
                 )
             if tensor.dtype not in FLOATS:
-                raise CheckpointError(f"{where} is {tensor.dtype}, which is not supported")
+                raise CheckpointError(f"{where} has type {tensor.dtype}, which is not supported")
     return {name: modules[name] for name in names}
 
 
 def _finite(tensor: StoredTensor, dtype: np.dtype, scaling: float = 1.0) -> np.ndarray:
-    """The values times the scaling, in the model's type. One NaN would reach every request."""
+    """Return the scaled values in the model's type. A single NaN would reach every request."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = (tensor.read().astype(np.float32) * np.float32(scaling)).astype(dtype)
     if not np.isfinite(values.astype(np.float32)).all():

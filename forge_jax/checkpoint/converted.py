@@ -1,8 +1,8 @@
-"""The record of a converted model folder: what its weights are, and what they can be served as.
+"""The record of a converted model folder: its weights and the options that they support.
 
-`forge_jax.json` stands beside `config.json` and the tokenizer, and `weights/` is a checkpoint of
-orbax (`orbax.py`): the leaves as the model holds them, fused, cast and packed. The record is
-written last, so a folder that has none is not a converted one. Nothing here knows models.
+`forge_jax.json` is next to `config.json` and the tokenizer. `weights/` is an Orbax checkpoint
+(`orbax.py`) of the leaves as the model holds them: fused, cast and packed. The record is written
+last, so a folder without one is not converted. This module does not depend on models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS = "weights"
 FORMAT, VERSION = "forge-jax-weights", 1
 MAX_LEAVES = 200_000
 MAX_SHARDS = 1024
-# Of weights and activations, and of packed leaves.
+# Types of weights, activations and packed leaves.
 _TYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     **{name: np.dtype(name) for name in ("float16", "float32")},
@@ -40,47 +40,49 @@ _AGAIN = "convert the original model again"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What `forge_jax.json` says."""
+    """The contents of `forge_jax.json`."""
 
     folder: Path
     dtype: str  # of weights and activations
     quantization: Rounding
-    formats: Mapping[str, Format | None]  # the fields of `WeightFormats`; empty: plain matrices
+    formats: Mapping[str, Format | None]  # the fields of `WeightFormats`, or {} if not packed
     leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`
-    shards: int = 1  # that share the model; `leaves` are those of one
+    shards: int = 1  # the number of devices; `leaves` are one device's
 
     @property
     def packed(self) -> bool:
-        """Whether the matrices are in the layout of the CPU kernels."""
+        """True if the matrices are in the layout of the CPU kernels."""
         return bool(self.formats)
 
     @property
     def rounded(self) -> Values | None:
-        """What the layers are rounded to, if not for the CPU kernels."""
+        """The type that the layers are rounded to, unless they are packed for the CPU kernels."""
         if self.quantization == "none" or (self.packed and self.quantization != "fp8"):
             return None
         return self.quantization
 
     def check_options(self, *, dtype: str, quantization: str = "none") -> None:
-        """Whether the weights are what the options ask for; `auto` and `none` take what there is.
+        """Check that the weights match the options; `auto` and `none` accept any weights.
 
         Raises:
-          CheckpointError: they are not, and are not changed any more.
+          CheckpointError: they differ, and converted weights cannot be changed.
         """
         if dtype not in ("auto", self.dtype):
             raise CheckpointError(
-                f"--dtype {dtype}: {self.folder} was converted to {self.dtype}: leave it out, or "
-                f"{_AGAIN} with it"
+                f"--dtype {dtype}: {self.folder} was converted to {self.dtype}: omit the option, "
+                f"or {_AGAIN} with it"
             )
         if quantization not in ("none", self.quantization):
             what = "without any" if self.quantization == "none" else f"with {self.quantization}"
             raise CheckpointError(
-                f"--quantization {quantization}: {self.folder} was converted {what}: leave it out, "
-                f"or {_AGAIN} with it"
+                f"--quantization {quantization}: {self.folder} was converted {what}: omit the "
+                f"option, or {_AGAIN} with it"
             )
 
     def check_shards(self, shards: int) -> None:
-        """Whether so many devices can share the weights: those of one can be cut, if not packed.
+        """Check that `shards` devices can share the weights.
+
+        Weights for one device can be split unless they are packed.
 
         Raises:
           CheckpointError: they cannot.
@@ -97,10 +99,10 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record of a converted folder; None of any other folder or file.
+    """Return the record of a converted folder, or None for any other folder or file.
 
     Raises:
-      CheckpointError: it is broken, or of a version or packing that this forge-jax does not know.
+      CheckpointError: the record is broken, or its version or packing is not supported.
     """
     if folder.is_file():
         return None
@@ -111,25 +113,25 @@ def read_record(folder: Path) -> Record | None:
         return None
     if values.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file}: format must be {FORMAT}, not {short_repr(values.get('format'))}"
+            f"{file}: format must be {FORMAT}, got {short_repr(values.get('format'))}"
         )
     version = values.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{file}: version {short_repr(version)} is not known here, only {VERSION}: {_AGAIN}"
+            f"{file}: version must be {VERSION}, got {short_repr(version)}: {_AGAIN}"
         )
     dtype, quantization = values.get("dtype"), values.get("quantization")
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(f"{file}: dtype must be a type of floats, not {short_repr(dtype)}")
+        raise CheckpointError(f"{file}: dtype must be a float type, got {short_repr(dtype)}")
     if quantization not in get_args(Rounding):
         raise CheckpointError(
-            f"{file}: quantization must be one of {', '.join(get_args(Rounding))}, not "
+            f"{file}: quantization must be one of {', '.join(get_args(Rounding))}, got "
             f"{short_repr(quantization)}"
         )
     shards = values.get("shards", 1)
     if type(shards) is not int or not 1 <= shards <= MAX_SHARDS:
         raise CheckpointError(
-            f"{file}: shards must be from 1 to {MAX_SHARDS}, not {short_repr(shards)}: {_AGAIN}"
+            f"{file}: shards must be from 1 to {MAX_SHARDS}, got {short_repr(shards)}: {_AGAIN}"
         )
     return Record(
         folder=folder,
@@ -142,7 +144,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_record(record: Record) -> None:
-    """Makes `record.folder` a converted one."""
+    """Write `forge_jax.json`, which marks `record.folder` as converted."""
     packing = {"layout": LAYOUT, **record.formats} if record.packed else None
     values = {
         "format": FORMAT,
@@ -165,19 +167,19 @@ def _read_formats(file: Path, packing: Any) -> dict[str, Format | None]:
         return {}
     if not isinstance(packing, dict):
         raise CheckpointError(
-            f"{file}: packing must be an object or null, not {short_repr(packing)}"
+            f"{file}: packing must be an object or null, got {short_repr(packing)}"
         )
     layout = packing.get("layout")
     if layout != LAYOUT:
         raise CheckpointError(
-            f"{file}: its matrices are packed as {short_repr(layout)}, and the CPU kernels of this "
-            f"forge-jax take {LAYOUT}: {_AGAIN}"
+            f"{file}: packing.layout must be {LAYOUT} for the CPU kernels of this forge-jax, got "
+            f"{short_repr(layout)}: {_AGAIN}"
         )
     formats = {name: packing.get(name) for name in ("layers", "head", "embedding")}
     for name, format in formats.items():
         if format is not None and format not in FORMATS:
             raise CheckpointError(
-                f"{file}: packing.{name} must be null or one of {', '.join(FORMATS)}, not "
+                f"{file}: packing.{name} must be null or one of {', '.join(FORMATS)}, got "
                 f"{short_repr(format)}"
             )
     return formats
@@ -194,5 +196,8 @@ def _read_leaves(file: Path, leaves: Any) -> dict[str, jax.ShapeDtypeStruct]:
             ):
                 found[name] = jax.ShapeDtypeStruct(tuple(shape), _TYPES[dtype])
             case _:
-                raise CheckpointError(f"{file}: leaves: {short_repr(name)} is {short_repr(leaf)}")
+                raise CheckpointError(
+                    f"{file}: leaves: {short_repr(name)} must have a shape and a dtype, got "
+                    f"{short_repr(leaf)}"
+                )
     return found

@@ -1,4 +1,4 @@
-"""All tensors of a model: a GGUF file, or a folder: safetensors first, else PyTorch's .bin."""
+"""The tensors of a model: from a GGUF file, or a folder of safetensors or PyTorch .bin files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FORMATS = (
 
 
 def open_checkpoint(folder: Path) -> Mapping[str, TensorSource]:
-    """All tensors of a model folder: one file, or the shards that an index names.
+    """Return all tensors of a model folder or GGUF file.
 
-    Or of a GGUF file, whose names are turned into Hugging Face's.
-
-    Only headers (of .bin files: directories and pickles) are read.
+    A folder has one file, or an index and its shards; safetensors are preferred to .bin files. The
+    names of a GGUF file are translated to Hugging Face's. Only headers (of .bin files: directories
+    and pickles) are read.
 
     Raises:
-      CheckpointError: no such files, or a broken one: it names the file and the tensor.
+      CheckpointError: the files are missing or broken; the message names the file and the tensor.
     """
     if is_gguf(folder):
         return open_gguf(folder)
@@ -47,11 +47,11 @@ def open_checkpoint(folder: Path) -> Mapping[str, TensorSource]:
         if _present(folder / format.single):
             return format.read(folder / format.single)
     names = ", ".join(name for format in FORMATS for name in (format.single, format.index))
-    raise CheckpointError(f"{folder} has no weights: none of {names}")
+    raise CheckpointError(f"{folder} has no weights: expected one of {names}")
 
 
 def _present(file: Path) -> bool:
-    """Whether there is anything of that name, be it a broken link: then the reader says so."""
+    """Return True if the name exists, even as a broken link, which the reader reports."""
     return file.exists() or file.is_symlink()
 
 
@@ -72,28 +72,28 @@ def _open_shards(
     for name, shard in shard_of.items():
         if name not in shards[shard]:
             raise CheckpointError(
-                f"{index} says that {shard} holds {short_repr(name)}, but it does not"
+                f"{index} lists {short_repr(name)} in {shard}, but it is not there"
             )
     return {name: shards[shard][name] for name, shard in shard_of.items()}
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor -> file name, of files that stand beside the index."""
+    """Return the file name of each tensor; all files are in the folder of the index."""
     try:
         shard_of = read_json(index, max_depth=4).get("weight_map")
     except FileNotFoundError:
-        raise CheckpointError(f"{index} is missing: it is a link to nothing") from None
+        raise CheckpointError(f"{index} is missing: it is a broken link") from None
     if not isinstance(shard_of, dict) or not shard_of:
-        raise CheckpointError(f"{index} cannot be read: it has no weight_map of names to files")
+        raise CheckpointError(f"{index} cannot be read: weight_map must map names to files")
     names = set()
     for name, shard in shard_of.items():
         if not isinstance(shard, str):
             raise CheckpointError(
-                f"{index} cannot be read: the file of {short_repr(name)} is not a string"
+                f"{index} cannot be read: the file of {short_repr(name)} must be a string"
             )
         names.add(shard)
     if len(names) > MAX_SHARDS:
-        raise CheckpointError(f"{index} names {len(names)} files; at most {MAX_SHARDS} are read")
+        raise CheckpointError(f"{index} names {len(names)} files; the limit is {MAX_SHARDS}")
     for shard in names:
         if not shard or shard in (".", "..") or Path(shard).name != shard or "\0" in shard:
             raise CheckpointError(f"{index} names a file outside the folder: {short_repr(shard)}")

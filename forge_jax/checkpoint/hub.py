@@ -1,4 +1,4 @@
-"""Finds a model: the bundled one, a folder or GGUF file, or a snapshot of the Hugging Face Hub."""
+"""Model lookup: the bundled model, a folder or GGUF file, or a Hugging Face Hub snapshot."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from forge_jax.host.files import GGUF_SUFFIX, file_size
 
 BUNDLED = "forge-tiny"
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
-TORCH_FILES = ["pytorch_model.bin", "pytorch_model-*.bin"]  # only where there is no safetensors
+TORCH_FILES = ["pytorch_model.bin", "pytorch_model-*.bin"]  # only if there are no safetensors
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The folder of `model`, or its GGUF file; downloads an id that is not in Hugging Face's cache.
+    """Return the folder or GGUF file of `model`; downloads a Hub id that is not cached.
+
+    The cache is Hugging Face's own, and HF_HOME and HF_TOKEN have their usual meaning.
 
     Args:
-      model: "forge-tiny", an existing folder or GGUF file, or an id ("organisation/name"). What
-        exists wins over an id. A folder without config.json may hold one GGUF file.
-      revision: branch, tag or commit of an id.
+      model: "forge-tiny", an existing folder or GGUF file, or a Hub id ("organization/name"). An
+        existing path takes precedence. A folder without config.json may hold one GGUF file.
+      revision: branch, tag or commit of a Hub id.
 
     Raises:
-      ModelError: there is no such model, or it cannot be downloaded; the message says what to do.
-
-    The cache is Hugging Face's own: HF_HOME and HF_TOKEN mean what they mean there.
+      ModelError: the model does not exist or cannot be downloaded; the message has a remedy.
     """
     return local(model) or _download(model, revision)
 
 
 def local(model: str) -> Path | None:
-    """Finds what needs no download: a folder or GGUF file; None for the form of a Hugging Face id.
+    """Return a folder or GGUF file that needs no download; None if `model` looks like a Hub id.
 
     Raises:
       ModelError: it is none of these.
@@ -41,7 +41,9 @@ def local(model: str) -> Path | None:
     if model == BUNDLED:
         folder = Path(str(importlib.resources.files("forge_jax.checkpoint"))) / "bundled" / BUNDLED
         if not (folder / "config.json").exists():
-            raise ModelError(f"this installation does not bundle {BUNDLED}: give a folder or an id")
+            raise ModelError(
+                f"{BUNDLED} is not bundled with this installation: give a folder or a Hub id"
+            )
         return folder
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -49,20 +51,20 @@ def local(model: str) -> Path | None:
     if model and path.exists():
         if path.suffix != GGUF_SUFFIX:
             raise ModelError(
-                f"{model} is a file, and no {GGUF_SUFFIX} file: give the folder that holds "
+                f"{model} is not a {GGUF_SUFFIX} file: give one, or the folder that holds "
                 "config.json"
             )
         return path
     if not HUB_ID.fullmatch(model):
         raise ModelError(
             f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder or {GGUF_SUFFIX} "
-            f"file, nor a Hugging Face id (organisation/name){did_you_mean(model, _near(path))}"
+            f"file, nor a Hugging Face id (organization/name){did_you_mean(model, _near(path))}"
         )
     return None
 
 
 def _near(path: Path) -> list[str]:
-    """What the path might have been: the bundled model, and models beside it."""
+    """Return likely corrections of a path: the bundled model, and models in the same folder."""
     try:
         beside = list(path.parent.iterdir())
     except OSError:
@@ -72,7 +74,7 @@ def _near(path: Path) -> list[str]:
 
 
 def _cached() -> list[str]:
-    """The ids of the models in Hugging Face's cache."""
+    """Return the ids of the models in Hugging Face's cache."""
     from huggingface_hub import constants
 
     folders = Path(constants.HF_HUB_CACHE).glob("models--*--*")
@@ -80,7 +82,7 @@ def _cached() -> list[str]:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has nothing else to read; None if it has none."""
+    """Return the GGUF file of a folder without config.json, or None."""
     if (folder / "config.json").exists():
         return None
     files = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if file.is_file())
@@ -89,7 +91,7 @@ def _only_gguf(folder: Path) -> Path | None:
         raise ModelError(f"{folder} has {len(files)} GGUF files: give one of them: {names}")
     if not files:
         return None
-    file_size(files[0], folder)  # a link out of the folder is refused
+    file_size(files[0], folder)  # rejects a link out of the folder
     return files[0]
 
 
@@ -114,7 +116,7 @@ def _download(model: str, revision: str | None) -> Path:
         raise ModelError(f"{model} has no revision {revision!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"no model {model!r} on the Hugging Face Hub, nor a folder of that name; check the "
+            f"no model {model!r} on the Hugging Face Hub, and no folder of that name: check the "
             f"spelling, or set HF_TOKEN if it is private{did_you_mean(model, _cached())}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
@@ -124,6 +126,6 @@ def _download(model: str, revision: str | None) -> Path:
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{model!r} is not a Hugging Face id: {error}") from error
-    except Exception as error:  # transport errors are those of whichever HTTP library it uses
+    except Exception as error:  # the types depend on the HTTP library that huggingface_hub uses
         raise ModelError(f"{at} could not be downloaded: {error}") from error
     return folder

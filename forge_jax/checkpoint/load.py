@@ -1,7 +1,7 @@
-"""Reads a checkpoint into a model's leaves: one tensor at a time, all headers checked first.
+"""Loads a checkpoint as a model's leaves, one tensor at a time, after checking all headers.
 
-A converted folder has the leaves as they are. Any other has tensors, of which the readers of each
-weight format make them (`forge_jax.checkpoint.readers`).
+A converted folder stores the leaves themselves. Any other checkpoint stores tensors, from which the
+readers of each weight format make the leaves (`forge_jax.checkpoint.readers`).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from forge_jax.step.mesh import TensorMesh
 
 _COMPARED_ROWS = 4096  # at once
-_TOGETHER_BYTES = 256 * 2**20  # of leaves that are read by one call
+_TOGETHER_BYTES = 256 * 2**20  # of leaves read by one call
 
 
 @dataclass(frozen=True, eq=False)
 class TensorReader:
-    """A checkpoint whose headers have been found to hold all that a model needs."""
+    """A checkpoint whose headers have everything that a model needs."""
 
     tensors: Tensors
     leaves: Mapping[str, LeafReader]
 
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
-        """The parts of all leaves that the devices `indices` have."""
+        """Yield the parts of all leaves that belong to the devices `indices`."""
         for reader in self.leaves.values():
             yield from reader.shards(indices)
 
@@ -66,11 +66,11 @@ Checked = TensorReader | ConvertedReader
 
 
 def check_weights(model: Model, folder: Path) -> Checked:
-    """Check every name, shape and type from the files' headers; read no data.
+    """Check every name, shape and type in the files' headers, without reading data.
 
     Raises:
       CheckpointError: a file is missing or broken, or a tensor is missing or has the wrong shape or
-        type; all that is wrong is listed.
+        type. The message lists the first five faults.
     """
     record = read_record(folder)
     if record is not None:
@@ -83,12 +83,14 @@ def check_weights(model: Model, folder: Path) -> Checked:
         faults += undescribed_module("lm_head", stored)
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
-        raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
+        raise CheckpointError(
+            f"{folder} does not fit its config.json: " + "; ".join(faults[:5]) + more
+        )
     return TensorReader(tensors, readers)
 
 
 def _weight_map(model: Model, stored: Mapping[str, TensorSource]) -> WeightMap:
-    """The tensors of each leaf: of the layouts of the architecture, the one that is there."""
+    """Return the tensors of each leaf, in the layout with the fewest missing tensors."""
     architecture = find_architecture(model.spec.architecture)
     parts = tensors_by_piece(architecture.weights(model.spec), model.matrices)
     others = {beside(leaf, each) for leaf in model.pieces for each in BESIDE}
@@ -119,18 +121,18 @@ def load_weights(
 ) -> Leaves:
     """Read the weights of `model` from the files in `folder`.
 
-    Every name, shape and type is checked from the files' headers before the first byte of data is
-    read. The host never holds more than the weights and one leaf; where the model is cut, the leaf
-    as it is stored and a shard of it. Tensors that the model does not use are ignored.
+    Every name, shape and type in the files' headers is checked before any data is read. The host
+    never holds more than the weights and one leaf; if the model is split, one stored leaf and one
+    shard of it. Tensors that the model does not use are ignored.
 
     Args:
-      model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
-      folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
-        a GGUF file; or a converted folder, whose leaves are read as they are, of one that is for
-        as many shards each shard by itself.
-      device: a `jax.Device` or a `Sharding`; JAX's default if None.
-      mesh: of a model with shards, and instead of `device`: where they go.
-      mapped: `device` is a CPU, and leaves of a converted folder may stay in their files
+      model: the leaves, shapes and types; stored tensors are cast to the leaf's type.
+      folder: a GGUF file, or a folder with `model.safetensors`, `pytorch_model.bin`, or an index
+        and its shards. The leaves of a converted folder are read unchanged, each shard separately
+        if it was converted for the same number of shards.
+      device: a `jax.Device` or a `Sharding`; None is JAX's default.
+      mesh: the placement of a split model's shards; replaces `device`.
+      mapped: True if `device` is a CPU and leaves of a converted folder may stay in their files
         (`map_arrays`).
       progress: show a progress bar on a terminal.
 
@@ -138,7 +140,8 @@ def load_weights(
       One array per leaf, in the order of `model.leaves`.
 
     Raises:
-      CheckpointError: as `check_weights`; or the head is said to be the embedding and is not.
+      CheckpointError: as in `check_weights`, or the head differs from the embedding although
+        `tie_word_embeddings` is true.
     """
     assert model.shards == (1 if mesh is None else mesh.shards)
     checked = check_weights(model, folder)
@@ -162,10 +165,10 @@ def load_weights(
 
 
 def read_shards(model: Model, folder: Path, *, progress: bool = True) -> dict[str, np.ndarray]:
-    """Read the shards of every leaf of a model that is cut, on the host, as `stored_shape` says.
+    """Read the shards of every leaf of a split model on the host, in `stored_shape`.
 
     Raises:
-      CheckpointError: as `load_weights`.
+      CheckpointError: as in `load_weights`.
     """
     checked = check_weights(model, folder)
     _check_tied_head(model, folder, checked)
@@ -183,9 +186,9 @@ def read_shards(model: Model, folder: Path, *, progress: bool = True) -> dict[st
 
 
 def _check_tied_head(model: Model, folder: Path, checked: Checked) -> None:
-    """Refuse a head that is not the embedding, though `tie_word_embeddings` says so.
+    """Reject a head that differs from the embedding if `tie_word_embeddings` is true.
 
-    transformers compares the two, and computes with the head where they differ.
+    transformers compares the two, and uses the head if they differ.
     """
     if not isinstance(checked, TensorReader) or not model.spec.tie_word_embeddings:
         return
@@ -227,7 +230,7 @@ def _bar(model: Model, progress: bool) -> tqdm:
 def _whole_leaves(
     model: Model, checked: Checked, *, mapped: bool
 ) -> Iterator[dict[str, np.ndarray]]:
-    """All leaves of a model on one device, some at a time."""
+    """Yield all leaves of a model on one device, several at a time."""
     if isinstance(checked, TensorReader):
         in_files = _in_files(
             {n: r.in_files for n, r in checked.leaves.items() if isinstance(r, FloatReader)}
@@ -252,8 +255,8 @@ InFiles = PackedInFiles | PlainInFiles
 
 
 def _in_files(leaves: Mapping[str, Callable[[], InFiles | None]]) -> dict[str, InFiles]:
-    """The leaves that C++ can read, and where they lie."""
-    if cpu.identity() is None:  # there is no C++
+    """Return the leaves that C++ can read, and their positions in files."""
+    if cpu.identity() is None:  # the C++ library is not available
         return {}
     found = {name: leaf() for name, leaf in leaves.items()}
     return {name: leaf for name, leaf in found.items() if leaf is not None}
@@ -262,7 +265,7 @@ def _in_files(leaves: Mapping[str, Callable[[], InFiles | None]]) -> dict[str, I
 def _read_together(
     leaves: Mapping[str, InFiles],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Read some leaves at a time: the memory that they are read into is what XLA:CPU adopts."""
+    """Read several leaves per call, into memory that XLA:CPU adopts without a copy."""
     names = list(leaves)
     while names:
         some, total = [], 0
@@ -282,5 +285,5 @@ def _read_together(
 
 
 def _put(host: Any, device: Any) -> Any:
-    """One array or several. Waits for the transfer, so that no more are on the host."""
+    """Place one array or several, and wait, so that the host holds no more than these."""
     return jax.block_until_ready(jax.device_put(host, device, may_alias=True))

@@ -1,8 +1,8 @@
-"""Arrays of a converted folder where the page cache has them, without a copy in memory.
+"""Arrays of a converted folder mapped from the page cache, without a copy in memory.
 
-On a virtual machine memory that nobody has used for a while may have to come from the host first,
-at a tenth of the disk's speed. The page cache is there already. It is used only where the system
-maps its huge pages: through small ones, the matrices are read more slowly in every step.
+On a virtual machine, memory that has been idle may have to come from the host first, at a tenth of
+the disk's speed. The page cache is already present. It is used only if the kernel maps it with huge
+pages, because small pages would slow down reading the matrices in every step.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from forge_jax.weights.stored import StoredTensor, shorter
 from forge_kernels.threads import for_each
 
 HUGE_PAGE = 2 * 2**20
-LEAST_SHARE = 0.9  # of the bytes, that must be in huge pages
-_POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14
+LEAST_SHARE = 0.9  # of the bytes that must be in huge pages
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 _SMAPS = Path("/proc/self/smaps")
 _RANGE = re.compile(rb"([0-9a-f]+)-[0-9a-f]+ ")
 
 
 def map_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
-    """Read-only views of the files of the arrays that fill a huge page; of all of them, or of none.
+    """Return read-only views of the arrays of at least one huge page: all of them or none.
 
-    What is not in the page cache is read, by several threads. As long as a view lives, a file that
-    is cut off ends the process (SIGBUS).
+    Data that is not in the page cache is read by several threads. Truncating a file while a view of
+    it exists ends the process (SIGBUS).
 
     Raises:
       CheckpointError: a file is shorter than its array.
@@ -42,7 +42,7 @@ def map_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
     failed: list[bool] = []
 
     def populate(view: np.ndarray) -> None:
-        _advise(view, mmap.MADV_HUGEPAGE)  # of the mapping; it may be refused
+        _advise(view, mmap.MADV_HUGEPAGE)  # for the mapping; the kernel may refuse
         if not _advise(view, _POPULATE_READ):
             failed.append(True)
 
@@ -54,7 +54,7 @@ def map_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
 
 
 def huge_bytes(views: Collection[np.ndarray]) -> int:
-    """How much of them is mapped in huge pages."""
+    """Return how many bytes of the views are mapped in huge pages."""
     starts = {view.ctypes.data for view in views}
     found, is_ours = 0, False
     for line in _SMAPS.read_bytes().splitlines():
@@ -69,7 +69,7 @@ def huge_bytes(views: Collection[np.ndarray]) -> int:
 def _view(tensor: StoredTensor) -> np.ndarray:
     try:
         return tensor.read().view(np.ndarray)
-    except ValueError as error:  # numpy's, of a file that is too short
+    except ValueError as error:  # from numpy, if the file is too short
         raise shorter(tensor.file) from error
 
 
@@ -83,6 +83,6 @@ def _libc() -> ctypes.CDLL:
 
 
 def _advise(view: np.ndarray, advice: int) -> bool:
-    """Unlike `mmap.madvise`, without Python's lock."""
+    """Call madvise without holding the GIL, unlike `mmap.madvise`."""
     address, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.nbytes)
     return _libc().madvise(address, size, ctypes.c_int(advice)) == 0

@@ -1,4 +1,4 @@
-"""Matrices of which any rows can be read, from the tensors that they are made of."""
+"""Matrices made of stored tensors, readable by any range of rows."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from forge_kernels.linear.files import TYPES, Stretch
 from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
 
-CHUNK_BYTES = 4 * 2**20  # that a thread writes before it takes the next ones
+CHUNK_BYTES = 4 * 2**20  # written by a thread before it takes the next chunk
 
 
 class StoredMatrix:
-    """Tensors one below the other, [N, K], or vectors one behind the other, [N].
+    """Tensors stacked vertically, [N, K], or vectors joined, [N].
 
-    Of tensors with an axis of experts the rows of all are below each other, or of one expert.
+    A tensor with an axis of experts contributes the rows of all experts, or of `expert` alone.
     """
 
     def __init__(
         self, parts: Sequence[Tensor], stored: Mapping[str, TensorSource], expert: int | None = None
     ):
         self._sources: list[TensorSource] = []
-        self._starts: list[int] = []  # the row of each source that comes first
+        self._starts: list[int] = []  # the first row to read of each source
         num_rows = []
         for part in parts:
             source = stored[part.name]
@@ -48,7 +48,7 @@ class StoredMatrix:
         self.shape: tuple[int, ...] = (self._ends[-1], *columns)
 
     def read_rows(self, out: np.ndarray, first: int) -> None:
-        """Writes the rows from the number `first` on into `out`, cast to its type."""
+        """Copy the rows from `first` on into `out`, cast to its type."""
         done = 0
         while done < len(out):
             row = first + done
@@ -59,10 +59,11 @@ class StoredMatrix:
             done += len(some)
 
     def stretches(self, dtype: np.dtype | None = None) -> list[Stretch] | None:
-        """Where all of it lies in files, row after row; None if it does not.
+        """Return the file ranges that hold all rows in order; None if a tensor needs converting.
 
         Args:
-          dtype: of all numbers; None: any that is rounded to bfloat16 where it is read.
+          dtype: the type that all numbers must have; None accepts any type that is rounded to
+            bfloat16 as it is read.
         """
         found, begin = [], 0
         for source, start, end in zip(self._sources, self._starts, self._ends, strict=True):
@@ -77,7 +78,7 @@ class StoredMatrix:
         return found
 
     def read(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """All of it, in memory that XLA:CPU can adopt; `shape` may tell the axis of experts."""
+        """Return all rows in memory that XLA:CPU can adopt; `shape` may add the axis of experts."""
         host = aligned_empty(shape, dtype)
         rows = host.reshape(self.shape)
         row_bytes = rows.itemsize * math.prod(self.shape[1:])

@@ -15,14 +15,13 @@ from forge_jax.models.spec import ModelSpec
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read `config.json` (and `generation_config.json`, if there is one) of a model folder.
+    """Read `config.json` and, if there is one, `generation_config.json` of a model folder.
 
-    For a GGUF file, the metadata take their place. The dtype of a converted folder is that of its
-    weights.
+    A GGUF file's metadata replace them. A converted folder has the dtype of its weights.
 
     Raises:
-      UnsupportedModelError: an architecture or option that is not implemented, by name.
-      ModelError: a file or field that is missing or wrong.
+      UnsupportedModelError: an architecture or option is not implemented; the message names it.
+      ModelError: a file or field is missing or wrong.
     """
     spec = spec_of(*_read_configs(folder))
     record = read_record(folder)

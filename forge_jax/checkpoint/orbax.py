@@ -1,10 +1,10 @@
-"""A model's leaves as a checkpoint of orbax: written by orbax, read as the plain files they are.
+"""A model's leaves as an Orbax checkpoint, written by Orbax and read as plain files.
 
-Orbax keeps a flat tree as zarr arrays (format 2), here each in a folder named like its key, with a
-description (`.zarray`) and, neither compressed nor cut into pieces, one file that holds the array's
-bytes and nothing else. Such a file is read straight into the memory that XLA:CPU adopts. Orbax
-reads into memory of its own, to be copied; its default form, one key-value store (OCDBT), is copied
-once more on the way; and importing it takes longer than reading a small model.
+Orbax stores a flat tree as zarr arrays (format 2), each in a folder named like its key. If
+compression and chunking are off, a folder holds a description (`.zarray`) and one file with the
+array's bytes and nothing else. This file is read straight into the memory that XLA:CPU adopts.
+Orbax itself reads into its own memory, which costs a copy. The default form, one key-value store
+(OCDBT), costs another. Importing Orbax takes longer than reading a small model.
 
 https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html
 """
@@ -27,12 +27,12 @@ DESCRIPTION = ".zarray"
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Makes `folder`, which must not exist, and writes `arrays` there under their names."""
+    """Create `folder`, which must not exist, and write `arrays` there under their names."""
     import orbax.checkpoint as ocp
 
     log = logging.getLogger("absl")
     level = log.level
-    log.setLevel(logging.ERROR)  # it warns of the store that is not asked for
+    log.setLevel(logging.ERROR)  # Orbax warns that OCDBT is off
     options = {"use_ocdbt": False, "use_zarr3": False, "use_compression": False}
     try:
         with ocp.PyTreeCheckpointer(**options) as writer:
@@ -44,11 +44,11 @@ def write_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
 def open_arrays(
     folder: Path, expected: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, StoredTensor]:
-    """Where each array in `expected` lies; reads no data.
+    """Return where each array in `expected` is stored, without reading data.
 
     Raises:
       CheckpointError: an array is missing or broken, has another shape or type, or is stored in a
-        way that `write_arrays` does not; all that is wrong is listed.
+        way that `write_arrays` does not use. The message lists the first five faults.
     """
     stored, faults = {}, []
     root = folder.parent  # the model's folder
@@ -65,7 +65,7 @@ def open_arrays(
 
 
 def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct, root: Path) -> StoredTensor | str:
-    """The array, or what is wrong with it."""
+    """Return the array, or a description of its fault."""
     try:
         found = read_json(folder / DESCRIPTION, max_depth=3, root=root)
     except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +79,7 @@ def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct, root: Path) -> StoredT
     file = folder / (".".join("0" * len(leaf.shape)) or "0")
     try:
         if file.is_symlink():
-            return f"is in {file}, which is not an ordinary file"
+            return f"is in {file}, which is a link and not an ordinary file"
         size = file_size(file, root)
     except FileNotFoundError:
         return f"has no file {file.name}"
@@ -92,7 +92,7 @@ def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct, root: Path) -> StoredT
 
 
 def _description(leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    """What `.zarray` must say of an array: one piece, row-major, as it is."""
+    """Return the expected `.zarray` of an array: one row-major chunk, uncompressed."""
     dtype = np.dtype(leaf.dtype)
     return {
         "zarr_format": 2,

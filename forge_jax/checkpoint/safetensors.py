@@ -1,11 +1,11 @@
-"""Reads safetensors files: the header checked, the data where it lies.
+"""Reads safetensors files: checks the header and maps the data.
 
-A parser of our own because the library's numpy form knows no 8-bit floats, reads bfloat16 only if
-ml_dtypes happens to be imported, and is half as fast. Format: 8 bytes of header length (little
-endian), a JSON header, then the data; https://huggingface.co/docs/safetensors.
+This parser replaces the library's numpy reader, which has no 8-bit floats and is half as fast. The
+library also reads bfloat16 only if ml_dtypes happens to be imported. A file has 8 bytes of header
+length (little endian), a JSON header, then the data; https://huggingface.co/docs/safetensors.
 
-The header is read entry by entry, so that a hostile one ends at its first wrong entry and never
-becomes more objects than the tensors it really describes.
+The header is parsed entry by entry. A hostile one fails at its first wrong entry and never becomes
+more objects than the tensors it really describes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forge_jax.weights.stored import (
     StoredTensor,
 )
 
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+MAX_HEADER_BYTES = 100_000_000  # the library's limit
 MAX_METADATA_BYTES = 16 * 2**20
 MAX_METADATA_PAIRS = 10_000
 
@@ -55,7 +55,7 @@ DTYPES: dict[str, np.dtype] = {
 
 _SPACE = rb"[ \t\n\r]*+"
 _STRING = rb'"(?:[^"\\\x00-\x1f]|\\.)*+"'
-# An entry of a tensor is flat and short: no brace, no more than a few numbers.
+# An entry of a tensor is flat and short: no nested objects, only a few numbers.
 _NAME = re.compile(_SPACE + rb'("(?:[^"\\\x00-\x1f]|\\.){0,%d}+")' % MAX_NAME + _SPACE + rb":")
 _ENTRY = re.compile(_SPACE + rb"(\{[^{}]{0,4096}+\})" + _SPACE)
 _METADATA_PAIR = re.compile(
@@ -68,10 +68,10 @@ _BLANK = re.compile(_SPACE)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, every offset and size checked against the file's.
+    """Return the tensors of one file, with every offset and size checked against the file's size.
 
     Raises:
-      CheckpointError: it names the file, and the tensor if one is wrong.
+      CheckpointError: the file is missing or broken; the message names it and the tensor.
     """
     try:
         size = file_size(file)
@@ -79,7 +79,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 1 <= length <= min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{file} is truncated or not a safetensors file: {size} bytes, "
+                    f"{file} is truncated or not a safetensors file: it has {size} bytes and a "
                     f"header of {length}"
                 )
             with mmap.mmap(stream.fileno(), 8 + length, access=mmap.ACCESS_READ) as mapped:
@@ -93,7 +93,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 class _Header:
-    """A cursor over the JSON text of a header; ValueError for what is not the format's JSON."""
+    """A cursor over the JSON text of a header; raises ValueError for anything malformed."""
 
     def __init__(self, file: Path, text: mmap.mmap, end: int, data_bytes: int):
         self.file, self.text, self.at, self.end = file, text, 8, end
@@ -122,7 +122,7 @@ class _Header:
         return found
 
     def _more(self, *, first: bool) -> bool:
-        """Passes the comma before the next name, or the brace after the last entry."""
+        """Consume the comma before the next name, or the brace after the last entry."""
         if first:
             empty = _CLOSE.match(self.text, self.at, self.end)
             self.at = self.at if empty is None else empty.end()
@@ -153,7 +153,7 @@ class _Header:
         return _stored_tensor(name, self.file, entry, self.end, self.data_bytes)
 
     def _skip_metadata(self) -> None:
-        """Metadata is not used, but its form is checked: a flat object of strings."""
+        """Skip the metadata, which must be a flat object of strings."""
         begin = self.at
         opening = _OPEN.match(self.text, self.at, self.end)
         if opening is None:
@@ -163,7 +163,7 @@ class _Header:
         while self.text[self.at : self.at + 1] != b"}":
             pair = _METADATA_PAIR.match(self.text, self.at, self.end)
             if pair is None:
-                raise ValueError("__metadata__ must hold nothing but strings")
+                raise ValueError("__metadata__ must hold only strings")
             if pair.end() - begin > MAX_METADATA_BYTES:
                 raise ValueError(f"__metadata__ has more than {MAX_METADATA_BYTES} bytes")
             pair[0].decode("utf-8")
@@ -176,9 +176,9 @@ class _Header:
             if self.text[self.at : self.at + 1] == b",":
                 self.at += 1
                 if _OPEN_STRING.match(self.text, self.at, self.end) is None:
-                    raise ValueError("__metadata__ must hold nothing but strings")
+                    raise ValueError("__metadata__ must hold only strings")
             elif self.text[self.at : self.at + 1] != b"}":
-                raise ValueError("__metadata__ must hold nothing but strings")
+                raise ValueError("__metadata__ must hold only strings")
         self.at += 1
         self._skip_blank()
 
@@ -198,7 +198,9 @@ def _stored_tensor(name: str, file: Path, entry: Any, start: int, data_bytes: in
     if type(shape) is not list or len(entry) != 3 or len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(f"{where}: broken header entry")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise CheckpointError(f"{where}: shape {short_repr(shape)} and offsets must be sizes")
+        raise CheckpointError(
+            f"{where}: the shape {short_repr(shape)} and the offsets must be integers of at least 0"
+        )
     if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {short_repr(code)}")
     if end < begin:
@@ -208,7 +210,7 @@ def _stored_tensor(name: str, file: Path, entry: Any, start: int, data_bytes: in
             f"{where}: ends at byte {end} of {data_bytes}: the file is truncated; download it again"
         )
     dtype = DTYPES[code]
-    if math.prod(shape) * dtype.itemsize != end - begin:  # Python's integers do not overflow
+    if math.prod(shape) * dtype.itemsize != end - begin:  # Python integers do not overflow
         raise CheckpointError(
             f"{where}: {code} {short_repr(shape)} does not fill {end - begin} bytes"
         )
@@ -216,7 +218,7 @@ def _stored_tensor(name: str, file: Path, entry: Any, start: int, data_bytes: in
 
 
 def _check_coverage(file: Path, tensors: dict[str, StoredTensor], start: int, end: int) -> None:
-    """The tensors lie one behind the other and fill the data: no overlap, no hole, no rest."""
+    """Check that the tensors fill the data without overlaps, gaps or trailing bytes."""
     at, before = start, None
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, _nbytes(t))):
         if tensor.offset < at:
@@ -228,7 +230,7 @@ def _check_coverage(file: Path, tensors: dict[str, StoredTensor], start: int, en
             )
         at, before = at + _nbytes(tensor), tensor.name
     if at != end:
-        raise CheckpointError(f"{file}: {end - at} bytes behind tensor {before!r} belong to none")
+        raise CheckpointError(f"{file}: {end - at} bytes after tensor {before!r} belong to none")
 
 
 def _nbytes(tensor: StoredTensor) -> int:

@@ -1,12 +1,12 @@
-"""Reads PyTorch's `.bin` files without torch, and without running what is in them.
+"""Reads PyTorch's `.bin` files without torch, and without running the code in them.
 
-Such a file is a zip archive (torch 1.6 and newer) of a pickle, `data.pkl`, that describes the
-tensors, and of one uncompressed entry per storage. A pickle is a program. Here it meets an
-interpreter of our own that knows the few opcodes that `torch.save` writes, and a fixed list of
-names; no name is ever looked up or called: the reader only notes what it would have made. Anything
-else is refused by name. The data is read where it lies.
+Such a file is a zip archive (torch 1.6 and newer) with a pickle, `data.pkl`, that describes the
+tensors, and one uncompressed entry per storage. A pickle is a program. This module interprets only
+the few opcodes that `torch.save` writes and a fixed list of names. It never resolves or calls a
+name; it only records the tensor that the call would have made. Everything else is rejected by name.
+The data is mapped.
 
-Formats: `torch/serialization.py` and `torch/_utils.py` for what is written, the standard library's
+Formats: `torch/serialization.py` and `torch/_utils.py` for torch's side, the standard library's
 `pickletools.py` for the opcodes, PKWARE's APPNOTE 4.3 and 4.5.3 (zip64) for the archive.
 """
 
@@ -38,14 +38,14 @@ from forge_jax.weights.stored import (
 
 MAX_DIRECTORY_BYTES = 32 * MIB
 MAX_PICKLE_BYTES = 32 * MIB
-MAX_OPCODES = 3_000_000  # about 40 for each tensor
+MAX_OPCODES = 3_000_000  # about 40 per tensor
 MAX_MEMO = 1_000_000
 MAX_STACK = 1_000_000
-MAX_MARKS = 64  # nesting
+MAX_MARKS = 64  # nesting levels
 MAX_STRING = 65_536  # bytes
 
 CONVERT = (
-    "convert it to safetensors where the file may be trusted: "
+    "if you trust the file, convert it to safetensors: "
     "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
 )
 
@@ -61,7 +61,7 @@ _STORAGES = {
     "ByteStorage": np.dtype(np.uint8),
     "BoolStorage": np.dtype(np.bool_),
 }
-# Types that have no storage class of their own are named beside an untyped storage.
+# Types without a storage class of their own are named next to an untyped storage.
 _DTYPES = {
     "float64": np.dtype(np.float64),
     "float32": np.dtype(np.float32),
@@ -83,7 +83,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Global:
-    """A name that the pickle may mention. It stands for nothing but itself."""
+    """A name that the pickle may mention; it is never resolved."""
 
     name: str
     dtype: np.dtype | None = None
@@ -113,7 +113,7 @@ _GLOBALS |= {
 class _Entry:
     """An uncompressed file in the archive."""
 
-    offset: int  # bytes, of its data, from the start of the file
+    offset: int  # bytes from the start of the file to its data
     size: int
 
 
@@ -128,16 +128,17 @@ class _Tensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int  # bytes, from the start of the file
+    offset: int  # bytes from the start of the file
 
 
 def read_bin(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, every offset, size and stride checked against its storage.
+    """Return the tensors of one file, with every offset, size and stride checked.
 
-    Values that are no tensors are ignored.
+    Values other than tensors are ignored.
 
     Raises:
-      CheckpointError: it names the file, and the tensor, entry, opcode or global that is wrong.
+      CheckpointError: the file is missing or broken; the message names the file, and the tensor,
+        entry, opcode or global.
     """
     try:
         size = file_size(file)
@@ -151,8 +152,8 @@ def read_bin(file: Path) -> dict[str, StoredTensor]:
             entry = entries[pickle_name]
             if entry.size > MAX_PICKLE_BYTES:
                 raise CheckpointError(
-                    f"{pickle_name} in {file} has {entry.size} bytes; at most {MAX_PICKLE_BYTES} "
-                    "are read"
+                    f"{pickle_name} in {file} has {entry.size} bytes; the limit is "
+                    f"{MAX_PICKLE_BYTES}"
                 )
             program = _read(stream, entry, entry.size)
     except FileNotFoundError:
@@ -161,10 +162,10 @@ def read_bin(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     result = _Interpreter(f"{pickle_name} in {file}", program, entries, f"{root}data/").run()
     if type(result) is not dict:
-        raise CheckpointError(f"{file} holds no dictionary of tensors")
+        raise CheckpointError(f"{file} is not a dictionary of tensors")
     found = {name: value for name, value in result.items() if type(value) is _Tensor}
     if len(found) > MAX_TENSORS:
-        raise CheckpointError(f"{file} holds {len(found)} tensors; at most {MAX_TENSORS} are read")
+        raise CheckpointError(f"{file} has {len(found)} tensors; the limit is {MAX_TENSORS}")
     return {
         name: StoredTensor(name, file, t.dtype, t.shape, t.offset, t.strides)
         for name, t in found.items()
@@ -175,8 +176,8 @@ def _pickle_name(file: Path, entries: dict[str, _Entry]) -> str:
     names = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointError(
-            f"{file} is a zip archive, but not a checkpoint of torch.save: it has {len(names)} "
-            "entries of the name */data.pkl"
+            f"{file} is a zip archive, but torch.save did not write it: it has {len(names)} "
+            "entries named */data.pkl instead of one"
         )
     return names[0]
 
@@ -187,13 +188,13 @@ def _read(stream: BinaryIO, entry: _Entry, limit: int) -> bytes:
 
 
 class _Archive:
-    """The directory of a zip file, with every entry held against its local header and the file."""
+    """The directory of a zip file, with every entry checked against its local header."""
 
     def __init__(self, file: Path, stream: BinaryIO, size: int):
         self.file, self.stream, self.size = file, stream, size
 
     def entries(self) -> dict[str, _Entry]:
-        """By name. All of them must be stored as they are, without compression or encryption."""
+        """Return the entries by name; all must be stored without compression or encryption."""
         self._check_magic()
         count, directory_size, directory_at = self._directory()
         text = self._at(directory_at, directory_size)
@@ -207,7 +208,7 @@ class _Archive:
             data_at = self._local(name, header_at)
             if data_at + entry_size > directory_at:
                 self._fail(
-                    f"the entry {short_repr(name)} ends behind the archive's data: the file is "
+                    f"the entry {short_repr(name)} ends after the archive's data: the file is "
                     "truncated or broken; download it again"
                 )
             spans.append((header_at, data_at + entry_size, name))
@@ -225,11 +226,11 @@ class _Archive:
         if begin[:4] == b"PK\x03\x04":
             return
         if begin[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
-            self._fail(f"it has the format of torch before 1.6, which is not read; {CONVERT}")
+            self._fail(f"it has the format of torch before 1.6, which is not supported; {CONVERT}")
         self._fail(f"it is not a zip archive, which torch.save writes since 1.6; {CONVERT}")
 
     def _directory(self) -> tuple[int, int, int]:
-        """Number of entries, bytes and position of the central directory."""
+        """Return the number of entries, the size and the position of the central directory."""
         tail_size = min(self.size, 22 + 65_535)
         tail_at = self.size - tail_size
         tail = self._at(tail_at, tail_size)
@@ -242,7 +243,7 @@ class _Archive:
         end_at = tail_at + found
         if found + 22 + comment != len(tail):
             self._fail("its zip directory does not end with the file")
-        # Torch writes the 64-bit record into every file, however small.
+        # torch writes the 64-bit record into every file, even a small one.
         if self._at(end_at - 20, 4) == b"PK\x06\x07":
             narrow = (disk, start_disk, here, count, size, at)
             end_at, *wide = self._directory64(end_at)
@@ -251,11 +252,11 @@ class _Archive:
                     self._fail("its two directories contradict each other")
             disk, start_disk, here, count, size, at = wide
         if disk or start_disk or here != count:
-            self._fail("it is one part of several")
+            self._fail("it is one part of a split archive")
         if size > MAX_DIRECTORY_BYTES or count > size // 46:
             self._fail(f"its directory has {size} bytes for {count} entries")
         if at + size != end_at:
-            self._fail("its directory does not lie where it says")
+            self._fail("its directory is not at the position that it declares")
         return count, size, at
 
     def _directory64(self, end_at: int) -> tuple[int, ...]:
@@ -269,7 +270,7 @@ class _Archive:
         return at, *fields[4:]
 
     def _central(self, text: bytes, at: int) -> tuple[str, int, int, int]:
-        """Name, position of the local header, size; and where the next entry begins in `text`."""
+        """Return name, position of the local header, size, and the next entry's place in `text`."""
         if text[at : at + 4] != b"PK\x01\x02" or at + 46 > len(text):
             self._fail("its directory is broken")
         flags, method = struct.unpack_from("<2H", text, at + 8)
@@ -290,20 +291,19 @@ class _Archive:
         if method != 0:
             self._fail(
                 f"the entry {short_repr(name)} is compressed (method {method}), which "
-                "torch.save does "
-                f"not do; {CONVERT}"
+                f"torch.save does not do; {CONVERT}"
             )
         size, stored, header_at = self._wide(
             name, text[name_end : name_end + extra_length], size, stored, header_at
         )
         if size != stored:
-            self._fail(f"the entry {short_repr(name)} is not stored, but says that it is")
+            self._fail(f"the entry {short_repr(name)} has different stored and original sizes")
         return name, header_at, size, end
 
     def _wide(
         self, name: str, extra: bytes, size: int, stored: int, header_at: int
     ) -> tuple[int, int, int]:
-        """The three numbers, those that need 64 bits taken from the extra field."""
+        """Return the three numbers, with 64-bit ones taken from the extra field."""
         narrow = [size, stored, header_at]
         if 0xFFFFFFFF not in narrow:
             return size, stored, header_at
@@ -321,10 +321,10 @@ class _Archive:
         self._fail(f"the entry {short_repr(name)} lacks its zip64 sizes")
 
     def _local(self, name: str, at: int) -> int:
-        """Where the entry's data begins; its local header must agree with the directory."""
+        """Return where the entry's data begins; its local header must match the directory."""
         header = self._at(at, 30)
         if header[:4] != b"PK\x03\x04":
-            self._fail(f"the entry {short_repr(name)} has no header where the directory says")
+            self._fail(f"the entry {short_repr(name)} has no header at its declared position")
         (method,) = struct.unpack_from("<H", header, 8)
         name_length, extra_length = struct.unpack_from("<2H", header, 26)
         if method != 0 or self._at(at + 30, name_length) != name.encode():
@@ -342,10 +342,10 @@ class _Archive:
 
 
 class _Interpreter:
-    """Runs the opcodes that `torch.save` writes (pickle protocol 2); notes, and never calls.
+    """An interpreter of `torch.save`'s opcodes (pickle protocol 2) that calls nothing.
 
-    On the stack are None, bool, int, float, str, tuple, list, dict with keys of str or int, and the
-    four classes above. A dict stands for an OrderedDict too.
+    The stack holds None, bool, int, float, str, tuple, list, dict with keys of str or int, and the
+    four classes above. A dict also represents an OrderedDict.
     """
 
     def __init__(self, where: str, program: bytes, entries: dict[str, _Entry], data: str):
@@ -384,11 +384,11 @@ class _Interpreter:
         elif name == "INST":
             called = f", for {short_repr(f'{self._line()}.{self._line()}')}"
         self._fail(
-            f"opcode 0x{code:02x} ({name}{called}) is none that torch.save writes; it was not run"
+            f"torch.save does not write opcode 0x{code:02x} ({name}{called}); it was not run"
         )
 
     def _fail(self, what: str) -> NoReturn:
-        raise CheckpointError(f"{self.where} is refused: {what}")
+        raise CheckpointError(f"{self.where} was rejected: {what}")
 
     # Values and marks
 
@@ -403,7 +403,7 @@ class _Interpreter:
         return value
 
     def _pop_mark(self) -> list[Any]:
-        """The values above the last mark."""
+        """Pop the values above the last mark."""
         begin = self.marks.pop()
         values = self.stack[begin:]
         del self.stack[begin:]
@@ -421,14 +421,14 @@ class _Interpreter:
 
     def _bytes(self, size: int) -> bytes:
         if self.at + size > len(self.program):
-            raise IndexError(f"a value of {size} bytes does not end")
+            raise IndexError(f"a value of {size} bytes is truncated")
         self.at += size
         return self.program[self.at - size : self.at]
 
     def _line(self) -> str:
         end = self.program.find(b"\n", self.at, self.at + MAX_NAME)
         if end < 0:
-            raise IndexError("a name does not end")
+            raise IndexError("a name is truncated")
         line = self.program[self.at : end].decode("utf-8")
         self.at = end + 1
         return line
@@ -436,7 +436,7 @@ class _Interpreter:
     def _protocol(self) -> None:
         version = self._number("<B")
         if version != 2:
-            self._fail(f"it is of pickle protocol {version}, not 2; {CONVERT}")
+            self._fail(f"its pickle protocol must be 2, got {version}; {CONVERT}")
 
     def _unicode(self) -> None:
         size = self._number("<I")
@@ -451,12 +451,12 @@ class _Interpreter:
 
     def _put(self, key: int) -> None:
         if len(self.memo) == MAX_MEMO and key not in self.memo:
-            self._fail(f"it remembers more than {MAX_MEMO} values")
+            self._fail(f"it memoizes more than {MAX_MEMO} values")
         self.memo[key] = self._top()
 
     def _get(self, key: int) -> None:
         if key not in self.memo:
-            raise IndexError(f"value {key} is not remembered")
+            raise IndexError(f"value {key} is not in the memo")
         self.stack.append(self.memo[key])
 
     # Containers
@@ -467,15 +467,15 @@ class _Interpreter:
     def _append(self, values: list[Any]) -> None:
         target = self._top()
         if type(target) is not list:
-            self._fail("it appends to what is no list")
+            self._fail("it appends to a value that is not a list")
         target.extend(values)
 
     def _set_items(self, values: list[Any]) -> None:
         target = self._top()
         if type(target) is not dict or len(values) % 2:
-            self._fail("it sets items of what is no dictionary")
+            self._fail("it sets items of a value that is not a dictionary")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            if type(key) not in (str, int):  # nothing else is cheap and safe to hash
+            if type(key) not in (str, int):  # only these are cheap and safe to hash
                 self._fail(f"the key of a dictionary is a {type(key).__name__}")
             if key in target:
                 self._fail(f"{short_repr(key)} appears twice")
@@ -488,12 +488,12 @@ class _Interpreter:
         known = _GLOBALS.get(name)
         if known is None:
             self._fail(
-                f"it asks for {short_repr(name)}, which describes no tensor; nothing of it was run"
+                f"it refers to {short_repr(name)}, which does not describe a tensor; it was not run"
             )
         self.stack.append(known)
 
     def _persistent(self) -> None:
-        """('storage', type, key, device, number of elements): the data of tensors."""
+        """Push the storage of ('storage', type, key, device, number of elements)."""
         match self._pop():
             case ("storage", _Global("storage", dtype), str(key), str(), int(count)) if (
                 dtype is not None and type(count) is int and count >= 0
@@ -536,11 +536,11 @@ class _Interpreter:
                 self._check_metadata(rest)
                 made = self._tensor(*arguments[:4], dtype=dtype)
             case name, _:
-                self._fail(f"{name} has arguments that describe no tensor")
+                self._fail(f"{name} has arguments that do not describe a tensor")
         self.stack.append(made)
 
     def _check_metadata(self, rest: list[Any]) -> None:
-        """Conjugated or negated views: bits that our reading would ignore."""
+        """Reject conjugated or negated views, because the flags would be ignored."""
         if rest and rest[0] not in (None, {}):
             self._fail("a tensor has metadata, which is not supported")
 
@@ -549,15 +549,15 @@ class _Interpreter:
     ) -> _Tensor:
         what = f"tensor {self._latest_string()}"
         if type(storage) is not _Storage or type(shape) is not tuple or type(strides) is not tuple:
-            self._fail(f"{what} is not made of a storage, a shape and strides")
+            self._fail(f"{what} must have a storage, a shape and strides")
         numbers = (offset, *shape, *strides)
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
-            self._fail(f"{what} of shape {short_repr(shape)} has an offset or a stride of no size")
+            self._fail(f"{what} of shape {short_repr(shape)} has an invalid size, offset or stride")
         if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
             self._fail(f"{what} of shape {short_repr(shape)} has {len(strides)} strides")
         dtype = dtype or storage.dtype
         count = storage.entry.size // dtype.itemsize
-        size = math.prod(shape)  # Python's integers do not overflow
+        size = math.prod(shape)  # Python integers do not overflow
         if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
             self._fail(
                 f"{what} of shape {short_repr(shape)} repeats its elements (an expanded view)"
@@ -565,21 +565,20 @@ class _Interpreter:
         if size > count or (size and offset + span_of(shape, strides) > count):
             self._fail(
                 f"{what} of shape {short_repr(shape)}, strides {short_repr(strides)} and "
-                f"offset {offset} "
-                f"reaches beyond its storage of {count} elements"
+                f"offset {offset} extends beyond its storage of {count} elements"
             )
         return _Tensor(dtype, shape, strides, storage.entry.offset + offset * dtype.itemsize)
 
     def _latest_string(self) -> str:
-        """For messages: the key that waits for its tensor."""
+        """Return the key of the tensor being read, for messages."""
         strings = (value for value in self.stack[-1:-9:-1] if type(value) is str)
         return short_repr(next(strings, "without a name"))
 
     def _build(self) -> None:
-        """An OrderedDict may carry attributes (`_metadata`, versions of modules): not used."""
+        """Ignore an OrderedDict's attributes, such as `_metadata` (module versions)."""
         state, target = self._pop(), self._top()
         if type(target) is not dict or type(state) is not dict:
-            self._fail("it sets the state of what is no dictionary; it was not run")
+            self._fail("it sets the state of a value that is not a dictionary; it was not run")
 
 
 _Action = Callable[[_Interpreter], None]

@@ -1,4 +1,4 @@
-"""Models: what they are (spec), which there are (registry), and what they compute (decoder)."""
+"""Models: their description (`spec`), their families (`registry`) and their math (`decoder`)."""
 
 from forge_jax.models.decoder import KV, Leaves, Model
 from forge_jax.models.registry import build_model

@@ -1,14 +1,15 @@
 """The decoder as Flax NNX modules, and `Model`: its pure functions on a flat tuple of weights.
 
-Modules define the weights and the arithmetic; they hold no state and know nothing of files,
-requests or scheduling. Layers are unrolled: XLA copies every layer's matrices out of a stacked
-array at each step.
+Modules define the weights and the arithmetic. They hold no state and do not depend on files,
+requests or scheduling. Layers are unrolled, because XLA copies every layer's matrices out of a
+stacked array at each step.
 
-Of a model that several devices share (tensor parallelism), the modules are those of one shard, and
-are called inside of `shard_map`. `axis` is the mesh's, where there is something to add up.
+If several devices share a model (tensor parallelism), the modules are those of one shard, and are
+called inside `shard_map`. `axis` is the mesh axis to sum over.
 
-Letters: T tokens in the step, S sequences, B rows of logits, N blocks, bs tokens of a block, L
-layers, H query heads, K key/value heads, D head dim, d hidden size, V vocabulary.
+Letters of a step: T tokens, S sequences, B rows of logits, N blocks, bs tokens per block.
+Letters of a model: L layers, H query heads, K key/value heads, D head dim, d hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Leaves = tuple[jax.Array, ...]
 
 
 class Ragged(NamedTuple):
-    """What every layer needs to know about the step: its rows, and how attention is computed."""
+    """The inputs of a step that every layer needs: its rows, and how attention is computed."""
 
     ropes: tuple[tuple[jax.Array, jax.Array], ...]  # cos and sin, f32[T, D / 2], by kind
     slot_mapping: jax.Array  # i32[T]
@@ -69,22 +70,22 @@ class Ragged(NamedTuple):
     kv_lens: jax.Array  # i32[S]
     cu_q_lens: jax.Array  # i32[S + 1]
     num_seqs: jax.Array  # i32[]
-    num_tokens: jax.Array  # i32[], rows that exist
-    kv_dtype: np.dtype | None  # whose bits the cache holds, where it holds bits
+    num_tokens: jax.Array  # i32[], rows in use
+    kv_dtype: np.dtype | None  # if the cache stores bits: their type
     implementation: Implementation
     max_q_len: int | None
     uniform: bool
     axis: str | None = None  # of the mesh, if several devices share the model
-    lora: LayerLora | None = None  # the layer's own
+    lora: LayerLora | None = None  # of the current layer
 
     def delta(self, *targets: str) -> Delta | None:
-        """What adapters add to the product with a matrix of these targets; None without any."""
+        """Return the function that adds the adapters of these targets; None without adapters."""
         lora = self.lora
         return None if lora is None else lambda x: lora.delta(x, targets)
 
 
 class ResidualBlock(nnx.Module):
-    """The common part of attention, MLP and experts: norms around them, and the residual sum."""
+    """The common part of attention, MLP and experts: the norms around them and the residual sum."""
 
     def __init__(self, spec: ModelSpec, dtype: Any):
         before = spec.norm_placement in ("before", "both")
@@ -96,14 +97,14 @@ class ResidualBlock(nnx.Module):
     def add(
         self, x: jax.Array, last: Linear, inner: jax.Array, ragged: Ragged, target: str
     ) -> jax.Array:
-        """x + last(inner), dtype[T, d]. `target`: the adapters' name of `last`."""
+        """Return x + last(inner), dtype[T, d]. `target` is the adapters' name of `last`."""
         rows, delta, axis = ragged.num_tokens, ragged.delta(target), ragged.axis
         if self.post_norm is None and self.scale == 1.0:
             return last(inner, residual=x, delta=delta, axis=axis, num_rows=rows)
         return self.add_result(x, last(inner, delta=delta, axis=axis, num_rows=rows))
 
     def add_result(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """x: dtype[T, d], with `y` of the same shape added."""
+        """Return x + y, after the norm and the scale of y. x, y: dtype[T, d]."""
         if self.post_norm is not None:
             with jax.named_scope("post_norm"):
                 y = self.post_norm(y)
@@ -111,7 +112,7 @@ class ResidualBlock(nnx.Module):
 
 
 class Attention(ResidualBlock):
-    """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
+    """Grouped-query attention over the paged cache, with a fused matrix for q, k and v."""
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
@@ -135,7 +136,7 @@ class Attention(ResidualBlock):
         self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype) if has else None
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
-        """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
+        """Return (kv, x plus the attention). x: dtype[T, d]; kv: one layer's."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
         with jax.named_scope("qkv"):
             delta = ragged.delta("q", "k", "v")
@@ -172,7 +173,7 @@ class Attention(ResidualBlock):
             return kv, self.add(x, self.out, out, ragged, "o")
 
     def _normed(self, qkv: jax.Array, axis: str | None) -> jax.Array:
-        """dtype[T, H + 2K, D], with the norms of queries and keys where the model has them."""
+        """Apply the norms of queries and keys, if any, to qkv: dtype[T, H + 2K, D]."""
         if self.q_norm is None or self.k_norm is None:
             return qkv
         H, K = self.heads, self.kv_heads
@@ -180,13 +181,13 @@ class Attention(ResidualBlock):
         for norm, part in ((self.q_norm, qkv[:, :H]), (self.k_norm, qkv[:, H : H + K])):
             shape = (len(part), -1) if self.norm_all else part.shape
             with jax.named_scope("norm"):
-                part_axis = axis if self.norm_all else None  # a row has all heads, or one
+                part_axis = axis if self.norm_all else None  # the norm spans all heads, or one
                 normed.append(norm(part.reshape(shape), part_axis).reshape(part.shape))
         return jnp.concatenate([*normed, qkv[:, H + K :]], axis=1)
 
 
 class MLP(ResidualBlock):
-    """SwiGLU (Shazeer 2020), or the same with another activation; gate and up in one matrix."""
+    """SwiGLU (Shazeer 2020), or a variant with another activation; gate and up in one matrix."""
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
@@ -204,7 +205,7 @@ class MLP(ResidualBlock):
         )
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
-        """dtype[T, d] -> x with the MLP added."""
+        """Return x plus the MLP. x: dtype[T, d]."""
         with jax.named_scope("gate_up"):
             inner = self.gate_up(
                 x,
@@ -221,7 +222,7 @@ class MLP(ResidualBlock):
 
 
 class Experts(ResidualBlock):
-    """A mixture of experts in place of the MLP: a router chooses some for each token."""
+    """A mixture of experts in place of the MLP; a router chooses some for each token."""
 
     def __init__(
         self,
@@ -241,7 +242,7 @@ class Experts(ResidualBlock):
         self.down = nnx.Param(matrix(f"{mlp}.down.weight", d, inner, experts=count))
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
-        """dtype[T, d] -> x with what the experts give added."""
+        """Return x plus the weighted outputs of the experts. x: dtype[T, d]."""
         with jax.named_scope("norm"):
             normed = x if self.norm is None else self.norm(x)
         with jax.named_scope("router"):
@@ -284,9 +285,9 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head: every family's, by what the spec says.
+    """Embedding, layers, final norm and head of every family, configured by the spec.
 
-    With `shards`, one of so many that share the model.
+    If `shards` is above 1, this is one shard of the model.
     """
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, shards: int = 1):
@@ -300,7 +301,7 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(spec.hidden_size, spec, dtype)
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
-        # The head is the embedding too where the model shares them.
+        # With tied embeddings, the head is also the embedding.
         d = spec.hidden_size
         self.head = Linear(matrix("head.weight", vocab_rows, d))
         self.embedding = (
@@ -314,7 +315,7 @@ class Decoder(nnx.Module):
         ragged: Ragged,
         lora: Callable[[int], LayerLora] | None = None,  # by layer
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
-        """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
+        """Return (kv, dtype[T, d] after the final norm, the residual stream, L + 1 arrays)."""
         ragged = ragged._replace(axis=self.axis)
         with jax.named_scope("embed"):
             x = self._embed(tokens)
@@ -332,12 +333,12 @@ class Decoder(nnx.Module):
             return tuple(new_kv), self.norm(x), tuple(stream)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-        """dtype[B, d] -> f32[B, V]."""
+        """Return f32[B, V] for hidden: dtype[B, d]."""
         with jax.named_scope("logits"):
             logits = self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
             if self.axis is not None:
                 logits = jax.lax.all_gather(logits, self.axis, axis=1, tiled=True)
-                logits = logits[:, : self.vocab_size]  # without the rows that fill up the last
+                logits = logits[:, : self.vocab_size]  # without the padding of the last shard
             if self.logit_scale != 1.0:
                 logits = logits * self.logit_scale
             if self.logit_soft_cap is None:
@@ -345,7 +346,7 @@ class Decoder(nnx.Module):
             return self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        """i32[T] -> dtype[T, d]. One shard has a token's row; the others add zeros, exactly."""
+        """Embed i32[T] as dtype[T, d]. One shard has a token's row; the others add exact zeros."""
         table = (self.embedding or self.head).matrix.get_value()
         if self.axis is None:
             return embed(table, tokens, self.dtype)
@@ -357,7 +358,7 @@ class Decoder(nnx.Module):
 
 
 def rope_kind(spec: ModelSpec, layer: int) -> RopeSpec | None:
-    """How this layer rotates queries and keys; None: not at all."""
+    """Return how this layer rotates queries and keys, or None if it does not."""
     if layer in spec.no_rope:
         return None
     windowed = spec.window(layer) is not None
@@ -365,12 +366,12 @@ def rope_kind(spec: ModelSpec, layer: int) -> RopeSpec | None:
 
 
 def rope_kinds(spec: ModelSpec) -> list[RopeSpec | None]:
-    """All that a model has, in the order in which layers first have them."""
+    """Return the distinct rotations of a model, in the order of the layers."""
     return list(dict.fromkeys(rope_kind(spec, i) for i in range(spec.num_hidden_layers)))
 
 
 def rope_frequencies(rope: RopeSpec | None, head_dim: int) -> np.ndarray:
-    """f32[D / 2]: radians per position, stretched as the spec says."""
+    """Return f32[D / 2], radians per position, with the scaling of the spec."""
     if rope is None:
         return np.zeros(head_dim // 2, np.float32)
     frequencies = inverse_frequencies(head_dim, rope.theta)
@@ -404,20 +405,20 @@ def _rope_tables(
 class Model:
     """A decoder without its weights: pure functions that take them as a flat tuple of arrays.
 
-    Made from the spec alone, so that executables can be compiled while the weights are still being
-    read: `leaves` holds the shapes and types to lower with. The functions are jit-able; wrap them
-    in a `jax.jit` of your own, they do not hold one.
+    It is made from the spec alone, so that executables compile while the weights are still being
+    read. `leaves` holds the shapes and types to lower with. The functions can be jitted, but are
+    not: wrap them in your own `jax.jit`.
 
-    With `shards`, it is one of so many that share the model of the whole `spec`: `leaves`, their
-    bytes and `packings` are the shard's, and the functions are for inside of `shard_map`, see
+    If `shards` is above 1, this is one shard of the model of the whole `spec`. `leaves`,
+    `param_bytes` and `packings` are the shard's, and the functions run inside `shard_map`, see
     `forge_jax.step.mesh`.
     """
 
     spec: ModelSpec
     dtype: np.dtype
-    names: tuple[str, ...]  # of the leaves: "layers.0.attention.qkv.weight"
+    names: tuple[str, ...]  # of the leaves, such as "layers.0.attention.qkv.weight"
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    matrices: Mapping[str, MatrixSpec]  # by the names of their leaves
+    matrices: Mapping[str, MatrixSpec]  # by leaf name
     graphdef: Any
     treedef: Any
     shards: int = 1
@@ -431,7 +432,7 @@ class Model:
         formats: WeightFormats,
         shards: int = 1,
     ) -> Model:
-        """Trace `decoder(spec, dtype, matrix, shards)` abstractly: no weights are allocated."""
+        """Trace `decoder(spec, dtype, matrix, shards)` abstractly, without allocating weights."""
         dtype = jnp.dtype(dtype)
         matrix = MatrixBuilder(formats, dtype)
         module = nnx.eval_shape(lambda: decoder(spec, dtype, matrix, shards))
@@ -450,39 +451,39 @@ class Model:
 
     @cached_property
     def pieces(self) -> Mapping[str, MatrixSpec]:
-        """The matrices that are multiplied by themselves, with those of several pieces split."""
+        """The matrices that are multiplied separately: matrices of several pieces are split."""
         return split_pieces(self.matrices)
 
     @cached_property
     def packings(self) -> Mapping[str, Packing | BlockPacking]:
-        """How the matrices are packed that are: "layers.0.mlp.down.weight" and the like."""
+        """The packing of each packed matrix, by leaf name such as "layers.0.mlp.down.weight"."""
         found = {leaf: matrix.packing for leaf, matrix in self.pieces.items()}
         return {leaf: packing for leaf, packing in found.items() if packing is not None}
 
     @property
     def formats(self) -> set[str]:
-        """The formats of the matrices that are not plain: "bf16", "int8", "gptq int4"."""
+        """The formats of the matrices that are not plain, such as "bf16" and "gptq int4"."""
         return {name for matrix in self.pieces.values() for name in matrix.names}
 
     def in_format[F: WeightFormat](self, kind: type[F]) -> dict[str, F]:
-        """The formats of this class, by the leaves of the matrices that have them."""
+        """Return the formats of class `kind`, by leaf name."""
         formats = {leaf: matrix.format for leaf, matrix in self.pieces.items()}
         return {leaf: format for leaf, format in formats.items() if isinstance(format, kind)}
 
     def weight(self, leaves: Leaves, name: str) -> MatrixWeight:
-        """The weight of a matrix ("layers.0.mlp.down.weight"), or of a piece of one."""
+        """Return the weight of a matrix ("layers.0.mlp.down.weight"), or of a piece of one."""
         format, shape = self.pieces[name]
         paths, treedef = jax.tree_util.tree_flatten_with_path(format.weight(shape, self.dtype))
         names = [f"{name.removesuffix('weight')}{_leaf_name(path)}" for path, _ in paths]
         return jax.tree.unflatten(treedef, [leaves[self.names.index(each)] for each in names])
 
     def leaf(self, name: str) -> jax.ShapeDtypeStruct:
-        """The shape and type of a leaf."""
+        """Return the shape and type of a leaf."""
         return self.leaves[self.names.index(name)]
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of all weights, of one shard if it is cut."""
+        """The bytes of all weights; of one shard if the model is split."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
     def forward(  # noqa: PLR0913
@@ -505,29 +506,33 @@ class Model:
     ) -> Any:
         """Run one step over ragged rows: write their keys and values, then attend.
 
-        Decode rows, verify rows and prefill chunks differ only in `cu_q_lens`.
+        Decode rows, draft rows and prefill chunks differ only in `cu_q_lens`.
 
         Args:
           leaves: the weights, in the order of `Model.leaves`.
-          kv: per layer dtype[N, 2, K, bs, D], where uint16 holds the bits of the model's 16-bit
-            dtype; or a `QuantizedKV`.
+          kv: per layer, dtype[N, 2, K, bs, D] or a `QuantizedKV`. A uint16 array stores the bits of
+            the model's 16-bit dtype.
           tokens, positions: i32[T].
           slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` to write nothing.
-          block_tables: i32[S, max_blocks]. kv_lens: i32[S], this step's tokens included.
-          cu_q_lens: i32[S + 1], where each sequence's rows start. num_seqs: i32[].
+          block_tables: i32[S, max_blocks].
+          kv_lens: i32[S], including this step's tokens.
+          cu_q_lens: i32[S + 1], where each sequence's rows start.
+          num_seqs: i32[].
           implementation: of attention. "reference" with float32 `kv` is differentiable.
-          max_q_len: upper bound of rows of a sequence; 1 for a decode step. Less is compiled.
+          max_q_len: upper bound of the rows of a sequence, 1 for a decode step; a lower bound
+            compiles less code.
           uniform: compute every row of attention in the same way (the deterministic tier).
           return_hidden_states: also return the residual stream.
-          lora: the adapters, and which each token takes; for a model with `WeightFormats.lora`.
+          lora: the adapters, and the adapter of each token; for models with `WeightFormats.lora`.
 
         Returns:
-          (kv, hidden): hidden is dtype[T, d] after the final norm; rows of no sequence may hold
-          anything. With `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays
+          (kv, hidden): hidden is dtype[T, d] after the final norm; rows that belong to no sequence
+          are undefined. If `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays
           dtype[T, d], the embedding and each layer's output.
 
         Raises:
-          NotImplementedError: a gradient without float32 `kv` and implementation="reference".
+          NotImplementedError: a gradient was requested without float32 `kv` and
+            implementation="reference".
         """
         ragged = Ragged(
             ropes=self._ropes(positions),
@@ -554,22 +559,22 @@ class Model:
     def logits(
         self, leaves: Leaves, hidden: jax.Array, num_rows: jax.Array | None = None
     ) -> jax.Array:
-        """hidden: dtype[B, d], after the final norm -> f32[B, V].
+        """Return f32[B, V] for hidden: dtype[B, d], after the final norm.
 
-        `num_rows` (i32[]) is a promise that rows from there on are not needed.
+        `num_rows` (i32[]) promises that the caller ignores the rows from there on.
         """
         return self.decoder(leaves).logits(hidden, num_rows)
 
     def final_norm(self, leaves: Leaves, stream: jax.Array) -> jax.Array:
-        """The final norm on rows of the residual stream, dtype[B, d]: half of a logit lens."""
+        """Apply the final norm to rows of the residual stream, dtype[B, d], for a logit lens."""
         return self.decoder(leaves).norm(stream)
 
     def decoder(self, leaves: Leaves) -> Any:
-        """The modules with these weights: an instance of the class that the model was built of."""
+        """Return the modules with these weights: an instance of the class given to `build`."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-# Parts of a path that are none of a leaf's name: how modules hold their weights.
+# Parts of a path that are not part of a leaf's name: the way modules hold their weights.
 _UNNAMED = (None, "value", "matrix")
 
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from forge_kernels.attention import QuantizedKV
 
-LayerKV = jax.Array | QuantizedKV  # dtype[N, 2, K, bs, D], or as much in 8 bits with its scales
+LayerKV = jax.Array | QuantizedKV  # dtype[N, 2, K, bs, D], or the same in 8 bits with scales
 KV = tuple[LayerKV, ...]  # one per layer
 
 EIGHT_BITS: dict[str, np.dtype] = {  # by `--kv-dtype`
@@ -19,10 +19,10 @@ EIGHT_BITS: dict[str, np.dtype] = {  # by `--kv-dtype`
 
 
 def element_dtype(kv_dtype: str, model_dtype: DTypeLike) -> np.dtype:
-    """The type of the elements of keys and values, by `--kv-dtype` and the model."""
+    """Return the element type of keys and values for a `--kv-dtype` and a model."""
     return jnp.dtype(model_dtype) if kv_dtype == "auto" else EIGHT_BITS[kv_dtype]
 
 
 def bits_of(storage: np.dtype, model_dtype: np.dtype) -> np.dtype | None:
-    """The type whose bits are stored as `storage`; None where numbers are stored as they are."""
+    """Return the type whose bits are stored as `storage`; None if numbers are stored directly."""
     return {"uint16": model_dtype, "uint8": EIGHT_BITS["fp8"]}.get(storage.name)

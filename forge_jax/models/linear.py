@@ -1,7 +1,7 @@
 """Linear layers and norms of a decoder as Flax NNX modules.
 
-A linear layer multiplies with a weight of any type (`forge_kernels.linear`), which `MatrixBuilder`
-chose when the model was built. Adapters and tensor parallelism are arguments of the call.
+A linear layer multiplies by a weight of any type (`forge_kernels.linear`), which `MatrixBuilder`
+selects when the model is built. Adapters and tensor parallelism are arguments of the call.
 
 Letters: T tokens in the step.
 """
@@ -24,7 +24,7 @@ from forge_kernels.norm import rms_norm
 
 
 class MatrixBuilder:
-    """Allocates the matrices of a model, each in its format, and lists them in `matrices`."""
+    """Allocates the matrices of a model in their formats, and lists them in `matrices`."""
 
     def __init__(self, formats: WeightFormats, dtype: Any):
         self.formats, self.dtype = formats, dtype
@@ -39,9 +39,9 @@ class MatrixBuilder:
         paired: bool = False,
         experts: int | None = None,
     ) -> MatrixWeight:
-        """The weight of `leaf` ("layers.0.mlp.down.weight"), of zeros.
+        """Return the weight of `leaf` (such as "layers.0.mlp.down.weight"), filled with zeros.
 
-        `paired`: its halves are gates and ups, and SwiGLU is a part of the product.
+        If `paired`, its halves are gate and up, and the product includes SwiGLU.
         """
         matrix = MatrixSpec(self.formats.of(leaf), MatrixShape(outputs, inputs, paired, experts))
         self.matrices[leaf] = matrix
@@ -57,11 +57,11 @@ class RMSNorm(nnx.Module):
 
     @property
     def is_plain(self) -> bool:
-        """True if it is as in Llama, so that `forge_kernels.linear` can compute it."""
+        """True if this is Llama's norm, which `forge_kernels.linear` can fuse."""
         return not self.offset and not self.in_float32
 
     def __call__(self, x: jax.Array, axis: str | None = None) -> jax.Array:
-        """float[..., size] -> the same. `axis`: each device of the mesh has a part of every row."""
+        """Normalize float[..., size]. `axis`: each device of the mesh has a part of every row."""
         return rms_norm(
             x,
             self.weight[...],
@@ -72,11 +72,11 @@ class RMSNorm(nnx.Module):
         )
 
 
-Delta = Callable[[jax.Array], jax.Array]  # dtype[T, K_in] -> what is added to the product with it
+Delta = Callable[[jax.Array], jax.Array]  # dtype[T, K_in] -> the term to add to its product
 
 
 class Linear(nnx.Module):
-    """A weight, whatever its type, with a bias if the model has one."""
+    """A weight of any type, with a bias if the model has one."""
 
     def __init__(self, matrix: MatrixWeight, bias: jax.Array | None = None):
         self.matrix = nnx.Param(matrix)
@@ -94,11 +94,19 @@ class Linear(nnx.Module):
         num_rows: jax.Array | None = None,
         out_dtype: DTypeLike | None = None,
     ) -> jax.Array:
-        """`residual + (norm(x) W^T + delta(norm(x)) + bias)`: see `forge_kernels.linear.linear`.
+        """Return `residual + (norm(x) W^T + delta(norm(x)) + bias)`.
+
+        See `forge_kernels.linear.linear` for the other arguments.
 
         Args:
-          delta: what adapters add, in plain XLA, whatever the weight. Not together with `swiglu`.
+          x: dtype[T, K_in].
+          norm: applied to x; fused into the product if possible.
+          residual: added to the result.
+          delta: returns the adapters' term, in plain XLA for every weight type. Excludes `swiglu`.
           axis: each device of this mesh axis has some of the inputs, and products are summed.
+          swiglu: apply SwiGLU to the product.
+          num_rows: i32[], the rows in use.
+          out_dtype: the type of the product.
         """
         assert delta is None or not swiglu, "a model that was not built for adapters"
         options: MatmulOptions = {"swiglu": swiglu, "num_rows": num_rows, "out_dtype": out_dtype}
@@ -127,7 +135,7 @@ class Linear(nnx.Module):
 
 
 def add_up(x: jax.Array, axis: str) -> jax.Array:
-    """The sum over the devices of a mesh's axis, on each of them."""
+    """Return the sum over the devices of a mesh axis, on each of them."""
     with jax.named_scope("add_up"):
         return jax.lax.psum(x, axis)
 

@@ -1,8 +1,8 @@
-"""The arrays of LoRA adapters beside a model's own: their shapes, and what a step takes of them.
+"""The arrays of LoRA adapters next to a model's own: their shapes, and a step's use of them.
 
-All adapters of an engine lie in one array for each of two matrices of each target, by *place*: so
-that shapes are fixed, and nothing is compiled when adapters come and go. A smaller rank than the
-arrays' is filled up with zeros. Place 0 is no adapter, and has no weights.
+All adapters of an engine share one array for each of the two matrices of each target, indexed by
+*place*. Shapes are therefore fixed, and loading or unloading an adapter compiles nothing. Adapters
+of a smaller rank are padded with zeros. Place 0 means no adapter and has no weights.
 
 Letters: L layers, P places, r rank, T tokens of the step.
 """
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """A matrix that adapters may change: rows of one of the decoder's, which fuses some."""
+    """A matrix that adapters may change: rows of a matrix of the decoder, which fuses several."""
 
     matrix: str  # "attention.qkv"
-    start: int  # its first row there
+    start: int  # the first row in the matrix
     rows: int
     inputs: int
 
 
 def lora_targets(spec: ModelSpec) -> dict[str, Target]:
-    """By name, in the order of the stacks. Matrices of experts are none."""
+    """Return the targets by name, in the order of the stacks; matrices of experts are excluded."""
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim
     kv_rows = spec.num_key_value_heads * spec.head_dim
@@ -53,13 +53,13 @@ def lora_targets(spec: ModelSpec) -> dict[str, Target]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
-    """How many adapters there may be at once, and of which rank."""
+    """The number of adapters that can be loaded at once, and their rank."""
 
     places: int  # P, without place 0
     rank: int  # r
 
     def stacks(self, spec: ModelSpec, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of each target in order a `[L, P, r, inputs]` and b `[L, rows, P, r]`."""
+        """Return the shapes of a `[L, P, r, inputs]` and b `[L, rows, P, r]` for each target."""
         layers, places, rank = spec.num_hidden_layers, self.places, self.rank
         return tuple(
             jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -71,7 +71,7 @@ class LoraShape:
         )
 
     def adapter(self, spec: ModelSpec, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The same of one adapter: `[L, r, inputs]` and `[L, rows, r]`."""
+        """Return the shapes of one adapter: `[L, r, inputs]` and `[L, rows, r]` per target."""
         layers, rank = spec.num_hidden_layers, self.rank
         return tuple(
             jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -80,29 +80,29 @@ class LoraShape:
         )
 
     def num_bytes(self, spec: ModelSpec, dtype: Any) -> int:
-        """Of the stacks; of what one device has, if the spec is its shard's."""
+        """Return the bytes of the stacks; of one device's part if the spec is its shard's."""
         stacks = self.stacks(spec, dtype)
         return sum(math.prod(stack.shape) * stack.dtype.itemsize for stack in stacks)
 
 
 class LayerLora(NamedTuple):
-    """What one layer takes of the adapters."""
+    """The adapters of one layer."""
 
     matrices: dict[str, tuple[jax.Array, jax.Array]]  # by target: [P, r, inputs], [rows, P, r]
     places: jax.Array  # i32[T]
 
     def delta(self, x: jax.Array, targets: tuple[str, ...]) -> jax.Array:
-        """x: dtype[T, inputs] -> what is added to the product with a matrix of these targets."""
+        """Return the term to add to the product of x, dtype[T, inputs], and these targets."""
         with jax.named_scope("lora"):
             parts = [lora(x, *self.matrices[target], self.places) for target in targets]
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 class Lora(NamedTuple):
-    """The adapters of a step, and who takes which."""
+    """The adapters of a step, and the adapter of each token."""
 
     stacks: tuple[jax.Array, ...]  # as in `LoraShape.stacks`
-    places: jax.Array  # i32[T], of each token's adapter; 0: none
+    places: jax.Array  # i32[T], the adapter of each token; 0: none
 
     def layer(self, spec: ModelSpec, index: int) -> LayerLora:
         pairs = zip(self.stacks[::2], self.stacks[1::2], strict=True)
@@ -118,7 +118,7 @@ def set_adapter(
     place: jax.Array,  # i32[], from 1
     adapter: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """The stacks with one adapter (see `LoraShape.adapter`) at its place."""
+    """Write one adapter (see `LoraShape.adapter`) to its place in the stacks."""
     put = jax.lax.dynamic_update_index_in_dim  # a scatter of 16 bits is slow on CPUs
     return tuple(
         put(stack, new, place - 1, axis=1 + index % 2)  # a: [L, P, ...], b: [L, rows, P, r]

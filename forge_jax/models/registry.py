@@ -1,4 +1,4 @@
-"""From a configuration to the spec of a model, and from a spec to a model without weights."""
+"""Models by name: from a configuration to a spec, and from a spec to a model without weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from forge_jax.weights.rounding import rounded_formats
 
 
 def find_architecture(name: str) -> Architecture:
-    """The architecture that `config.json` calls `name`; UnsupportedModelError lists the known."""
+    """Return the architecture that `config.json` calls `name`.
+
+    Raises:
+      UnsupportedModelError: it is not implemented; the message lists those that are.
+    """
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {short_repr(name)} is not supported; supported: "
@@ -28,10 +32,10 @@ def find_architecture(name: str) -> Architecture:
 
 
 def spec_of(config: HFConfig, generation: HFConfig) -> ModelSpec:
-    """The spec that `config.json` and `generation_config.json` describe.
+    """Return the spec that `config.json` and `generation_config.json` describe.
 
     Raises:
-      UnsupportedModelError: an architecture or option that is not implemented, by name.
+      UnsupportedModelError: an architecture or option is not implemented; the message names it.
       ModelError: a field is missing or wrong.
     """
     names = config.values.get("architectures")
@@ -43,20 +47,23 @@ def spec_of(config: HFConfig, generation: HFConfig) -> ModelSpec:
 def build_model(
     spec: ModelSpec, dtype: str = "auto", formats: WeightFormats | None = None, shards: int = 1
 ) -> Model:
-    """The model of a spec, without weights; `dtype` is of weights and activations.
+    """Return the model of a spec, without weights.
 
-    `formats` says how matrices are stored: plain by default; packed ones are for bfloat16. Those
-    that the checkpoint has quantised, or in ggml blocks, stay so. With `shards` it is one of so
-    many that share it (`forge_jax.weights.partition.check_shards`).
+    Args:
+      spec: the model.
+      dtype: of weights and activations; "auto" is the checkpoint's.
+      formats: how matrices are stored; plain by default, and packed only for bfloat16. Matrices
+        that the checkpoint quantizes or has in GGML blocks keep their format.
+      shards: if above 1, the result is one shard (`forge_jax.weights.partition.check_shards`).
 
     Raises:
-      ModelError: no such dtype.
-      UnsupportedModelError: matrices are quantised in a way that is not implemented.
-      ConfigError: they are in groups that cannot be cut for so many shards.
+      ModelError: the dtype does not exist.
+      UnsupportedModelError: the quantization is not implemented.
+      ConfigError: the quantization groups cannot be split into so many shards.
     """
     architecture, formats = find_architecture(spec.architecture), formats or WeightFormats()
     leaves = _leaf_formats(spec, architecture.weights(spec), formats, shards)
-    for both in expert_leaves(spec):  # packed are both or none
+    for both in expert_leaves(spec):  # either both are packed or neither
         if not leaves.keys().isdisjoint(both):
             leaves = dict.fromkeys(both, PLAIN) | leaves
     formats = dataclasses.replace(formats, leaves=leaves)
@@ -66,7 +73,7 @@ def build_model(
 def _leaf_formats(
     spec: ModelSpec, weights: WeightMap, formats: WeightFormats, shards: int
 ) -> dict[str, WeightFormat]:
-    """The formats of the matrices that are not stored as floats."""
+    """Return the formats of the matrices that are not stored as floats."""
     if formats.rounded is not None:
         rounded = rounded_formats(weights, formats.rounded)
         return {**cut_formats(rounded, spec, weights, shards)}
@@ -74,24 +81,24 @@ def _leaf_formats(
         kernels = formats.layers is not None
         return {**quantized_formats(spec, weights, kernels=kernels, shards=shards)}
     if spec.ggml_types is not None:
-        assert formats.layers in (None, "bf16"), "matrices in blocks that are rounded again"
+        assert formats.layers in (None, "bf16"), "matrices in blocks cannot be rounded again"
         return ggml_formats(spec, weights, formats.layers, shards, formats.ggml_activations)
     return {}
 
 
 def decoded(spec: ModelSpec) -> ModelSpec:
-    """The model with the matrices of a GGUF file as floats, in the type of the model."""
+    """Return the spec with a GGUF file's matrices decoded to floats in the model's type."""
     return dataclasses.replace(spec, ggml_types=None)
 
 
 def resolve_dtype(spec: ModelSpec, dtype: str) -> str:
-    """The name of the type that `dtype` means for this model: "auto" is the checkpoint's own.
+    """Return the type that `dtype` selects for this model; "auto" is the checkpoint's own.
 
     Raises:
-      ModelError: no such dtype.
+      ModelError: the dtype does not exist.
     """
     if dtype == "auto":
         dtype = spec.dtype
     if dtype not in DTYPES:
-        raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
+        raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return dtype

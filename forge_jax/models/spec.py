@@ -1,8 +1,8 @@
-"""ModelSpec: what a model is, read from `config.json` and checked.
+"""ModelSpec: the description of a model, read from `config.json` and checked.
 
-What all families share is read here; what is a family's own, in `families`.
+This module reads the fields that all families share; `families` has each family's own.
 
-Knows both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `torch_dtype`
+It reads both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `torch_dtype`
 (transformers 4), `rope_parameters` and `dtype` (transformers 5).
 """
 
@@ -23,7 +23,7 @@ from forge_jax.weights.quantization import QuantSpec
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Far above any model that exists. What is made per layer or token is bounded by them.
+# Far above any existing model. These bound everything that is made per layer or token.
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_WIDTH = 2**20  # of hidden, intermediate and head sizes
@@ -34,7 +34,7 @@ MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embeddings: their base, and how they are stretched."""
+    """Rotary position embeddings: their base and their scaling."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -42,7 +42,7 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    factors: tuple[float, ...] = ()  # of longrope: of each pair
+    factors: tuple[float, ...] = ()  # of longrope, per pair
     attention_factor: float = 1.0  # on cos and sin
 
 
@@ -51,10 +51,11 @@ class ExpertSpec:
     """A mixture of experts in place of the MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
     Attributes:
-      count: experts of a layer. per_token: how many of them compute a token.
+      count: experts per layer.
+      per_token: experts that compute each token.
       intermediate_size: of one expert.
-      normalised: whether the weights of a token's experts are made to sum to one.
-      dense_layers: layers that have an ordinary MLP.
+      normalised: True if the weights of a token's experts are scaled to sum to one.
+      dense_layers: layers with an ordinary MLP.
     """
 
     count: int
@@ -65,31 +66,37 @@ class ExpertSpec:
 
 
 Activation = Literal["silu", "gelu_tanh"]
-NormPlacement = Literal["before", "after", "both"]  # of attention and MLP
+NormPlacement = Literal["before", "after", "both"]  # relative to attention and MLP
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer; the names are those of `config.json`, where it has one.
+    """A decoder-only transformer; fields are named as in `config.json` if they are in it.
 
     Attributes:
-      dtype: of the checkpoint: what "auto" means.
-      activation: of the gate. norm_placement: where norms stand; "after": before the result is
-        added to the stream.
-      norm_offset: added to the weight of every norm. norm_in_float32: whether a norm is multiplied
-        with its weight before it is rounded; with an offset it is.
-      attention_bias: of queries, keys and values; output_bias: of what attention gives; mlp_bias.
-      qk_norm: of queries and keys: by "head", over all heads as one ("all"), or None.
-      windows: for each layer, how many keys a query sees; None: all. Empty: all in every layer.
-      local_rope: of layers with a window, where theirs is another.
+      dtype: of the checkpoint, which is what "auto" selects.
+      activation: of the gate.
+      norm_placement: where norms are applied; "after" means before the residual sum.
+      norm_offset: a number added to the weight of every norm.
+      norm_in_float32: True if a norm is multiplied by its weight before it is rounded; implied by
+        an offset.
+      attention_bias: True if queries, keys and values have a bias.
+      output_bias: True if the output projection of attention has a bias.
+      mlp_bias: True if the matrices of the MLP have biases.
+      qk_norm: norms of queries and keys: per "head", over all heads together ("all"), or None.
+      windows: per layer, how many keys a query attends to, or None for all. Empty means all keys in
+        every layer.
+      local_rope: the rotation of layers with a window, if it differs.
       no_rope: layers whose queries and keys are not rotated.
-      attention_scale: the factor on scores; None: head_dim ** -0.5.
-      attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
-      embedding_scale, residual_scale, logit_scale: factors on embeddings, on what a layer adds,
-        and on logits.
-      experts: in place of the MLP of some or all layers.
+      attention_scale: the factor on scores; None is head_dim ** -0.5.
+      attention_soft_cap: the cap of scores, where x becomes cap * tanh(x / cap).
+      logit_soft_cap: the same for logits.
+      embedding_scale: the factor on embeddings.
+      residual_scale: the factor on each layer's contribution.
+      logit_scale: the factor on logits.
+      experts: a mixture in place of the MLP of some or all layers.
       quantization: of the checkpoint's matrices.
-      ggml_types: the types of the tensors of a GGUF file that stay in ggml blocks.
+      ggml_types: the types of the tensors of a GGUF file that stay in GGML blocks.
     """
 
     architecture: str
@@ -134,11 +141,11 @@ class ModelSpec:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of this layer sees; None: all."""
+        """Return how many keys a query of this layer attends to, or None for all."""
         return self.windows[layer] if self.windows else None
 
     def experts_of(self, layer: int) -> ExpertSpec | None:
-        """The experts of this layer; None: it has an ordinary MLP."""
+        """Return the experts of this layer, or None if it has an ordinary MLP."""
         none = self.experts is None or layer in self.experts.dense_layers
         return None if none else self.experts
 
@@ -160,20 +167,23 @@ def decoder_spec(
     rope: RopeSpec | None = None,
     **parts: Any,
 ) -> ModelSpec:
-    """The spec of a decoder from its `config.json`, with defaults, and `generation_config.json`.
+    """Return the spec of a decoder from its `config.json`, with defaults, and generation config.
 
     Args:
-      activation_name: of the field.
-      whole_heads: `hidden_size` must be a multiple of the heads even where `head_dim` is given.
-      rope: instead of what the file says for all layers.
-      parts: what is the family's own.
+      config: the fields of `config.json`, with defaults.
+      generation: the fields of `generation_config.json`.
+      architecture: the name in `config.json`.
+      activation_name: the name of the activation's field.
+      whole_heads: require `hidden_size` to be a multiple of the heads even if `head_dim` is given.
+      rope: replaces the rotation in the file in all layers.
+      parts: fields that only this family has.
 
     Raises:
-      UnsupportedModelError: an option that is not implemented, by name.
+      UnsupportedModelError: an option is not implemented; the message names it.
       ModelError: a field is missing, or has the wrong type or range.
     """
     _refuse_what_changes_layers(config)
-    read_layer_types(config)  # checked even where the family does not use it
+    read_layer_types(config)  # checked even if the family does not use it
     activation = _read_activation(config, activation_name)
     hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
@@ -220,7 +230,7 @@ def _read_activation(config: HFConfig, field: str) -> Activation:
 
 
 def _refuse_what_changes_layers(config: HFConfig) -> None:
-    """Refuses fields that transformers reads in every family, and that have no counterpart here."""
+    """Reject fields that transformers reads in every family and that are not implemented here."""
     for name in ("use_bidirectional_attention", "per_layer_config"):
         if config.values.get(name):
             raise UnsupportedModelError(f"{config.where}: {name} is not supported")
@@ -229,7 +239,7 @@ def _refuse_what_changes_layers(config: HFConfig) -> None:
 
 
 def read_head_dim(config: HFConfig) -> int:
-    """The width of a head: by default `hidden_size` over the number of heads."""
+    """Return the width of a head, by default `hidden_size` over the number of heads."""
     hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
     head_dim = config.integer("head_dim", hidden_size // heads, high=MAX_WIDTH)
@@ -239,7 +249,7 @@ def read_head_dim(config: HFConfig) -> int:
 
 
 def _end_ids(config: HFConfig, generation: HFConfig, vocab_size: int) -> tuple[int, ...]:
-    """Those of both files; the default counts only where there is no `generation_config.json`."""
+    """Return the EOS token ids of both files; `generation_config.json` overrides the default."""
     ids = generation.token_ids("eos_token_id", vocab_size)
     if not (generation.values and config.leaves_out("eos_token_id")):
         ids += _own_token_ids(config, "eos_token_id", vocab_size)
@@ -247,7 +257,7 @@ def _end_ids(config: HFConfig, generation: HFConfig, vocab_size: int) -> tuple[i
 
 
 def _own_token_ids(config: HFConfig, name: str, vocab_size: int) -> tuple[int, ...]:
-    if config.leaves_out(name):  # a default may lie beyond a small vocabulary: nothing samples it
+    if config.leaves_out(name):  # a default outside a small vocabulary can never be sampled
         default = config.values[name]
         return () if default is None or default >= vocab_size else (default,)
     return config.token_ids(name, vocab_size)
@@ -257,7 +267,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
-    """For each layer `full_attention` or `sliding_attention`; None: the file does not say."""
+    """Return `full_attention` or `sliding_attention` per layer; None if the file has no field."""
     types = config.values.get("layer_types")
     if types is None:
         return None
@@ -272,7 +282,7 @@ def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
 
 
 def read_window(config: HFConfig) -> int | None:
-    """How many keys a query sees; None: all."""
+    """Return how many keys a query attends to, or None for all."""
     if not config.has("sliding_window"):
         return None
     return config.integer("sliding_window", high=MAX_POSITIONS)
@@ -281,47 +291,49 @@ def read_window(config: HFConfig) -> int | None:
 def read_windows(
     config: HFConfig, window: int | None, windowed: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer: by `layer_types` where the file has them, else by `windowed`.
+    """Return the window of each layer, from `layer_types` or else from `windowed`.
 
     Args:
-      window: of layers that have one.
-      windowed: whether the layer of this index has one, where the file does not say.
+      config: the fields of `config.json`.
+      window: the size in layers that have a window.
+      windowed: returns True if a layer has a window, for files without `layer_types`.
 
     Raises:
-      ModelError: a layer has a window, and its size is not given.
+      ModelError: a layer has a window, but the size is missing.
     """
     types, layers = read_layer_types(config), config.integer("num_hidden_layers", high=MAX_LAYERS)
     if types is None:
         types = [SLIDING if windowed(layer) else FULL for layer in range(layers)]
     if window is None and SLIDING in types:
-        raise config.error("sliding_window", "set (and used): layers have a window")
+        raise config.error("sliding_window", "set (and used), because some layers have a window")
     return tuple(window if kind == SLIDING else None for kind in types) if window else ()
 
 
 def window_everywhere(config: HFConfig, window: int | None) -> tuple[int | None, ...]:
-    """The same window in every layer, whatever `layer_types` says."""
+    """Return the same window for every layer; `layer_types` is ignored."""
     return (window,) * config.integer("num_hidden_layers", high=MAX_LAYERS) if window else ()
 
 
 def read_experts(
     config: HFConfig, own_name: str, *, least: int = 1, **parts: Any
 ) -> ExpertSpec | None:
-    """The experts of a model; None: it has none.
+    """Return the experts of a model, or None if it has none.
 
     Args:
-      own_name: of the field that counts them, in transformers' class of the family.
-      least: how many there must be.
-      parts: what is the family's own.
+      config: the fields of `config.json`.
+      own_name: the field with their number in transformers' class of the family.
+      least: the minimum number.
+      parts: fields that only this family has.
 
     Raises:
-      UnsupportedModelError: experts that every token takes, or another activation.
+      UnsupportedModelError: shared experts, or another activation than SiLU.
     """
     for name in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
         if config.values.get(name):
             raise UnsupportedModelError(
-                f"{config.where}: {name} is not supported: experts that every token takes"
+                f"{config.where}: {name} is not supported: shared experts are not implemented"
             )
-    # Both names are the same field to transformers: the one that is not the family's own counts.
+    # transformers treats both names as one field; the one that is not the family's own wins.
     alias = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[own_name]
     name = alias if alias in config.values else own_name
     count = config.integer(name, low=least, high=MAX_EXPERTS)
@@ -340,7 +352,7 @@ def read_experts(
 
 
 def read_dtype(config: HFConfig) -> str:
-    """The checkpoint's dtype; float32 where the file does not say, as in Hugging Face."""
+    """Return the checkpoint's dtype; float32 if the file has none, as in transformers."""
     name = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.string(name, "float32").removeprefix("torch.")
     if dtype not in DTYPES:
@@ -352,10 +364,11 @@ def read_dtype(config: HFConfig) -> str:
 
 
 def read_rope(config: HFConfig, max_position_embeddings: int, head_dim: int) -> RopeSpec:
-    """Rotary embeddings from `rope_scaling`, else from `rope_parameters`, as in transformers.
+    """Return the rotation from `rope_scaling`, else from `rope_parameters`, as in transformers.
 
-    `rope_scaling` replaces `rope_parameters` as a whole; `rope_theta` beside them is the default of
-    the one inside. An `original_max_position_embeddings` beside them comes before the one inside.
+    `rope_scaling` replaces `rope_parameters` completely. A `rope_theta` outside of them is the
+    default of the one inside. An `original_max_position_embeddings` outside of them overrides the
+    one inside.
     """
     scaling, parameters = config.section("rope_scaling"), config.section("rope_parameters")
     section = scaling if scaling is not None and scaling.values else parameters
@@ -365,7 +378,7 @@ def read_rope(config: HFConfig, max_position_embeddings: int, head_dim: int) -> 
         if name in section.values:
             raise UnsupportedModelError(
                 f"{section.where}: {name} is not supported: all layers of this architecture "
-                "have one rotation"
+                "have the same rotation"
             )
     return rope_of(section, config, max_position_embeddings, head_dim, beside=True)
 
@@ -382,11 +395,15 @@ def rope_of(
     theta_name: str = "rope_theta",
     beside: bool = False,
 ) -> RopeSpec:
-    """Rotary embeddings from the section of `config` that describes them.
+    """Return the rotation that a section of `config` describes.
 
     Args:
-      theta_name: of the field of `config` that counts where the section has no `rope_theta`.
-      beside: whether `original_max_position_embeddings` of `config` comes before the section's.
+      section: the fields of the rotation.
+      config: the fields of `config.json`.
+      max_position_embeddings: the longest context.
+      head_dim: the width of a head.
+      theta_name: the field of `config` that replaces a missing `rope_theta` of the section.
+      beside: True if `original_max_position_embeddings` of `config` overrides the section's.
     """
     partial = section if section.has("partial_rotary_factor") else config
     if partial.number("partial_rotary_factor", 1.0) != 1.0:
@@ -422,9 +439,9 @@ def rope_of(
 
 
 def _rope_type(section: HFConfig) -> str:
-    """`rope_type`, or `type`, its spelling of before transformers 4.43.
+    """Return `rope_type`, or `type`, its name before transformers 4.43.
 
-    transformers ignores a `type` beside a `rope_type`. Here it must not say something else.
+    transformers ignores `type` if there is a `rope_type`. Here the two must agree.
     """
     old = section.values.get("type")
     if "rope_type" in section.values:
@@ -433,8 +450,7 @@ def _rope_type(section: HFConfig) -> str:
         if isinstance(old, str) and old != kind:
             raise UnsupportedModelError(
                 f"{section.where}: type {short_repr(old)} contradicts rope_type "
-                f"{short_repr(kind)}: "
-                "remove the wrong one"
+                f"{short_repr(kind)}: remove the wrong one"
             )
     else:
         kind = section.string("type") if "type" in section.values else "default"
@@ -449,10 +465,10 @@ def _rope_type(section: HFConfig) -> str:
 def _longrope(
     section: HFConfig, theta: float, max_position_embeddings: int, original: int, head_dim: int
 ) -> RopeSpec:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair.
+    """Return LongRoPE (Ding et al. 2024, arXiv:2402.13753), with a factor for each pair.
 
     There are two lists, for sequences up to the original length and for longer ones. A model with
-    a longer context takes the second for all: keys that are in the cache cannot change.
+    a longer context uses the second for all sequences, because cached keys cannot change.
     """
     extended, pairs = max_position_embeddings > original, head_dim // 2
     lists = {}

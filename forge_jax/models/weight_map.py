@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up each leaf of a model, declared per architecture."""
+"""The checkpoint tensors that make up each leaf of a model, declared per architecture."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the checkpoint, and the shape it must have there."""
+    """A tensor of the checkpoint, and its required shape."""
 
     name: str
     shape: tuple[int, ...]
     transpose: bool = False  # stored [K_in, N_out]; leaves are [N_out, K_in]
 
 
-# leaf <- tensors, one below the other (axis 0; of experts' leaves [E, N, K], the rows of all)
+# leaf -> tensors, stacked vertically (axis 0; for experts' leaves [E, N, K], the rows of all)
 WeightMap = dict[str, tuple[Tensor, ...]]
 
 
-# The norms of a layer by where they stand: our names, and the checkpoint's.
+# The norms of a layer by placement: the leaf's name and the checkpoint's.
 _NORMS = {
     "before": {
         "attention.norm": "input_layernorm",
@@ -43,9 +43,9 @@ _NORMS = {
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What the experts of a layer are called.
+    """The tensor names of a layer's experts.
 
-    `fused`: those of a layer are one tensor, gates above ups, as transformers 5 computes with them.
+    If `fused`, all experts of a layer share one tensor with gates above ups, as in transformers 5.
     """
 
     part: str = "mlp"
@@ -58,9 +58,9 @@ class ExpertNames:
 def decoder_weights(
     spec: ModelSpec, *, fused: bool = False, experts: ExpertNames | None = None
 ) -> WeightMap:
-    """The tensors of a checkpoint with Hugging Face's usual names.
+    """Return the tensors of a checkpoint with Hugging Face's usual names.
 
-    `fused`: queries, keys and values are one matrix there already, and so are gate and up.
+    If `fused`, the checkpoint stores queries, keys and values as one matrix, and gate and up too.
     """
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim

@@ -1,11 +1,11 @@
 """Weight formats: how the matrices of a model are stored in memory.
 
-A format says which arrays a matrix of some shape becomes, and which weight type of
-`forge_kernels.linear` multiplies with them. `WeightFormats` chooses one for each matrix, once, when
-the model is built. The readers of `forge_jax.checkpoint.readers` fill the arrays, one reader for
-each class of formats.
+A format defines the arrays of a matrix of some shape, and the weight type of `forge_kernels.linear`
+that multiplies with them. `WeightFormats` selects one for each matrix, once, when the model is
+built. The readers of `forge_jax.checkpoint.readers` fill the arrays, one reader per class of
+formats.
 
-Formats of floats are here; those of quantised checkpoints are in `quantized.py`, those of GGUF
+Formats of floats are here, formats of quantized checkpoints in `quantized.py`, and formats of GGUF
 files in `ggml_formats.py`.
 """
 
@@ -36,7 +36,7 @@ GGMLActivations = Literal["int8"]
 class MatrixShape:
     """A matrix [outputs, inputs], or `experts` such matrices.
 
-    `paired`: its halves are gates and ups, and SwiGLU is a part of the product.
+    If `paired`, its halves are gate and up, and the product includes SwiGLU.
     """
 
     outputs: int
@@ -46,23 +46,23 @@ class MatrixShape:
 
 
 class WeightFormat(Protocol):
-    """How a matrix is stored."""
+    """A way to store a matrix."""
 
     def weight(self, shape: MatrixShape, dtype: Any) -> MatrixWeight:
-        """The weight with shapes and types in place of arrays; `dtype` is that of activations."""
+        """Return the weight with shapes and types for arrays; `dtype` is that of activations."""
         ...
 
     def packing(self, shape: MatrixShape) -> Packing | BlockPacking | None:
-        """How it is packed for the CPU kernels; None if XLA multiplies with it."""
+        """Return the packing for the CPU kernels, or None if XLA multiplies with the matrix."""
         ...
 
     def names(self, shape: MatrixShape) -> set[str]:
-        """The names that `Model.formats` lists: they are a part of an engine's fingerprint."""
+        """Return the names for `Model.formats`, which are part of an engine's fingerprint."""
         ...
 
 
 class MatrixSpec(NamedTuple):
-    """A matrix of a model: its format and its shape, of one shard if the model is cut."""
+    """The format and shape of a matrix of a model; the shape of one shard if it is split."""
 
     format: WeightFormat
     shape: MatrixShape
@@ -78,7 +78,7 @@ class MatrixSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """Floats, as the model computes with them."""
+    """Floats in the model's type."""
 
     def weight(self, shape: MatrixShape, dtype: Any) -> MatrixWeight:
         return PlainWeight.abstract(shape.outputs, shape.inputs, dtype, shape.experts)
@@ -110,13 +110,13 @@ class PackedFormat:
 
 
 def float_format(packed: Format | None) -> WeightFormat:
-    """The format of a matrix of floats: packed for the CPU kernels, or plain (None)."""
+    """Return the format of a matrix of floats: packed for the CPU kernels, or plain for None."""
     return PLAIN if packed is None else PackedFormat(packed)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a mixed matrix: those of some tensors that follow each other."""
+    """Some rows of a mixed matrix, from consecutive tensors."""
 
     format: WeightFormat
     rows: int
@@ -125,7 +125,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class MixedFormat:
-    """A matrix whose tensors have several formats: each piece is multiplied by itself."""
+    """A matrix whose tensors have several formats; each piece is multiplied separately."""
 
     pieces: tuple[Piece, ...]
 
@@ -139,7 +139,7 @@ class MixedFormat:
         return {name for each, rows in self._each(shape) for name in each.names(rows)}
 
     def split(self, leaf: str, shape: MatrixShape) -> dict[str, MatrixSpec]:
-        """The pieces, by the names of their leaves."""
+        """Return the pieces by leaf name."""
         return {piece_name(leaf, i): piece for i, piece in enumerate(self._each(shape))}
 
     def _each(self, shape: MatrixShape) -> list[MatrixSpec]:
@@ -148,12 +148,12 @@ class MixedFormat:
 
 
 def piece_name(leaf: str, number: int) -> str:
-    """The leaf of a piece: "layers.0.attention.qkv.pieces.1.weight"."""
+    """Return the leaf of a piece, such as "layers.0.attention.qkv.pieces.1.weight"."""
     return f"{leaf.removesuffix('weight')}pieces.{number}.weight"
 
 
 def split_pieces(matrices: Mapping[str, MatrixSpec]) -> dict[str, MatrixSpec]:
-    """The matrices with those of several pieces replaced by these."""
+    """Return the matrices, with mixed ones replaced by their pieces."""
     split: dict[str, MatrixSpec] = {}
     for leaf, matrix in matrices.items():
         format, shape = matrix
@@ -162,7 +162,7 @@ def split_pieces(matrices: Mapping[str, MatrixSpec]) -> dict[str, MatrixSpec]:
 
 
 def tensors_by_piece(weights: WeightMap, matrices: Mapping[str, MatrixSpec]) -> WeightMap:
-    """The map with an entry for each piece of a mixed matrix."""
+    """Return the map with an entry for each piece of a mixed matrix."""
     split: WeightMap = {}
     for leaf, parts in weights.items():
         matrix = matrices.get(leaf)
@@ -181,14 +181,15 @@ class WeightFormats:
     """The format of each matrix of a model.
 
     Attributes:
-      layers: of matrices of floats in the layers: packed for the CPU kernels, or plain (None).
-      head: the same of the head.
-      embedding: the same of the embedding, where it is not the head.
-      leaves: of the matrices that the checkpoint has quantised or in ggml blocks, and of those that
-        are rounded, by the names of their leaves.
-      ggml_activations: what the CPU kernels round activations to before they multiply ggml blocks.
-      rounded: what matrices of the layers are rounded to as they are read, if not for the kernels.
-      lora: adapters add to gates and ups, so that SwiGLU cannot be a part of their product.
+      layers: the packing of float matrices in the layers for the CPU kernels; None: plain.
+      head: the same for the head.
+      embedding: the same for the embedding, if it is not the head.
+      leaves: the formats of matrices that are quantized or in GGML blocks in the checkpoint, or
+        that are rounded, by leaf name.
+      ggml_activations: the type that the CPU kernels round activations to for GGML blocks.
+      rounded: the type that matrices of the layers are rounded to as they are read, unless they are
+        for the CPU kernels.
+      lora: True if adapters add to gate and up, so that their product cannot include SwiGLU.
     """
 
     layers: Format | None = None
@@ -201,11 +202,11 @@ class WeightFormats:
 
     @property
     def packed(self) -> dict[str, Format | None]:
-        """How matrices of floats are packed, by the names of the fields."""
+        """The packing of float matrices, by field name."""
         return {"layers": self.layers, "head": self.head, "embedding": self.embedding}
 
     def of(self, leaf: str) -> WeightFormat:
-        """The format of the matrix "layers.0.attention.qkv.weight" and the like."""
+        """Return the format of a matrix such as "layers.0.attention.qkv.weight"."""
         found = self.leaves.get(leaf)
         if found is not None:
             return found

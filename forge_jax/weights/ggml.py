@@ -1,12 +1,13 @@
-"""The tensor types of GGUF that are read: floats, and blocks of rounded ones.
+"""The supported tensor types of GGUF: floats, and blocks of rounded values.
 
-Block formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). In all but the plainest a block
-has 256 elements in sub-blocks of 16 or 32, each with a scale, and some with a minimum, that are
-themselves rounded. The IQ4 types spread their 16 values unevenly. What a block holds is unpacked to
-whole numbers and their float16 factors (`forge_kernels.blocks.BlockValues`), which matrices keep in
-memory: nothing is rounded again. Types of 5 and 6 bits and the IQ4 types take 8 bits, those of 2
-and 3 bits 4. Floats are made of these in float32, in the order of `gguf.quants`, so they are the
-same bits.
+The block formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). In all but the simplest, a
+block has 256 elements in sub-blocks of 16 or 32. Each sub-block has a scale and in some types a
+minimum, which are themselves rounded. The IQ4 types space their 16 values unevenly.
+
+Blocks are unpacked to integers and their float16 factors (`forge_kernels.blocks.BlockValues`),
+which matrices keep in memory, so nothing is rounded again. Types of 5 and 6 bits and the IQ4 types
+take 8 bits per value, types of 2 and 3 bits take 4. Floats are computed from these in float32, in
+the order of `gguf.quants`, so the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from forge_kernels.blocks import Blocks, BlockValues
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A tensor type: so many elements in so many bytes.
+    """A tensor type: the elements and bytes of a block.
 
     Attributes:
       dtype: of the values.
-      blocks: how the elements are kept in memory. None: the bytes are the values.
-      unpack: u8[n, block_bytes] -> the elements of n blocks, each a row.
+      blocks: how the elements are kept in memory; None if the bytes are the values.
+      unpack: converts u8[n, block_bytes] to the elements of n blocks, one per row.
     """
 
     name: str
@@ -38,7 +39,7 @@ class BlockFormat:
     unpack: Callable[[np.ndarray], BlockValues] | None = None
 
     def values(self, blocks: np.ndarray) -> np.ndarray:
-        """u8[..., blocks of a row, block_bytes] -> values[..., elements of a row]."""
+        """Convert u8[..., blocks per row, block_bytes] to values[..., elements per row]."""
         *outer, count, _ = blocks.shape
         shape = (*outer, count * self.block_size)
         if self.unpack is None:
@@ -47,34 +48,34 @@ class BlockFormat:
         return self.unpack(flat).floats().reshape(shape)
 
     def unpacked(self, blocks: np.ndarray) -> BlockValues:
-        """u8[n, blocks of a row, block_bytes] -> n rows of values, scales and minima."""
+        """Convert u8[n, blocks per row, block_bytes] to n rows of values, scales and minima."""
         assert self.unpack is not None, self.name
         found = self.unpack(np.ascontiguousarray(blocks).reshape(-1, self.block_bytes))
         return found.each(lambda array: array.reshape(len(blocks), -1))
 
 
 def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
-    """The fields of each block, of so many bytes; the last takes the rest."""
+    """Return the fields of each block, given their bytes; the last field is the rest."""
     return np.split(blocks, np.cumsum(sizes), axis=1)
 
 
 def _half(field: np.ndarray) -> np.ndarray:
-    """f16[n, 1]."""
+    """Return the field as f16[n, 1]."""
     return np.ascontiguousarray(field).view(np.float16)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """u8[n, m] -> u8[n, 2m]: all the low ones, then all the high ones."""
+    """Convert u8[n, m] to u8[n, 2m]: all low nibbles, then all high ones."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
 
 
 def _bits(field: np.ndarray) -> np.ndarray:
-    """u8[n, 4] -> u8[n, 32], the lowest first."""
+    """Convert u8[n, 4] to u8[n, 32], the lowest bit first."""
     return np.unpackbits(field, axis=1, bitorder="little")
 
 
 def _of_32(q: np.ndarray, d: np.ndarray, m: np.ndarray | None = None) -> BlockValues:
-    """Numbers with one scale, and a minimum; int8 or uint8[n, 32]."""
+    """Return int8 or uint8[n, 32] with one scale, and optionally a minimum."""
     return BlockValues(q.view(np.int8), _half(d), None, None if m is None else _half(m), None)
 
 
@@ -104,7 +105,7 @@ def _q8_0(blocks: np.ndarray) -> BlockValues:
 
 
 def _crumbs(packed: np.ndarray) -> np.ndarray:
-    """u8[n, 64] -> u8[n, 256] of two bits each: of 32 bytes the lowest two bits, the next, ..."""
+    """Convert u8[n, 64] to u8[n, 256] of 2 bits: per 32 bytes, the lowest bits first."""
     n = len(packed)
     shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
     return ((packed.reshape(n, -1, 1, 32) >> shifts) & 3).reshape(n, -1)
@@ -118,20 +119,20 @@ def _q2_k(blocks: np.ndarray) -> BlockValues:
 def _q3_k(blocks: np.ndarray) -> BlockValues:
     high, q, scales, d = _split(blocks, 32, 64, 12)
     n = len(blocks)
-    # 16 scales of 6 bits: the low 4 in 8 bytes, the high 2 in the 4 bytes after.
+    # 16 scales of 6 bits: the low 4 bits in 8 bytes, the high 2 in the next 4 bytes.
     low = _nibbles(scales[:, :8])
     upper = (
         scales[:, 8:].reshape(n, 1, 4) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
     ) & 3
     scale = (low | (upper.reshape(n, 16) << 4)).view(np.int8) - np.int8(32)
-    # The third bit: 4 less where it is not set.
+    # The third bit; if it is not set, the value is 4 less.
     bits = (high.reshape(n, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
     q = _crumbs(q).view(np.int8) - ((bits ^ 1).reshape(n, -1) << 2).view(np.int8)
     return BlockValues(q, _half(d), scale, None, None)
 
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """u8[n, 12] -> eight scales and eight minima of 6 bits, u8[n, 8] each."""
+    """Convert u8[n, 12] to eight scales and eight minima of 6 bits, u8[n, 8] each."""
     first, second, third = _split(packed, 4, 4)
     scale = np.concatenate([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], axis=1)
     least = np.concatenate([second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
@@ -141,14 +142,14 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _with_minima(
     q: np.ndarray, d: np.ndarray, scale: np.ndarray, dmin: np.ndarray, least: np.ndarray
 ) -> BlockValues:
-    """u8[n, 256] with scales and minima, u8[n, G]; ggml takes the minima off."""
+    """Return u8[n, 256] with scales and minima, u8[n, G]; ggml subtracts the minima."""
     return BlockValues(
         q.view(np.int8), _half(d), scale.view(np.int8), -_half(dmin), least.view(np.int8)
     )
 
 
 def _nibbles_by_32(packed: np.ndarray) -> np.ndarray:
-    """u8[n, 128] -> u8[n, 256]: of 32 bytes the low ones, then the high ones."""
+    """Convert u8[n, 128] to u8[n, 256]: per 32 bytes, the low nibbles, then the high ones."""
     n = len(packed)
     shifts = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
     return ((packed.reshape(n, -1, 1, 32) >> shifts) & 0x0F).reshape(n, -1)
@@ -191,7 +192,7 @@ def _iq4_nl(blocks: np.ndarray) -> BlockValues:
 def _iq4_xs(blocks: np.ndarray) -> BlockValues:
     d, high, low, q = _split(blocks, 2, 2, 4)
     n = len(blocks)
-    # Eight scales of 6 bits: the low 4 in 4 bytes, two to a byte, the high 2 in the 2 bytes before.
+    # Eight scales of 6 bits: the low 4 bits in 4 bytes, the high 2 in the 2 bytes before them.
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     upper = ((np.ascontiguousarray(high).view("<u2") >> shifts) & 3).astype(np.uint8)
     lower = np.stack([low & 0x0F, low >> 4], axis=2).reshape(n, 8)
@@ -200,7 +201,7 @@ def _iq4_xs(blocks: np.ndarray) -> BlockValues:
     return BlockValues(values, _half(d), scale, None, None)
 
 
-# By ggml's number of the type.
+# By ggml's type number.
 FORMATS = {
     0: BlockFormat("F32", 1, 4),
     1: BlockFormat("F16", 1, 2, np.dtype(np.float16)),
@@ -220,7 +221,7 @@ FORMATS = {
 }
 BY_NAME = {kind.name: kind for kind in FORMATS.values()}
 
-# What else there is, for messages.
+# Other types, for error messages.
 UNSUPPORTED = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},

@@ -1,4 +1,4 @@
-"""Matrices of GGUF files, which stay in ggml blocks: their format, and which leaves have it."""
+"""Matrices of GGUF files, which stay in GGML blocks: their format and their leaves."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GGMLFormat:
-    """A matrix in ggml blocks.
+    """A matrix in GGML blocks.
 
     Attributes:
       blocks: how the values of a row are kept.
-      packed: True for the CPU kernels, which hold all of them.
-      activations: packed, rows of x are rounded to that type; those of experts are not.
+      packed: True for the CPU kernels, which support all block types.
+      activations: if packed, the type that rows of x are rounded to, except for experts.
     """
 
     blocks: Blocks
@@ -63,7 +63,7 @@ class GGMLFormat:
         )
 
     def quantization(self, shape: MatrixShape) -> Quantization:
-        """How XLA has the values."""
+        """Return the layout of the values for XLA."""
         return Quantization.of_blocks(self.blocks, shape.outputs, shape.inputs, shape.experts)
 
     def names(self, shape: MatrixShape) -> set[str]:
@@ -78,15 +78,18 @@ def ggml_formats(
     shards: int = 1,
     activations: GGMLActivations | None = None,
 ) -> dict[str, WeightFormat]:
-    """The leaves that have tensors in blocks, and their formats on each of `shards` devices.
+    """Return the leaves that have tensors in blocks, and their formats on each device.
 
     Args:
-      plain: how matrices of floats are packed; None if the CPU kernels are not used.
-      activations: what these round activations to. None: they round none.
+      spec: the model.
+      weights: the tensors of each leaf.
+      plain: the packing of float matrices; None if the CPU kernels are not used.
+      shards: the number of devices.
+      activations: the type that the CPU kernels round activations to; None: no rounding.
 
     Raises:
-      UnsupportedModelError: gates and ups of experts in different types.
-      ConfigError: blocks that cannot be cut so, with each number of devices that works.
+      UnsupportedModelError: gates and ups of experts have different types.
+      ConfigError: the blocks cannot be split; the message lists the numbers of devices that work.
     """
     if spec.ggml_types is None:
         return {}
@@ -103,20 +106,20 @@ def ggml_formats(
                 if all(_of_shard(f, partition_of(n, spec, count)) for n, f in formats.items())
             ]
             raise ConfigError(
-                f"--tensor-parallel {shards} cuts the groups of {weights[leaf][0].name}, of which "
-                f"16 values must stay together: use --tensor-parallel {' or '.join(fit)}, or "
-                "--gguf-weights decoded"
+                f"--tensor-parallel {shards} splits the groups of {weights[leaf][0].name}, of "
+                "which 16 values must stay together: use --tensor-parallel "
+                f"{' or '.join(fit)}, or --gguf-weights decoded"
             )
         cut_all[leaf] = of_shard
     return cut_all
 
 
 def _of_shard(format: WeightFormat, partition: Partition | None) -> WeightFormat | None:
-    """The format of a device's part of a matrix; None: it cannot be cut so."""
+    """Return the format of a device's part of a matrix, or None if it cannot be split."""
     if partition is None:
         return format
     if isinstance(format, MixedFormat):
-        assert partition.axis == -2, "a matrix of several tensors that is cut by its inputs"
+        assert partition.axis == -2, "a mixed matrix cannot be split by its inputs"
         ends = list(itertools.accumulate(piece.rows for piece in format.pieces))
         return MixedFormat(
             tuple(
@@ -138,7 +141,7 @@ def _whole_formats(
     plain: Format | None,
     activations: GGMLActivations | None,
 ) -> dict[str, WeightFormat]:
-    """The formats of a model on one device."""
+    """Return the formats of a model on one device."""
     formats: dict[str, WeightFormat] = {}
     for leaf, parts in weights.items():
         blocks = [types.blocks_of(part.name) for part in parts]
@@ -146,13 +149,13 @@ def _whole_formats(
             continue
         if len(parts[0].shape) != 2:
             raise UnsupportedModelError(
-                f"{KEY}: {parts[0].name} is no matrix that can stay in blocks"
+                f"{KEY}: {parts[0].name} is not a matrix, so it cannot stay in blocks"
             )
         if num_experts(leaf, spec) is None:
             formats[leaf] = _joined_format(blocks, parts, plain, activations)
         else:
             formats[leaf] = _expert_format(blocks, parts, packed=plain is not None)
-    for both in expert_leaves(spec):  # packed are both or none
+    for both in expert_leaves(spec):  # either both are packed or neither
         if sum(leaf in formats for leaf in both) == 1:
             formats |= {
                 leaf: replace(format, packed=False)
@@ -168,7 +171,7 @@ def _joined_format(
     plain: Format | None,
     activations: GGMLActivations | None,
 ) -> WeightFormat:
-    """The format of tensors below each other: a mixed one, if they differ."""
+    """Return the format of stacked tensors, a mixed one if their types differ."""
     pieces: list[Piece] = []
     pairs = zip(blocks, parts, strict=True)
     for found, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
@@ -185,7 +188,7 @@ def _joined_format(
 def _expert_format(
     blocks: Sequence[Blocks | None], parts: Sequence[Tensor], *, packed: bool
 ) -> GGMLFormat:
-    """The one format of the matrices of experts.
+    """Return the common format of the matrices of experts.
 
     Raises:
       UnsupportedModelError: the tensors have different types.
@@ -194,8 +197,8 @@ def _expert_format(
     if others:
         firsts = {found: part.name for found, part in reversed([*zip(blocks, parts, strict=True)])}
         raise UnsupportedModelError(
-            f"{KEY}: {' and '.join(sorted(firsts.values()))} have different types, but "
-            "are computed together, which is not supported of experts: use --gguf-weights "
+            f"{KEY}: {' and '.join(sorted(firsts.values()))} have different types, which is not "
+            "supported for experts because they are computed together: use --gguf-weights "
             "decoded"
         )
     assert first is not None

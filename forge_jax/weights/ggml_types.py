@@ -1,6 +1,6 @@
-"""Which tensors of a model are in ggml blocks, and of which type.
+"""The tensors of a model that are in GGML blocks, and their types.
 
-`config.json` lists them under a key of this project's own, `gguf_types`. Of a GGUF file that key is
+`config.json` lists them under this project's own key, `gguf_types`. For a GGUF file, the key is
 made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax convert` keeps it.
 """
 
@@ -14,19 +14,19 @@ from forge_jax.config.hf_config import HFConfig
 from forge_jax.weights.ggml import BY_NAME
 from forge_kernels.blocks import Blocks
 
-KEY = "gguf_types"  # none of Hugging Face's: the types of the tensors that are in blocks
+KEY = "gguf_types"  # not a key of Hugging Face's
 MAX_NAMES = 100_000
 TYPES = {name: kind.blocks for name, kind in BY_NAME.items() if kind.blocks is not None}
 
 
 def of_all_experts(name: str) -> str:
-    """The name of a tensor, of an expert's without its number: of all of a layer one is told."""
+    """Return a tensor's name without an expert's number, because a layer's experts share a type."""
     return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 
 
 @dataclass(frozen=True)
 class GGMLTypes:
-    """The types ("Q4_K") of the tensors that are in blocks, by Hugging Face's names."""
+    """The types (such as "Q4_K") of the tensors that are in blocks, by Hugging Face's names."""
 
     types: tuple[tuple[str, str], ...]
 
@@ -35,13 +35,13 @@ class GGMLTypes:
         return dict(self.types)
 
     def blocks_of(self, tensor: str) -> Blocks | None:
-        """None: it has floats."""
+        """Return the blocks of a tensor, or None if it holds floats."""
         found = self._by_name.get(of_all_experts(tensor))
         return None if found is None else TYPES[found]
 
 
 def read_ggml_types(config: HFConfig) -> GGMLTypes | None:
-    """What the key says; None without it, or where it is empty."""
+    """Return the types in `config.json`; None if the key is missing or empty."""
     section = config.section(KEY)
     if section is None or not section.values:
         return None

@@ -1,7 +1,7 @@
 """Match module names against the names and patterns of `config.json`.
 
-Patterns come from the checkpoint, so RE2 matches them: it takes time proportional to pattern times
-name, and refuses backreferences and lookarounds.
+Patterns come from the checkpoint and are untrusted, so RE2 matches them. It takes time proportional
+to pattern times name, and rejects backreferences and lookarounds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re2
 
 MAX_PATTERN = 256  # characters
 MAX_PATTERNS = 1000  # in one list
-PATTERN_BYTES = 2**16  # of a compiled pattern: by default a few counted repetitions take 40 MiB
-AMBIGUOUS = ("{,", "[[", r"\Q", r"\C")  # RE2 takes them with another meaning than Python
+PATTERN_BYTES = 2**16  # per compiled pattern; RE2's default allows 40 MiB for a few repetitions
+AMBIGUOUS = ("{,", "[[", r"\Q", r"\C")  # have another meaning in RE2 than in Python
 
 
 @lru_cache(maxsize=MAX_PATTERNS)
@@ -22,12 +22,12 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
     """Return a function that is true if a name matches from its start, as with `re.match`.
 
     Raises:
-      ValueError: the pattern is too long or too costly, or RE2 reads it in another way than Python.
+      ValueError: the pattern is too long or costly, or has another meaning in RE2 than in Python.
     """
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"it is longer than {MAX_PATTERN} characters")
     if any(each in pattern for each in AMBIGUOUS):
-        raise ValueError("it is not supported: RE2 and Python read it in different ways")
+        raise ValueError("it is not supported: it has different meanings in RE2 and Python")
     options = re2.Options()
     options.log_errors = False
     options.max_mem = PATTERN_BYTES
@@ -40,5 +40,5 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
 
 
 def within(part: str, module: str) -> bool:
-    """True if `part` is the module or a run of its path: "mlp.gate" of "layers.0.mlp.gate"."""
+    """Return True if `part` is the module or a part of its path ("mlp.gate" of "0.mlp.gate")."""
     return f".{part}." in f".{module}."

@@ -1,12 +1,11 @@
-"""Which part of each weight a device has: heads, columns of the MLP, tokens of the vocabulary.
+"""Partition of weights among devices: by heads, MLP columns and vocabulary tokens.
 
-As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the matrices that a layer
-begins with are cut by their outputs, those that it ends with by their inputs, so that the devices
-have to add up twice in a layer. A shard of a matrix that holds several (queries, keys and values;
-gates and ups) has its part of each, one below the other: what a narrower model would have. So the
-modules of the decoder compute a shard as they compute a model.
+The method is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The first matrices
+of attention and MLP are split by outputs and the last ones by inputs. Devices therefore sum up only
+twice per layer. A shard of a fused matrix (q, k and v, or gate and up) has its part of each,
+stacked. It looks like the matrix of a narrower model, so the decoder's modules compute it as one.
 
-Knows names and sizes; no files and no devices.
+This module depends on names and sizes only, not on files or devices.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ if TYPE_CHECKING:
 
 AXIS = "tensor"  # of the mesh
 
-# Leaves beside a matrix, which its format has.
+# Leaves of a matrix's format other than its values.
 BESIDE = (
     *("scale", "zero", "input_scale", "order"),
     *("group_scale", "minimum", "group_minimum"),
 )
 
-Range = tuple[int, int]  # from, to
+Range = tuple[int, int]  # begin, end
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a leaf is cut: along `axis`, shard i is the ranges `parts[i]`, one after the other.
+    """The way a leaf is split: along `axis`, shard i is the ranges `parts[i]`, concatenated.
 
-    `axis` counts from the last, so that it is the same with an axis of experts before it. A shard
-    that is smaller than `size` is filled up with zeros: the vocabulary need not divide evenly.
+    `axis` is negative, so that it does not depend on an axis of experts before it. A shard smaller
+    than `size` is padded with zeros, because the vocabulary need not divide evenly.
     """
 
     axis: int
@@ -48,7 +47,7 @@ class Partition:
     size: int
 
     def shard(self, whole: np.ndarray, index: int) -> np.ndarray:
-        """A copy of the part of shard `index`, aligned for the device."""
+        """Return a copy of shard `index`, aligned for the device."""
         shape = list(whole.shape)
         shape[self.axis] = self.size
         part = aligned_empty(tuple(shape), whole.dtype)
@@ -60,7 +59,7 @@ class Partition:
         return part
 
     def within(self, begin: int, end: int) -> Partition:
-        """How the piece from `begin` to `end` is cut, counted from its beginning."""
+        """Return the partition of the piece from `begin` to `end`, relative to `begin`."""
 
         def within(part: tuple[Range, ...]) -> tuple[Range, ...]:
             both = ((max(a, begin), min(b, end)) for a, b in part)
@@ -74,7 +73,7 @@ class Partition:
 
 
 def check_shards(spec: ModelSpec, shards: int) -> None:
-    """Raises ConfigError if the model cannot be cut so: which fields forbid it, and what goes."""
+    """Raise ConfigError if the model cannot be split so, with the fields and the valid numbers."""
     faults = _uneven(spec, shards)
     if not faults:
         return
@@ -86,14 +85,14 @@ def check_shards(spec: ModelSpec, shards: int) -> None:
 
 
 def possible_shards(spec: ModelSpec) -> list[int]:
-    """Each number of devices that divides the model's sizes."""
+    """Return each number of devices that divides the model's sizes."""
     return [n for n in range(1, spec.num_attention_heads + 1) if not _uneven(spec, n)]
 
 
 def _uneven(spec: ModelSpec, shards: int) -> list[str]:
-    """The fields that cannot be cut into so many parts, with their values."""
+    """Return the fields that cannot be split into so many parts, with their values."""
     sizes = [("num_attention_heads", spec.num_attention_heads)]
-    # Fewer key/value heads than shards: each is on several, which share its queries.
+    # With fewer key/value heads than shards, several shards hold the same head.
     if shards % spec.num_key_value_heads:
         sizes.append(("num_key_value_heads", spec.num_key_value_heads))
     sizes += _inner_sizes(spec)
@@ -101,7 +100,7 @@ def _uneven(spec: ModelSpec, shards: int) -> list[str]:
 
 
 def _inner_sizes(spec: ModelSpec) -> list[tuple[str, int]]:
-    """Of the MLPs and the experts that there are."""
+    """Return the inner sizes of the MLPs and experts that the model has."""
     layers = range(spec.num_hidden_layers)
     with_experts = {spec.experts_of(layer) is not None for layer in layers}
     sizes = [] if with_experts == {True} else [("intermediate_size", spec.intermediate_size)]
@@ -116,7 +115,7 @@ def _inner_size(spec: ModelSpec, layer: int) -> int:
 
 
 def shard_spec(spec: ModelSpec, shards: int) -> ModelSpec:
-    """What one of the shards computes, as a model of its own; the vocabulary stays whole."""
+    """Return the model that one shard computes; the vocabulary stays whole."""
     if shards == 1:
         return spec
     experts = spec.experts
@@ -133,26 +132,26 @@ def shard_spec(spec: ModelSpec, shards: int) -> ModelSpec:
 
 
 def shard_vocab(vocab_size: int, shards: int) -> int:
-    """Rows of embedding and head that a shard has; the last ones may be no token's."""
+    """Return the rows of embedding and head per shard; the last shard may be padded."""
     return -(-vocab_size // shards)
 
 
 def matrix_of(name: str) -> str:
-    """The leaf of the matrix that a leaf belongs to: its own, or that of scales and the like."""
+    """Return the matrix leaf that a leaf belongs to: itself, or the matrix of a scale."""
     module, _, part = name.rpartition(".")
     return f"{module}.weight" if part in BESIDE else name
 
 
 def whole_of(name: str) -> str:
-    """The leaf of the whole matrix, of one of its pieces ("qkv.pieces.1.weight")."""
+    """Return the leaf of the whole matrix for a piece such as "qkv.pieces.1.weight"."""
     return re.sub(r"\.pieces\.\d+\.", ".", name)
 
 
 def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
-    """Along which axis the leaf `name` is cut, from the last; None: every device has all of it.
+    """Return the negative axis along which a leaf is split; None if every device has all of it.
 
-    Of matrices in 8 or 4 bits, whose scales and zeros are cut as they are; packed ones are not
-    meant. What says something of the inputs is cut where these are.
+    This holds for matrices in 8 or 4 bits, whose scales and zeros are split like the values, but
+    not for packed matrices. Leaves that describe inputs are split only if the inputs are.
     """
     partition, part = partition_of(whole_of(matrix_of(name)), spec, shards), name.rpartition(".")[2]
     if partition is None or part == "input_scale" or (part == "order" and partition.axis != -1):
@@ -160,7 +159,7 @@ def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
     return partition.axis
 
 
-# The axis along which a leaf of a layer is cut, from the last.
+# The negative axis along which a leaf of a layer is split.
 _AXES = {
     **{"attention.qkv.weight": -2, "attention.qkv.bias": -1, "attention.out.weight": -1},
     **{"attention.q_norm.weight": -1, "attention.k_norm.weight": -1},
@@ -169,7 +168,7 @@ _AXES = {
 
 
 def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
-    """How the leaf `name` is cut; None: every device has all of it."""
+    """Return how the leaf `name` is split; None if every device has all of it."""
     if shards == 1:
         return None
     if name in ("head.weight", "embedding.weight"):
@@ -187,7 +186,7 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
 
 
 def _ranges(matrix: str, spec: ModelSpec, inner: int, shards: int, index: int) -> tuple[Range, ...]:
-    """The outputs or inputs of a layer's matrix that a shard has; `inner`: size of the MLP."""
+    """Return a shard's outputs or inputs of a layer's matrix; `inner` is the size of the MLP."""
     H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     queries, gates = _split(H * D, shards, index), _split(inner, shards, index)
     match matrix:
@@ -204,10 +203,10 @@ def _ranges(matrix: str, spec: ModelSpec, inner: int, shards: int, index: int) -
 
 
 def adapter_partition(target: str, part: str, spec: ModelSpec, shards: int) -> Partition | None:
-    """How an adapter's matrix a `[L, r, inputs]` or b `[L, rows, r]` of a target ("q") is cut.
+    """Return how an adapter's a `[L, r, inputs]` or b `[L, rows, r]` of a target ("q") is split.
 
-    As the matrix that it adds to: so a device needs nothing of the others for its part of it. None:
-    every device has all.
+    It is split like the matrix that it adds to, so that a device needs nothing of the others. None
+    means that every device has all of it.
     """
     if shards == 1:
         return None
@@ -237,7 +236,7 @@ def _split(size: int, shards: int, index: int, start: int = 0) -> Range:
 
 
 def _keys(spec: ModelSpec, shards: int, index: int, start: int = 0) -> Range:
-    """Rows of the key heads of a shard, or of the value heads."""
+    """Return the rows of a shard's key heads or value heads."""
     K, D = spec.num_key_value_heads, spec.head_dim
     count, first = max(1, K // shards), index * K // shards
     return start + first * D, start + (first + count) * D

@@ -1,7 +1,7 @@
-"""QuantSpec: how a checkpoint's matrices are quantised, and helpers to read it from `config.json`.
+"""QuantSpec: how a checkpoint's matrices are quantized, and helpers to read it from `config.json`.
 
-The methods are in `methods/`, one file each. A field or value that is not known is refused by name:
-computing with weights that are read in another way than they were written gives fluent nonsense.
+The methods are in `methods/`, one file each. Unknown fields and values are rejected by name,
+because misread weights produce fluent nonsense.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NameRule = Literal["patterns", "parts"]  # compressed-tensors' rules; or parts of a path
+NameRule = Literal["patterns", "parts"]  # compressed-tensors' patterns, or parts of a path
 MAX_NAMES = 100_000  # in a list of modules
 MAX_GROUP_SIZE = 2**20
-_LAYERS = "model"  # part of the names of all modules of the layers
+_LAYERS = "model"  # in the names of all modules of the layers
 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Modules, by names and patterns of the file."""
+    """Modules, selected by names and patterns of the file."""
 
     names: tuple[str, ...]
     rule: NameRule
@@ -41,7 +41,7 @@ class ModuleNames:
         return self.rank(module) is not None
 
     def rank(self, module: str) -> int | None:
-        """How closely a module is meant, 0 the closest: its name, a pattern, its class; or None."""
+        """Return how specific the match is: 0 the name, 1 a pattern, 2 the class, None no match."""
         if self.rule == "parts":
             return 0 if any(within(name, module) for name in self.names) else None
         if module in self.names:
@@ -54,7 +54,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """Which matrices of a checkpoint are quantised, and how."""
+    """The matrices of a checkpoint that are quantized, and their schemes."""
 
     method: str
     schemes: tuple[tuple[ModuleNames, Scheme], ...]
@@ -62,13 +62,13 @@ class QuantSpec:
     where: str  # the file and the section, for messages
 
     def scheme_of(self, module: str, *, is_router: bool = False) -> Scheme | None:
-        """Of a linear layer by its name in the checkpoint; None: it is not quantised.
+        """Return the scheme of a linear layer by its checkpoint name; None if not quantized.
 
-        Methods that mean all modules of the layers do not mean routers: AutoGPTQ and others leave
-        these as they are, and their files do not say so.
+        Methods that select all modules of the layers do not select routers. AutoGPTQ and others
+        leave routers unquantized, and their files do not list them.
 
         Raises:
-          UnsupportedModelError: several groups mean it, none more closely than another.
+          UnsupportedModelError: several groups match equally well.
         """
         if self.ignored.has(module):
             return None
@@ -82,8 +82,8 @@ class QuantSpec:
         schemes = {scheme for rank, scheme in ranked if rank == closest}
         if len(schemes) > 1:
             raise UnsupportedModelError(
-                f"{self.where}: the targets of several config_groups mean {module}, which is not "
-                "supported where these differ"
+                f"{self.where}: the targets of several config_groups match {module}, which is not "
+                "supported if their schemes differ"
             )
         return schemes.pop() if schemes else None
 
@@ -99,7 +99,7 @@ def refuse(section: HFConfig, name: str, known: str) -> UnsupportedModelError:
 
 
 def choose(section: HFConfig, name: str, known: tuple[Any, ...], default: Any = None) -> Any:
-    """A field that has one of a few values; without a default it must be there."""
+    """Return a field that has one of a few values; without a default, it is required."""
     if default is None and not section.has(name):
         raise section.error(name, f"one of {', '.join(map(str, known))}")
     value = section.values.get(name) if section.has(name) else default
@@ -109,9 +109,9 @@ def choose(section: HFConfig, name: str, known: tuple[Any, ...], default: Any = 
 
 
 def refuse_unknown(section: HFConfig, known: str, harmless: str = "") -> None:
-    """Fields that say nothing (null, false, empty) may have any name.
+    """Reject unknown fields, except those without a value (null, false, empty).
 
-    `known` are those that are read, `harmless` those that do not change what the tensors mean.
+    `known` fields are read. `harmless` fields do not change the meaning of the tensors.
     """
     names = {*known.split(), *harmless.split()}
     for name, value in section.values.items():
@@ -130,7 +130,7 @@ def read_names(section: HFConfig, name: str, rule: NameRule) -> ModuleNames:
         or len(value) > MAX_NAMES
         or any(not isinstance(each, str) or not each for each in value)
     ):
-        raise section.error(name, "a list of names of modules")
+        raise section.error(name, "a list of module names")
     if rule == "patterns":
         if sum(each.startswith("re:") for each in value) > MAX_PATTERNS:
             raise section.error(name, f"a list with at most {MAX_PATTERNS} patterns")
@@ -146,7 +146,7 @@ def read_names(section: HFConfig, name: str, rule: NameRule) -> ModuleNames:
 
 
 def read_group_size(section: HFConfig, name: str) -> int | None:
-    """Values of a row that share a scale; None: all, which files write as -1."""
+    """Return how many values of a row share a scale; None (-1 in files) for all."""
     if section.values.get(name) == -1:
         return None
     size = section.integer(name, high=MAX_GROUP_SIZE)
@@ -158,9 +158,9 @@ def read_group_size(section: HFConfig, name: str) -> int | None:
 def note_kv_cache(section: HFConfig) -> None:
     if section.has("kv_cache_scheme"):
         log.warning(
-            "%s: kv_cache_scheme is not used: the cache has its own type and scales (--kv-dtype)",
+            "%s: kv_cache_scheme is ignored: the KV cache has its own type and scales (--kv-dtype)",
             section.where,
         )
 
 
-EVERY_LAYER = ModuleNames((_LAYERS,), "parts")  # all in the layers: the head's name is lm_head
+EVERY_LAYER = ModuleNames((_LAYERS,), "parts")  # excludes the head, which is lm_head

@@ -1,4 +1,4 @@
-"""Matrices whose values are quantised: their format, and which leaves of a model have it."""
+"""Matrices whose values are quantized: their format, and the leaves of a model that have it."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
     from forge_jax.models.weight_map import Tensor, WeightMap
 
-GROUP = 32  # columns of a scale of the kernels' int4: larger groups are several with one scale
+GROUP = 32  # columns per scale of the kernels' int4; larger groups repeat the scale
 ROUTER = ".router.weight"
-LEAST_GROUP = 8  # columns of a group that is cut: a scale for less outweighs the values
+LEAST_GROUP = 8  # columns of a split group; below that, scales outweigh the values
 
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """A matrix whose values are quantised, by the checkpoint or as they are read.
+    """A matrix whose values are quantized, by the checkpoint or as they are read.
 
     Attributes:
       scheme: the values, and the groups of them that share a scale.
-      packed: how the CPU kernels hold the values, which they do exactly for some schemes. None: XLA
-        multiplies with them as they are stored.
-      rounded: the checkpoint has floats, which are rounded as they are read.
-      parts: number of devices that share the inputs. All sizes are then those of one part.
-      follows: the inputs are the outputs of experts' gates and ups, whose rows are read in the
-        order of its columns, so that nothing is left to be permuted in a step.
+      packed: the format of the CPU kernels, which hold the values of some schemes exactly; None if
+        XLA multiplies with the stored values.
+      rounded: True if the checkpoint has floats, which are rounded as they are read.
+      parts: the number of devices that share the inputs. All sizes are those of one part.
+      follows: True if the inputs are the outputs of experts' gate and up. Their rows are read in
+        this matrix's column order, so that no step permutes anything.
     """
 
     scheme: Scheme
@@ -57,7 +57,7 @@ class QuantizedFormat:
 
     @property
     def is_ordered(self) -> bool:
-        """True if columns of x are permuted in a step."""
+        """True if a step permutes the columns of x."""
         return self.scheme.ordered and not self.follows
 
     def weight(self, shape: MatrixShape, dtype: Any) -> MatrixWeight:
@@ -77,7 +77,7 @@ class QuantizedFormat:
         return Packing(self.packed, shape.outputs, shape.inputs, shape.paired, shape.experts)
 
     def quantization(self, shape: MatrixShape) -> Quantization:
-        """How XLA has the values."""
+        """Return the layout of the values for XLA."""
         scheme, inputs = self.scheme, shape.inputs
         is_dynamic = scheme.activations is not None and not scheme.static
         of_parts = self.parts > 1 and is_dynamic and self._size(inputs) is None
@@ -98,10 +98,10 @@ class QuantizedFormat:
         return {own} if self.packed is None else {own, self.packed}
 
     def arrays(self, matrix: Matrix, shape: MatrixShape, leaf: str) -> dict[str, np.ndarray]:
-        """The arrays of one matrix, by the last parts of their leaves' names.
+        """Return the arrays of one matrix by the last part of their leaf names.
 
         Raises:
-          CheckpointError: the CPU kernels cannot hold a value; `leaf` is its name in the message.
+          CheckpointError: the CPU kernels cannot hold a value; the message names `leaf`.
         """
         found: dict[str, np.ndarray] = {}
         if self.is_ordered:
@@ -125,19 +125,19 @@ class QuantizedFormat:
         return found
 
     def group(self, inputs: int) -> int:
-        """Columns that share a scale: where a cut divides a group, those of the parts."""
+        """Return the columns that share a scale, in a part if a split divides a group."""
         size = self._size(inputs)
         if size is None:
             return inputs
         return size if self.parts == 1 else math.gcd(size, inputs)
 
     def _size(self, inputs: int) -> int | None:
-        """Columns of a group in the checkpoint; None: whole rows."""
+        """Return the columns per group in the checkpoint; None for whole rows."""
         size = self.scheme.block[1]
         return None if size is None or size >= inputs * self.parts else size
 
     def fault(self, inputs: int) -> str | None:
-        """Why a part cannot be of so many columns."""
+        """Return why a part cannot have so many columns, or None if it can."""
         size, is_int4 = self._size(inputs), self.scheme.values == "int4"
         if self.parts == 1:
             return None
@@ -160,7 +160,7 @@ def _pack(matrix: Matrix, packing: Packing, leaf: str) -> tuple[np.ndarray, np.n
         return pack_values(matrix.values.astype(np.int8) - MIDDLE, scale, packing)
     except ValueError as error:
         raise CheckpointError(
-            f"the CPU kernels cannot hold {leaf}: {error}; serve it with --kernels xla"
+            f"the CPU kernels cannot hold {leaf}: {error}: serve it with --kernels xla"
         ) from error
 
 
@@ -170,16 +170,17 @@ def _pack(matrix: Matrix, packing: Packing, leaf: str) -> tuple[np.ndarray, np.n
 def quantized_formats(
     spec: ModelSpec, weights: WeightMap, *, kernels: bool, shards: int = 1
 ) -> dict[str, QuantizedFormat]:
-    """The leaves ("layers.0.mlp.down.weight") that are quantised, and their formats.
+    """Return the leaves ("layers.0.mlp.down.weight") that are quantized, and their formats.
 
     Args:
-      kernels: whether matrices may be packed for the CPU kernels.
-      shards: number of devices that share the model.
+      spec: the model.
+      weights: the tensors of each leaf.
+      kernels: True if matrices may be packed for the CPU kernels.
+      shards: the number of devices that share the model.
 
     Raises:
-      UnsupportedModelError: matrices that are one leaf are quantised in different ways, or those
-        of experts in ways that do not go together.
-      ConfigError: groups that cannot be cut for so many devices.
+      UnsupportedModelError: matrices of one leaf, or of experts, are quantized in different ways.
+      ConfigError: groups cannot be split for so many devices.
     """
     quantization = spec.quantization
     if quantization is None:
@@ -191,7 +192,7 @@ def quantized_formats(
         leaf: _packed_format(format, weights[leaf][0].shape[-1] // format.parts)
         for leaf, format in formats.items()
     }
-    for both in expert_leaves(spec):  # the kernel has one format for an expert
+    for both in expert_leaves(spec):  # the kernel supports one format per expert
         if len({packed.get(leaf) for leaf in both}) > 1:
             packed |= dict.fromkeys(both)
     return {leaf: replace(format, packed=packed[leaf]) for leaf, format in formats.items()}
@@ -200,7 +201,7 @@ def quantized_formats(
 def _whole_formats(
     quantization: QuantSpec, spec: ModelSpec, weights: WeightMap
 ) -> dict[str, QuantizedFormat]:
-    """The formats of a model on one device, as the checkpoint has the values."""
+    """Return the formats of a model on one device, with the checkpoint's values."""
     table = "head.weight" if spec.tie_word_embeddings else "embedding.weight"
     first_matrices = {down: gate_up for gate_up, down in expert_leaves(spec)}
     formats: dict[str, QuantizedFormat] = {}
@@ -213,9 +214,9 @@ def _whole_formats(
         follows = scheme.ordered and leaf in first_matrices
         if follows and first_matrices[leaf] not in formats:
             raise UnsupportedModelError(
-                f"{quantization.where}: the columns of {parts[0].name} are in an order of their "
-                "own (desc_act, actorder), which is supported where the experts' gates and ups "
-                "are quantised, too"
+                f"{quantization.where}: the columns of {parts[0].name} are reordered (desc_act, "
+                "actorder), which is supported only if the experts' gates and ups are "
+                "quantized too"
             )
         formats[leaf] = QuantizedFormat(scheme, follows=follows)
     return formats
@@ -224,10 +225,10 @@ def _whole_formats(
 def _common_scheme(
     quantization: QuantSpec, parts: Iterable[Tensor], *, is_router: bool
 ) -> Scheme | None:
-    """The scheme of tensors that are one leaf; None if they are not quantised.
+    """Return the scheme of tensors that are one leaf; None if they are not quantized.
 
     Raises:
-      UnsupportedModelError: they have different ones, or are stored transposed.
+      UnsupportedModelError: they have different schemes, or are stored transposed.
     """
     schemes: dict[Scheme | None, Tensor] = {}
     for part in parts:
@@ -238,19 +239,19 @@ def _common_scheme(
     if len(schemes) > 1:
         raise UnsupportedModelError(
             f"{quantization.where}: {' and '.join(part.name for part in schemes.values())} are "
-            "computed together, but quantised in different ways, which is not supported"
+            "computed together, but quantized in different ways, which is not supported"
         )
     ((scheme, first),) = schemes.items()
     if any(part.transpose for part in parts):
         raise UnsupportedModelError(
-            f"{quantization.where}: {first.name} is stored transposed, which is not "
-            "supported of quantised matrices"
+            f"{quantization.where}: {first.name} is stored transposed, which is not supported "
+            "for quantized matrices"
         )
     return scheme
 
 
 def num_experts(leaf: str, spec: ModelSpec) -> int | None:
-    """Of how many experts a leaf has a matrix each; None: it is one matrix."""
+    """Return the number of experts if the leaf has a matrix for each; None for one matrix."""
     match leaf.split("."):
         case ["layers", layer, "mlp", "gate_up" | "down", "weight"]:
             experts = spec.experts_of(int(layer))
@@ -259,7 +260,7 @@ def num_experts(leaf: str, spec: ModelSpec) -> int | None:
 
 
 def expert_leaves(spec: ModelSpec) -> list[tuple[str, str]]:
-    """The two leaves of each layer with experts: of gates and ups, and what is multiplied then."""
+    """Return the two leaves of each layer with experts: gate and up, and down."""
     layers = (f"layers.{i}.mlp" for i in range(spec.num_hidden_layers) if spec.experts_of(i))
     return [(f"{mlp}.gate_up.weight", f"{mlp}.down.weight") for mlp in layers]
 
@@ -267,14 +268,14 @@ def expert_leaves(spec: ModelSpec) -> list[tuple[str, str]]:
 def cut_formats(
     formats: Mapping[str, QuantizedFormat], spec: ModelSpec, weights: WeightMap, shards: int
 ) -> dict[str, QuantizedFormat]:
-    """The formats of matrices that `shards` devices share, made from those of whole ones.
+    """Return the formats of matrices that `shards` devices share, from those of whole ones.
 
     Raises:
-      ConfigError: groups that cannot be cut so, with each number of devices that works.
+      ConfigError: groups cannot be split so; the message lists the numbers of devices that work.
     """
 
     def cut(leaf: str, count: int) -> tuple[QuantizedFormat, int]:
-        """The format among `count` devices, and the columns of each."""
+        """Return the format for `count` devices, and the columns of each."""
         found = partition_of(leaf, spec, count)
         parts = count if found is not None and found.axis == -1 else 1
         return replace(formats[leaf], parts=parts), weights[leaf][0].shape[-1] // parts
@@ -303,9 +304,9 @@ def module_of(tensor: str) -> str:
 
 
 def _packed_format(format: QuantizedFormat, inputs: int) -> Format | None:
-    """The packed format that holds such values exactly, and rounds rows of x as they are to be.
+    """Return the packed format that holds the values exactly and rounds rows of x as required.
 
-    The kernels do not know what the other devices have of a row.
+    None if there is none. The kernels cannot round rows that several devices share.
     """
     scheme = format.scheme
     if scheme.values == "int8":

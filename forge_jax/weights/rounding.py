@@ -1,6 +1,6 @@
-"""Matrices of floats that are rounded to 8 or 4 bits as they are read, for plain XLA everywhere.
+"""Matrices of floats that are rounded to 8 or 4 bits as they are read, multiplied by plain XLA.
 
-`--quantization` where there are no CPU kernels for it. Activations stay as they are. FP8 is E4M3
+`--quantization` uses this if the CPU kernels cannot. Activations are not rounded. FP8 is E4M3
 (Micikevicius et al. 2022, arXiv:2209.05433).
 """
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from forge_jax.checkpoint.matrix import StoredMatrix
     from forge_jax.models.weight_map import WeightMap
 
-INT4_GROUPS = (128, 32, 16)  # columns, the first that divides a matrix
-CHUNK = 2**20  # values that a thread rounds at a time
-NOT_ROUNDED = ("embedding.weight", "head.weight")  # too coarse for the vocabulary
+INT4_GROUPS = (128, 32, 16)  # columns; the first that divides a matrix is used
+CHUNK = 2**20  # values per thread and call
+NOT_ROUNDED = ("embedding.weight", "head.weight")  # rounding is too coarse for the vocabulary
 
 
 def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFormat]:
-    """The leaves that are rounded, those of every layer but routers, and their formats.
+    """Return the leaves to round, which are those of every layer except routers, and formats.
 
     Raises:
-      UnsupportedModelError: the model has matrices that no group divides.
+      UnsupportedModelError: no group size divides a matrix.
     """
     formats = {}
     for leaf, parts in weights.items():
@@ -41,8 +41,8 @@ def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFo
             group = next((size for size in INT4_GROUPS if inputs % size == 0), None)
             if group is None:
                 raise UnsupportedModelError(
-                    f"--quantization int4: {name} has {inputs} columns, which is no multiple of "
-                    f"{INT4_GROUPS[-1]}; use int8 or fp8"
+                    f"--quantization int4: {name} has {inputs} columns, which is not a multiple of "
+                    f"{INT4_GROUPS[-1]}: use int8 or fp8"
                 )
         scheme = Scheme(layout=PLAIN, values=values, block=(1, group))
         formats[leaf] = QuantizedFormat(scheme, rounded=True)
@@ -50,10 +50,10 @@ def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFo
 
 
 def round_matrix(stored: StoredMatrix, scheme: Scheme) -> Matrix:
-    """Reads a matrix [N, K], a part of the rows at a time, and rounds each to its own scales.
+    """Read a matrix [N, K] in parts, and round each row or group to its own scale.
 
-    The largest value of a group becomes the largest that there is: 127, 448, or of 4 bits 7 and
-    -7, so that 0 stays 0.
+    The largest absolute value of a group maps to the largest of the type, which is 127, 448, or 7
+    for 4 bits. Values of 4 bits range from -7 to 7, so that 0 stays 0.
     """
     rows, inputs = stored.shape
     group = scheme.block[1] or inputs

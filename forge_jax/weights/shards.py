@@ -1,4 +1,4 @@
-"""What one of several devices has of a quantised matrix."""
+"""The shard of a quantized matrix that one of several devices holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from forge_jax.weights.tensors import Matrix
 def shard_of(
     matrix: Matrix, format: QuantizedFormat, partition: Partition | None, index: int
 ) -> Matrix:
-    """The part of device `index`; its values and scales are those of the whole matrix.
+    """Return the part of device `index`, with the values and scales of the whole matrix.
 
-    Of inputs that are cut the columns count in the order that they are stored in: where that is not
-    the order of x, a device has those of whole groups.
+    Split inputs are split in stored column order. If that is not the order of x, a device has the
+    columns of whole groups.
     """
     if partition is None:
         return matrix
@@ -29,7 +29,7 @@ def shard_of(
     columns, group = matrix.values.shape[1], format.group(partition.size)
 
     def of_groups(array: np.ndarray) -> np.ndarray:  # [N, G]
-        if array.shape[1] == 1:  # of whole rows
+        if array.shape[1] == 1:  # one scale per row
             return array
         size = format.scheme.block[1]
         assert size is not None and columns <= array.shape[1] * size

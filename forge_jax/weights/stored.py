@@ -1,4 +1,4 @@
-"""What all file formats give: where each tensor of a checkpoint lies, and how to read it."""
+"""Stored tensors, the common result of all file formats: their position, and how to read them."""
 
 from __future__ import annotations
 
@@ -14,54 +14,52 @@ import numpy as np
 
 from forge_jax.errors import CheckpointError
 
-MAX_TENSORS = 200_000  # in one file; the largest known checkpoints have that many in all
+MAX_TENSORS = 200_000  # in one file; the largest known checkpoints have that many in total
 MAX_DIMENSIONS = 32
 MAX_NAME = 4096  # bytes
 
 
 class TensorSource(Protocol):
-    """A tensor of a checkpoint under Hugging Face's name, which is read when it is wanted."""
+    """A tensor of a checkpoint under Hugging Face's name, read on demand."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Of its values."""
+        """The type of the values."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read_rows(self, out: np.ndarray, first: int) -> None:
-        """Writes the rows from the number `first` on into `out`, cast to its type.
-
-        Several threads may call it at the same time.
+        """Copy the rows from `first` on into `out`, cast to its type. Thread-safe.
 
         Args:
-          out: [rows, columns]; of a vector [rows]. Of a tensor of three axes the first two are one.
+          out: [rows, columns], or [rows] for a vector. The first two of three axes count as one.
+          first: the number of the first row.
 
         Raises:
-          CheckpointError: the file ends before them.
+          CheckpointError: the file ends before the rows do.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies. Whoever makes one has checked it against the file.
+    """A tensor's position in a file, checked against the file's size when it was made.
 
-    `read` maps it. Rows that are to be copied are not mapped: asking the system for each page of a
-    file takes longer than copying it, and a file that has been cut off meanwhile would end the
-    process.
+    `read` maps the tensor. Rows to be copied are read without mapping, because page faults take
+    longer than the copy. Access to a mapped file that was truncated would end the process.
     """
 
     name: str
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # bytes, from the start of the file
+    offset: int  # bytes from the start of the file
     strides: tuple[int, ...] | None = None  # in elements; None: row-major
 
     def read(self) -> np.ndarray:
-        """A read-only view of the file. The mapping lives as long as the view."""
+        """Return a read-only view of the file. The mapping lives as long as the view."""
         if math.prod(self.shape) == 0:
             return np.empty(self.shape, self.dtype)
         if self.strides is None:
@@ -82,7 +80,7 @@ class StoredTensor:
             np.copyto(out, values, casting="unsafe")
 
     def transposed(self) -> StoredTensor:
-        """The same numbers with the axes in the opposite order."""
+        """Return the tensor with its axes reversed."""
         strides = self.strides
         if strides is None:
             strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
@@ -116,12 +114,12 @@ class StoredTensor:
 
 
 def shorter(file: Path) -> CheckpointError:
-    """The error of a file that has been cut off since it was checked."""
-    return CheckpointError(f"{file} is shorter than it was: download it again")
+    """Return the error for a file that was truncated after it was checked."""
+    return CheckpointError(f"{file} is shorter than when it was checked: download it again")
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one of a tensor that is not empty."""
+    """Return how many elements a nonempty tensor spans from the first to the last."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 

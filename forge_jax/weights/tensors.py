@@ -1,8 +1,8 @@
-"""The tensors of a quantised matrix: which there must be, and what they hold.
+"""The tensors of a quantized matrix: which ones are required, and their contents.
 
-Every layout becomes the same: values [N, K], a scale for each row and group of columns, and where
-there are zeros, as many of those. Nothing is multiplied here; the values are the checkpoint's.
-Layouts of single methods are in `methods/`.
+Every layout becomes the same: values [N, K], a scale for each row and group of columns, and as many
+zeros if there are any. The values are the checkpoint's, not multiplied. Layouts of single methods
+are in `methods/`.
 """
 
 from __future__ import annotations
@@ -18,49 +18,51 @@ from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, StoredTensor, TensorSo
 
 Values = Literal["int8", "fp8", "int4"]
 INT8, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
-MIDDLE = 8  # of values from 0 to 15: the zero of those that have none of their own
+MIDDLE = 8  # of values from 0 to 15: the zero of schemes without zeros
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """What a checkpoint holds of one matrix [N, K], or of several, one below the other."""
+    """The contents of one matrix [N, K], or of several, stacked."""
 
-    values: np.ndarray  # int8, FP8; or uint8, 4 bits: (value - zero) * scale, the zero 8 by default
+    # int8, FP8, or 4 bits in uint8, which mean (value - zero) * scale, where zero is 8 by default.
+    values: np.ndarray
     scale: np.ndarray  # f32[N, G]
     zero: np.ndarray | None  # u8[N, G]
-    order: np.ndarray | None  # i32[K]: which column of x each column of the values multiplies
+    order: np.ndarray | None  # i32[K], the column of x that each column of the values multiplies
     input_scale: np.float32 | None  # of static activations
 
     def rows(self, at: np.ndarray) -> Matrix:
-        """Some rows, i64[n], or all of them in another order."""
+        """Return some rows, i64[n], or all of them in another order."""
         zero = None if self.zero is None else self.zero[at]
         return replace(self, values=self.values[at], scale=self.scale[at], zero=zero)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that a module must have, or may."""
+    """A required or optional tensor of a module."""
 
     name: str
-    shapes: tuple[tuple[int, ...], ...]  # any of them
+    shapes: tuple[tuple[int, ...], ...]  # the allowed ones
     dtypes: tuple[np.dtype, ...]
     optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How one kind of matrices [N, K] is stored, and what becomes of the rows they multiply.
+    """How a kind of matrix [N, K] is stored, and how the rows that it multiplies are rounded.
 
     Attributes:
-      layout: which tensors there are, and how values lie in them.
-      values: what a value is. FP8 is E4M3 (Micikevicius et al. 2022, arXiv:2209.05433).
+      layout: the tensors, and the arrangement of values in them.
+      values: the type of a value. FP8 is E4M3 (Micikevicius et al. 2022, arXiv:2209.05433).
       block: (rows, columns) that share a scale; None: all.
-      zeros: whether a value is `(stored - zero) * scale`, with a zero for each scale.
-      ordered: the group of a column stands in a tensor (GPTQ's desc_act).
-      activations: rows of x are rounded to this type, with a scale for each row, or in FP8 blocks
-        for each row and block; `static`: with the scale that the checkpoint has for the matrix.
-      scale_name: of the tensor.
-      zero_offset: what is added to a stored zero.
+      zeros: True if a value is `(stored - zero) * scale`, with a zero for each scale.
+      ordered: True if a tensor has the group of each column (GPTQ's desc_act).
+      activations: the type that rows of x are rounded to, with a scale per row, or per row and
+        block in FP8 blocks.
+      static: True if activations are rounded with a scale in the checkpoint instead.
+      scale_name: the name of the scale's tensor.
+      zero_offset: a number to add to a stored zero.
     """
 
     layout: Layout
@@ -75,29 +77,29 @@ class Scheme:
 
 
 class Layout(Protocol):
-    """Which tensors the matrix of a module is stored in, and how."""
+    """The tensors that a module's matrix is stored in, and how to read them."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def order_name(self) -> str | None:
-        """The tensor with the group of each column, where a scheme may be ordered."""
+        """The tensor with the group of each column, if a scheme can be ordered."""
         ...
 
     def wanted(self, scheme: Scheme, module: str, shape: tuple[int, int]) -> list[Wanted]:
-        """The tensors of a matrix [N, K]."""
+        """Return the tensors of a matrix [N, K]."""
         ...
 
     def read(self, scheme: Scheme, shape: tuple[int, int], read: ModuleReader) -> Matrix:
-        """The matrix, with its columns as they are stored, and their order."""
+        """Return the matrix, with its columns as they are stored, and their order."""
         ...
 
 
 def check_matrix(
     scheme: Scheme, module: str, shape: tuple[int, int], stored: Mapping[str, TensorSource]
 ) -> list[str]:
-    """What is wrong with the tensors of a quantised matrix [N, K], by their headers."""
+    """Return the faults of the tensors of a quantized matrix [N, K], from their headers."""
     outputs, inputs = shape
     group = scheme.block[1] or inputs
     if scheme.values == "int4" and (inputs % group or inputs % 8 or outputs % 8):
@@ -120,19 +122,19 @@ def check_matrix(
         if found.dtype not in wanted.dtypes:
             faults.append(f"tensor {wanted.name} is {found.dtype}, not {wanted.dtypes[0]}")
         if not isinstance(found, StoredTensor):
-            faults.append(f"tensor {wanted.name} is of a format that holds no such tensors")
+            faults.append(f"tensor {wanted.name} cannot be stored in this file format")
     return faults
 
 
 def read_matrices(
     scheme: Scheme, modules: Mapping[str, tuple[int, int]], stored: Mapping[str, TensorSource]
 ) -> Matrix:
-    """The matrices of several modules, [N, K] each, one below the other.
+    """Return the matrices of several modules, [N, K] each, stacked.
 
-    Of static activations the largest scale counts: it was calibrated on the same rows.
+    For static activations, the largest scale is used, because all were calibrated on the same rows.
 
     Raises:
-      CheckpointError: values that contradict the config, or each other.
+      CheckpointError: the values contradict the config or each other.
     """
     matrices = {name: _read(scheme, name, shape, stored) for name, shape in modules.items()}
     (first_name, first), *others = matrices.items()
@@ -141,8 +143,8 @@ def read_matrices(
             assert first.order is other.order
         elif not np.array_equal(first.order, other.order):
             raise CheckpointError(
-                f"the groups (g_idx) of {name} are not those of {first_name}: matrices that are "
-                "computed together must have the same"
+                f"the groups (g_idx) of {name} differ from those of {first_name}, but matrices "
+                "that are computed together must have the same groups"
             )
     parts = matrices.values()
     scales = [each.input_scale for each in parts if each.input_scale is not None]
@@ -159,7 +161,7 @@ def read_matrices(
 def read_order(
     scheme: Scheme, module: str, shape: tuple[int, int], stored: Mapping[str, TensorSource]
 ) -> np.ndarray | None:
-    """That of a matrix alone, see `Matrix.order`."""
+    """Return the order of one matrix, see `Matrix.order`."""
     return read_column_order(scheme, shape, ModuleReader(module, stored))
 
 
@@ -190,7 +192,7 @@ def _read(
 
 @dataclass(frozen=True)
 class PlainLayout:
-    """Values as they are, int8 or FP8."""
+    """Values that are stored unpacked, int8 or FP8."""
 
     name = "plain"
     order_name = None
@@ -205,7 +207,7 @@ class PlainLayout:
 
     def read(self, scheme: Scheme, shape: tuple[int, int], read: ModuleReader) -> Matrix:
         if read.has("weight_zero_point") and np.any(float32(read("weight_zero_point")) != 0):
-            raise read.error("weight_zero_point", "it is not 0, though `symmetric` is true")
+            raise read.error("weight_zero_point", "must be 0, because `symmetric` is true")
         rows = scheme.block[0]
         scale = float32(read(scheme.scale_name)).reshape(-1, num_groups(scheme, shape))
         if rows is None:
@@ -216,7 +218,7 @@ class PlainLayout:
         if scheme.static:
             input_scale = np.float32(float32(read("input_scale")).item())
             if not (np.isfinite(input_scale) and input_scale > 0):
-                raise read.error("input_scale", f"{input_scale} is no positive number")
+                raise read.error("input_scale", f"must be a positive number, got {input_scale}")
         return Matrix(np.asarray(read("weight")), scale, None, None, input_scale)
 
 
@@ -224,7 +226,7 @@ PLAIN = PlainLayout()
 
 
 def scale_tensors(scheme: Scheme, module: str, shape: tuple[int, int]) -> list[Wanted]:
-    """The scales of the values, and of static activations."""
+    """Return the scale tensors of the values and of static activations."""
     (outputs, _), groups, rows = shape, num_groups(scheme, shape), scheme.block[0]
     one = ((), (1,), (1, 1))
     if rows is None:
@@ -242,30 +244,31 @@ def scale_tensors(scheme: Scheme, module: str, shape: tuple[int, int]) -> list[W
 def read_column_order(
     scheme: Scheme, shape: tuple[int, int], read: ModuleReader
 ) -> np.ndarray | None:
-    """The columns in the order of their groups, i32[K]; None: they are in order."""
+    """Return the columns sorted by group, i32[K]; None if they are stored in that order."""
     inputs, name = shape[1], scheme.layout.order_name
     group = scheme.block[1] or inputs
     if name is None or not read.has(name):
         return None
     groups = read(name)
     if not scheme.ordered:
-        # Some writers leave -1 where nothing is ordered.
+        # Some writers store -1 if nothing is ordered.
         if np.any(groups != np.arange(inputs) // group) and np.any(groups != -1):
             raise read.error(
-                name, "columns are not in the order of groups, though the config says so"
+                name,
+                "columns must be in the order of groups, because the config does not order them",
             )
         return None
     if groups.min() < 0 or groups.max() >= inputs // group:
-        raise read.error(name, f"a group is not from 0 to {inputs // group - 1}")
+        raise read.error(name, f"each group must be from 0 to {inputs // group - 1}")
     if np.any(np.bincount(groups, minlength=inputs // group) != group):
-        raise read.error(name, f"a group has not {group} columns")
+        raise read.error(name, f"each group must have {group} columns")
     return np.argsort(groups, kind="stable").astype(np.int32)
 
 
 def unpack(words: np.ndarray, *, axis: int, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """int32 words of 8 values along `axis` of two -> uint8, from 0 to 15.
+    """Unpack int32 words of 8 values along `axis`, 0 or 1, to uint8 from 0 to 15.
 
-    `order`: the place of each 4 bits of a word, from the lowest.
+    `order` is the place of each 4 bits of a word, lowest bits first.
     """
     words = np.ascontiguousarray(words).view(np.uint32)
     rows, columns = words.shape

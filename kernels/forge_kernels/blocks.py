@@ -1,11 +1,11 @@
-"""Values in blocks, as GGUF's types have them: 8 or 4 bits, with scales of one level or two.
+"""Values in blocks, as in GGUF's types: 8 or 4 bits, with scales of one level or two.
 
-A row is cut into blocks, and a block into groups. A value is `value * scale + minimum`, where the
-scale of a group is its block's float16 factor, times an int8 number where there are several groups
-in a block, and the minimum is made in the same way from another factor. All of that is exact in
-float32 but for the last sum, which is rounded once, so whoever computes it gets the same number.
+A row consists of blocks, and a block of groups. A value is `value * scale + minimum`. The scale of
+a group is its block's float16 factor, times an int8 number if a block has several groups. The
+minimum is made in the same way from another factor. Everything is exact in float32 except for the
+final sum, which is rounded once, so all implementations get the same number.
 
-Known to who reads files and to who multiplies (`forge_kernels.linear`); numpy alone.
+Used both for reading files and for multiplying (`forge_kernels.linear`); depends on numpy only.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the values of a row are kept.
+    """The way the values of a row are stored.
 
     Attributes:
-      values: int8; or int4: from 0 to 15 with minima, from -8 to 7 without.
-      group: values that share a scale. size: of a block; the same where there is one level.
+      values: int8; or int4, from 0 to 15 with minima, else from -8 to 7.
+      group: the number of values that share a scale.
+      size: the number of values in a block; equal to `group` if there is one level.
+      minima: True if groups have minima.
     """
 
     values: Literal["int8", "int4"]
@@ -40,10 +42,10 @@ class Blocks:
         return self.group < self.size
 
     def cut(self, columns: int) -> Blocks | None:
-        """Blocks for a part of a row with so many columns, which may end within one of these.
+        """Return blocks for part of a row with so many columns, which may split a block.
 
-        The same values then have smaller blocks and groups, whose factors are told more often.
-        None: there are none, for a group would be smaller than 16.
+        Blocks and groups may become smaller, with the same values and repeated factors. None if a
+        group would have fewer than 16 values.
         """
         size = math.gcd(self.size, columns)
         group = min(self.group, size // 2 if self.two_levels else size)
@@ -51,7 +53,7 @@ class Blocks:
 
     @property
     def bytes(self) -> int:
-        """Of a block of one row."""
+        """The bytes of a block of one row."""
         scales = (2 if self.minima else 1) * (2 + self.two_levels * self.size // self.group)
         return scales + self.size // (2 if self.values == "int4" else 1)
 
@@ -62,12 +64,12 @@ class BlockValues:
 
     values: np.ndarray  # int8[n, K]
     factor: np.ndarray  # f16[n, B]
-    scale: np.ndarray | None  # int8[n, G], in two levels
-    minimum_factor: np.ndarray | None  # f16[n, B], with minima
-    minimum: np.ndarray | None  # int8[n, G], in two levels with minima
+    scale: np.ndarray | None  # int8[n, G], if two levels
+    minimum_factor: np.ndarray | None  # f16[n, B], if minima
+    minimum: np.ndarray | None  # int8[n, G], if two levels and minima
 
     def each(self, change: Callable[[np.ndarray], np.ndarray]) -> BlockValues:
-        """With other arrays of all of them."""
+        """Return the values with `change` applied to all arrays."""
 
         def maybe(array: np.ndarray | None) -> np.ndarray | None:
             return None if array is None else change(array)
@@ -81,7 +83,7 @@ class BlockValues:
         )
 
     def columns(self, begin: int, end: int, blocks: Blocks) -> BlockValues:
-        """Those of some columns, in the blocks that `Blocks.cut` gives for as many."""
+        """Return the values of some columns, in the blocks that `Blocks.cut` returned for them."""
         length = self.values.shape[1]
 
         def of(array: np.ndarray | None, size: int) -> np.ndarray | None:
@@ -101,7 +103,7 @@ class BlockValues:
         )
 
     def only(self, exists: np.ndarray) -> BlockValues:
-        """With zeros for rows that do not exist, bool[n]."""
+        """Return the values with zeros for rows whose `exists`, bool[n], is false."""
 
         def factor(array: np.ndarray) -> np.ndarray:
             return np.where(exists[:, None], array, np.float16(0))
@@ -110,7 +112,7 @@ class BlockValues:
         return replace(self, factor=factor(self.factor), minimum_factor=minimum)
 
     def floats(self) -> np.ndarray:
-        """f32[n, K], by the definition."""
+        """Return the values as f32[n, K]."""
         rows, columns = self.values.shape
         scale = _float32(self.factor, self.scale)
         out = self.values.astype(np.float32).reshape(rows, scale.shape[1], -1)
@@ -121,11 +123,11 @@ class BlockValues:
 
 
 def joined(parts: Sequence[BlockValues]) -> BlockValues:
-    """One below the other."""
+    """Concatenate the rows of several parts."""
 
     def maybe(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
         there = [array for array in arrays if array is not None]
-        assert len(there) in (0, len(arrays)), "blocks that are not alike"
+        assert len(there) in (0, len(arrays)), "blocks of different kinds"
         return np.concatenate(there) if there else None
 
     return BlockValues(
@@ -138,7 +140,7 @@ def joined(parts: Sequence[BlockValues]) -> BlockValues:
 
 
 def _float32(factor: np.ndarray, by_group: np.ndarray | None) -> np.ndarray:
-    """f32[n, G]."""
+    """Return factor * by_group as f32[n, G]."""
     wide = factor.astype(np.float32)
     if by_group is None:
         return wide

@@ -1,7 +1,7 @@
-"""Folders and files whose content is run: only this user, or root, may be able to change them.
+"""Checks of folders and files with executable content: only this user or root may change them.
 
-Compiled kernels and XLA's executables are loaded into this process. Whoever can write them, or can
-put another folder in their place, can run code as this user.
+Compiled kernels and XLA's executables are loaded into this process. Any user who can write them, or
+replace their folder, can run code as this user.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_LINKS = 40  # on the way to a folder, as in the kernel
+MAX_LINKS = 40  # on the path to a folder, as in the kernel
 CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
 
 def private_folder_fault(folder: Path) -> str | None:
-    """Create the folder if it is missing. Return why it cannot be used, with the remedy, or None.
+    """Create the folder if needed; return why it cannot be used, with the remedy, or None.
 
-    Its owner must be this user, and no other may write to it or replace it.
+    This user must own it, and no other user may write to it or replace it.
     """
     try:
         make_private_folder(folder)
@@ -29,15 +29,15 @@ def private_folder_fault(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     if status.st_uid != os.getuid():
-        return "belongs to another user: name a folder of your own"
+        return "belongs to another user: choose a folder of your own"
     fault = foreign_write_fault(folder)
     if fault is None and not os.access(folder, os.W_OK | os.X_OK):
-        return "it cannot be written to: chmod 700 it, or name another"
+        return "it cannot be written to: chmod 700 it, or choose another folder"
     return fault
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder and its missing parents, open to this user alone.
+    """Create the folder and its missing parents, accessible to this user only.
 
     Raises:
       OSError: it cannot be created, or is not a folder.
@@ -50,22 +50,25 @@ def make_private_folder(folder: Path) -> None:
 def foreign_write_fault(folder: Path) -> str | None:
     """Return who else can write to an existing folder or replace it, with the remedy, or None.
 
-    Every folder on the way counts, because its owner, and those who can write to it, can rename
-    what it holds. A sticky bit protects against the latter. The root of a container's volume may be
-    open to all, as Kubernetes makes it: only that container reaches it. Access control lists are
-    not read.
+    Every folder on the path is checked, because its owner and everyone who can write to it can
+    rename its entries. A sticky bit prevents the latter. The root of a container's volume may be
+    open to all, as Kubernetes makes it, because only that container reaches it. Access control
+    lists are not read.
     """
     try:
         status = folder.stat()
         if status.st_uid not in _trusted():
-            return "belongs to another user: name a folder of your own"
+            return "belongs to another user: choose a folder of your own"
         if status.st_mode & 0o022:
-            return "others can write to it: chmod 700 it, or name another"
+            return "others can write to it: chmod 700 it, or choose another folder"
         for path, found in _way_to(folder):
             if found.st_uid not in _trusted():
-                return f"{path}, which it is reached through, belongs to another user: name another"
+                return f"{path} on its path belongs to another user: choose another folder"
             if _others_rename(found) and not _is_container_volume(path):
-                return f"others can write to {path}, which it is in: chmod go-w it, or name another"
+                return (
+                    f"others can write to {path}, which contains it: chmod go-w that, or choose "
+                    "another folder"
+                )
     except OSError as error:
         return error.strerror or str(error)
     return None
@@ -75,7 +78,7 @@ def file_fault(status: os.stat_result) -> str | None:
     """Return why a file cannot be trusted as this user's own, or None.
 
     Args:
-      status: of an open descriptor, or of `lstat`.
+      status: the status of an open descriptor, or from `lstat`.
     """
     if not stat.S_ISREG(status.st_mode):
         return "it is not an ordinary file"
@@ -87,11 +90,11 @@ def file_fault(status: os.stat_result) -> str | None:
 
 
 def open_private(file: Path) -> int:
-    """Open a file that only this user or root can write; return its descriptor.
+    """Open a file that only this user or root can write, and return its descriptor.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      PermissionError: another user wrote it, or can, or it is a link or no ordinary file.
+      FileNotFoundError: the file does not exist.
+      PermissionError: another user owns it or can write it, or it is a link or not a regular file.
       OSError: it cannot be opened.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -103,7 +106,7 @@ def open_private(file: Path) -> int:
 
 
 def _way_to(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Folders and links that a path leads through, as the kernel follows it, without its end."""
+    """Yield the folders and links on a path, resolved as the kernel does, without its last part."""
     rest = list(Path(os.path.abspath(folder)).parts[1:])[::-1]
     at, links = Path("/"), 0
     yield at, at.lstat()
@@ -136,7 +139,7 @@ def _is_container_volume(folder: Path) -> bool:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """True if another account may write: a group of nobody else is as good as no group."""
+    """Return True if another account may write; a group without other members does not count."""
     if status.st_mode & 0o002:
         return True
     return bool(status.st_mode & 0o020) and _has_others(status.st_gid, os.getuid())
@@ -148,14 +151,14 @@ def _has_others(group: int, me: int) -> bool:
         return True
     try:
         members = grp.getgrgid(group).gr_mem
-    except KeyError:  # of a container's volume, where no account has the group
+    except KeyError:  # a group without accounts, as of a container's volume
         return False
     own = {each.pw_name for each in pwd.getpwall() if each.pw_uid in (0, me)}
     return not own.issuperset(members)
 
 
 def _trusted() -> frozenset[int]:
-    """This user and root, who can change everything anyway."""
+    """Return the ids of this user and of root, who can change everything anyway."""
     trusted = {0, os.getuid()}
     try:
         maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]

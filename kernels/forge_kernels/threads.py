@@ -1,4 +1,4 @@
-"""Work on the host by several threads: reading and packing, which hold no lock of Python's."""
+"""Multithreaded work on the host, such as reading and packing, that does not hold the GIL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge_kernels.cpu.library import num_threads
 
 
 def for_each[T](work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Calls `work` once with each item, and waits for all; the first exception is raised."""
+    """Call `work` with each item, wait for all calls, and raise the first exception."""
     if len(items) < 2:
         for item in items:
             work(item)

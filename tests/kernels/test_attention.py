@@ -691,17 +691,17 @@ def test_the_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
 def test_the_cpu_kernels_say_what_they_are_not_for():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
     attend = partial(ragged_paged_attention, sm_scale=1.0, implementation="cpu")
-    with pytest.raises(TypeError, match="and float8_e4m3fn, not float32"):
+    with pytest.raises(TypeError, match="or float8_e4m3fn, not float32"):
         attend(q, kv, *rest)
     bits = jnp.zeros(kv.shape, jnp.uint16)
-    with pytest.raises(TypeError, match="and float8_e4m3fn, not float16"):
+    with pytest.raises(TypeError, match="or float8_e4m3fn, not float16"):
         attend(q, bits, *rest, kv_dtype=jnp.float16)
-    with pytest.raises(TypeError, match="a head size of 16 is no multiple of 32"):
+    with pytest.raises(TypeError, match="the head dim must be a multiple of 32 up to 256, not 16"):
         attend(q.astype(jnp.bfloat16), bits, *rest, kv_dtype=jnp.bfloat16)
     wide = jnp.zeros((*kv.shape[:-1], 32), jnp.uint16)
-    with pytest.raises(TypeError, match="for queries of bfloat16, not float32"):
+    with pytest.raises(TypeError, match="queries must be bfloat16, not float32"):
         attend(jnp.zeros((*q.shape[:-1], 32)), wide, *rest, kv_dtype=jnp.bfloat16)
-    with pytest.raises(TypeError, match="read bfloat16 as its bits, not as bfloat16"):
+    with pytest.raises(TypeError, match="bfloat16 must be stored as its bits, not as bfloat16"):
         attend(jnp.zeros((*q.shape[:-1], 32), jnp.bfloat16), wide.astype(jnp.bfloat16), *rest)
 
 
@@ -913,7 +913,7 @@ def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
     assert kv_storage_dtype("float8_e4m3fn", "cpu") == jnp.uint8
     assert kv_storage_dtype("float8_e4m3fn", "gpu") == jnp.float8_e4m3fn
     assert kv_storage_dtype("int8", "cpu") == kv_storage_dtype("int8", "gpu") == jnp.int8
-    with pytest.raises(TypeError, match="not float8_e5m2"):
+    with pytest.raises(TypeError, match="got float8_e5m2"):
         kv_storage_dtype("float8_e5m2", "cpu")
 
 
@@ -930,22 +930,22 @@ def test_caches_of_8_bits_that_do_not_fit_are_refused():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, sm_scale=1.0)
     int8, fp8 = quantized(kv, "int8"), quantized(kv, "float8_e4m3fn")
-    with pytest.raises(TypeError, match="stored as uint8: kv_dtype must say float8_e4m3fn"):
+    with pytest.raises(TypeError, match="stored as uint8: kv_dtype must be float8_e4m3fn"):
         call(q, fp8, *rest)
-    with pytest.raises(TypeError, match="kv is int8 but kv_dtype says float8_e4m3fn"):
+    with pytest.raises(TypeError, match="kv_dtype must be int8 like kv, got float8_e4m3fn"):
         call(q, int8, *rest, kv_dtype="float8_e4m3fn")
     with pytest.raises(TypeError, match="data of a QuantizedKV must be int8 or "):
         call(q, int8._replace(data=kv), *rest)
-    with pytest.raises(ValueError, match=r"scale .* for the data .* of a QuantizedKV"):
+    with pytest.raises(ValueError, match=r"scale .* does not fit the data .* of a QuantizedKV"):
         call(q, int8._replace(scale=int8.scale[..., None]), *rest)
-    with pytest.raises(TypeError, match="not float16"):
+    with pytest.raises(TypeError, match="got float16"):
         write_kv(int8._replace(scale=int8.scale.astype(jnp.float16)), q, q, jnp.zeros(13))
-    with pytest.raises(TypeError, match="or uint16, not uint8"):
+    with pytest.raises(TypeError, match="or uint16, got uint8"):
         write_kv(fp8.data, q, q, jnp.zeros(13), kv_dtype="float8_e4m3fn")
     wide = QuantizedKV(jnp.zeros((*int8.shape[:-1], 32), jnp.int8), int8.scale)
-    with pytest.raises(TypeError, match="for queries of bfloat16, not float32"):
+    with pytest.raises(TypeError, match="queries must be bfloat16, not float32"):
         call(jnp.zeros((*q.shape[:-1], 32)), wide, *rest, implementation="cpu")
-    with pytest.raises(TypeError, match="by the GPU kernels: "):
+    with pytest.raises(TypeError, match="the GPU kernels do not support this attention: "):
         call(q, int8, *rest, implementation="mosaic")
 
 
@@ -953,7 +953,7 @@ def test_caches_of_8_bits_that_do_not_fit_are_refused():
 def test_windows_and_soft_caps_that_make_no_sense_are_refused(implementation):
     arrays = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, *arrays, sm_scale=1.0, implementation=implementation)
-    with pytest.raises(ValueError, match="window must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         call(window=0)
     for soft_cap in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="soft_cap must be positive"):
@@ -964,13 +964,13 @@ def test_inputs_that_do_not_fit_are_refused():
     q, kv, tables, lens, cu, num = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, sm_scale=1.0)
     bits = jnp.zeros(kv.shape, jnp.uint16)
-    with pytest.raises(ValueError, match="no attention implementation 'magic'"):
+    with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'magic'"):
         call(q, kv, tables, lens, cu, num, implementation="magic")
-    with pytest.raises(TypeError, match="kv_dtype must say"):
+    with pytest.raises(TypeError, match="kv_dtype must be"):
         call(q, bits, tables, lens, cu, num)
-    with pytest.raises(TypeError, match="kv is float32 but"):
+    with pytest.raises(TypeError, match="kv_dtype must be float32 like kv"):
         call(q, kv, tables, lens, cu, num, kv_dtype=jnp.bfloat16)
-    with pytest.raises(TypeError, match="not int8"):
+    with pytest.raises(TypeError, match="got int8"):
         call(q, kv.astype(jnp.int8), tables, lens, cu, num)
     with pytest.raises(ValueError, match="heads"):
         call(q[:, :3], kv, tables, lens, cu, num)
@@ -991,9 +991,9 @@ def test_a_write_that_does_not_fit_the_cache_is_refused(implementation):
         write(qkv[:, :4], kv, angles, angles, slots)
     with pytest.raises(ValueError, match="heads of qkv"):
         write(qkv[..., :16], kv, angles, angles, slots)
-    with pytest.raises(ValueError, match="for 3 tokens and heads of 32"):
+    with pytest.raises(ValueError, match="do not fit 3 tokens and heads of 32"):
         write(qkv, kv, angles[:, :8], angles, slots)
-    with pytest.raises(ValueError, match="for 3 tokens and heads of 32"):
+    with pytest.raises(ValueError, match="do not fit 3 tokens and heads of 32"):
         write(qkv, kv, angles, angles, slots[:2])
 
 

@@ -45,8 +45,10 @@ def test_the_interpreted_kernels_keep_the_contract(group):
 def test_what_the_kernels_are_not_for_is_named():
     bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     assert unsupported(32, 8, 128, 64, bf16, bf16) is None
-    assert "head size of 72" in unsupported(32, 8, 72, 64, bf16, bf16)
-    assert "block size of 20" in unsupported(32, 8, 128, 20, bf16, bf16)
+    assert "head dim must be one of 64, 80, 96, 128, 256, not 72" in unsupported(
+        32, 8, 72, 64, bf16, bf16
+    )
+    assert "block size must be a multiple of 8, not 20" in unsupported(32, 8, 128, 20, bf16, bf16)
     assert "float32" in unsupported(32, 8, 128, 64, f32, f32)
     assert "uint16" in unsupported(32, 8, 128, 64, bf16, jnp.dtype(jnp.uint16))
     for of_8_bits in (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)):
@@ -57,7 +59,7 @@ def test_what_the_kernels_are_not_for_is_named():
     assert "71 query heads" in unsupported(71, 1, 128, 64, bf16, bf16)
     q, kv = jnp.zeros((2, 4, 72), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 72), jnp.bfloat16)
     lengths = jnp.ones(1, jnp.int32)
-    with pytest.raises(TypeError, match="by the GPU kernels: a head size of 72"):
+    with pytest.raises(TypeError, match="do not support this attention: the head dim must be"):
         ragged_paged_attention(
             q,
             kv,
@@ -87,7 +89,7 @@ def test_on_a_hopper_gpu_auto_takes_them_where_it_can_and_says_once_where_not(mo
         assert "forge_attention" not in traced(72)
         assert "forge_attention" not in traced(72)
     assert len(caplog.records) == 1
-    assert "a head size of 72 is none of 64, 80" in caplog.text
+    assert "the head dim must be one of 64, 80" in caplog.text
     assert "forge_attention" not in traced(64, jnp.float32)
 
 

@@ -287,7 +287,7 @@ def rounded_digests() -> dict[str, str]:
 def test_rows_are_rounded_only_where_the_kernels_can():
     with pytest.raises(ValueError, match="experts in blocks"):
         BlockPacking(KINDS["8 bits"], 64, 64, experts=2, activations="int8")
-    with pytest.raises(ValueError, match="groups of 64"):
+    with pytest.raises(ValueError, match="16 or 32 values for rounded activations, got 64"):
         BlockPacking(Blocks("int8", 64, 64), 64, 64, activations="int8")
     packing = BlockPacking(KINDS["8 bits"], 64, 64)
     rounded = dataclasses.replace(packing, activations="int8")

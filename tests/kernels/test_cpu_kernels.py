@@ -144,7 +144,9 @@ def test_what_does_not_fit_a_packed_weight_is_refused():
     case, paired = Case("int8"), Case("int8", swiglu=True)
     arrays = contract.make(case)
     x, w = jnp.asarray(arrays.x), contract.packed(case, arrays.w)
-    with pytest.raises(TypeError, match=r"float32 activations with packed \(int8\) weights"):
+    with pytest.raises(
+        TypeError, match=r"packed \(int8\) weights do not support activations of float32"
+    ):
         linear(x.astype(jnp.float32), w)
     with pytest.raises(ValueError, match=r"weight \[64, 96\]"):
         linear(x[:, 1:], w)
@@ -156,11 +158,13 @@ def test_what_does_not_fit_a_packed_weight_is_refused():
         linear(x, contract.packed(paired, arrays.w), swiglu=True, residual=x[:, :64])
     with pytest.raises(ValueError, match="residual"):
         linear(x, w, residual=x)
-    with pytest.raises(TypeError, match="a residual of float32"):
+    with pytest.raises(
+        TypeError, match="residual must be bfloat16 like the activations, got float32"
+    ):
         linear(x, w, residual=jnp.zeros((5, 64)))
-    with pytest.raises(TypeError, match="a norm of float32"):
+    with pytest.raises(TypeError, match="norm must be bfloat16 like the activations, got float32"):
         linear(x, w, norm=(jnp.ones(96), 1e-5))
-    with pytest.raises(ValueError, match=r"a norm \(95,\) for rows of 96"):
+    with pytest.raises(ValueError, match=r"norm \(95,\) does not fit rows of 96"):
         linear(x, w, norm=(jnp.ones(95, jnp.bfloat16), 1e-5))
-    with pytest.raises(TypeError, match="bfloat16 or float32, not float16"):
+    with pytest.raises(TypeError, match="bfloat16 or float32, got float16"):
         linear(x, w, out_dtype=jnp.float16)

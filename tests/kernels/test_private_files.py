@@ -57,7 +57,7 @@ def test_a_folder_of_another_user_is_refused(folder, monkeypatch):
 def test_a_parent_that_all_can_write_to_needs_a_sticky_bit(folder):
     folder.parent.chmod(0o777)
     fault = str(foreign_write_fault(folder))
-    assert f"others can write to {folder.parent}, which it is in: chmod go-w" in fault
+    assert f"others can write to {folder.parent}, which contains it: chmod go-w" in fault
     folder.parent.chmod(0o1777)
     assert foreign_write_fault(folder) is None
 
@@ -67,7 +67,9 @@ def test_a_parent_of_another_user_is_refused(folder, monkeypatch):
         pytest.skip("only root can give a folder away")
     give_away(folder.parent, monkeypatch)
     folder.parent.chmod(0o755)
-    assert f"{folder.parent}, which it is reached through" in str(foreign_write_fault(folder))
+    assert f"{folder.parent} on its path belongs to another user" in str(
+        foreign_write_fault(folder)
+    )
 
 
 def test_a_parents_group_counts_if_another_account_is_in_it(folder, monkeypatch):

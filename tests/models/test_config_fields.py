@@ -40,7 +40,7 @@ REFUSALS = (
     r"rope type '(yarn|dynamic)' is not supported",
     r"type '\w+' contradicts rope_type '\w+'",
     r"partial_rotary_factor is not supported",
-    r"(full|sliding)_attention is not supported: all layers of this architecture have one rotation",
+    r"(full|sliding)_attention is not supported: all layers of this architecture have the same",
     r"rope_parameters: \w+ is not supported: put it into full_attention or sliding_attention",
     r"num_attention_heads must be a divisor of hidden_size",
     r"hidden_act\w* '\w+' is not supported",

@@ -323,22 +323,22 @@ def test_packed_weights_without_kernels_name_the_remedy(goldens, tmp_path, monke
 
 RECORDS = {
     "format": (lambda r: r.update(format="other"), "format must be forge-jax-weights"),
-    "version": (lambda r: r.update(version=2), "version 2 is not known here, only 1: convert"),
-    "version of another type": (lambda r: r.update(version=True), "version True"),
+    "version": (lambda r: r.update(version=2), "version must be 1, got 2: convert"),
+    "version of another type": (lambda r: r.update(version=True), "version must be 1, got True"),
     "dtype": (lambda r: r.update(dtype="int8"), "dtype must be"),
     "another dtype": (lambda r: r.update(dtype="bfloat16"), "is float32.*, not bfloat16"),
     "dtype of a list": (lambda r: r.update(dtype=["float32"]), "dtype must be"),
     "quantization": (lambda r: r.update(quantization=4), "quantization must be"),
     "layout": (
         lambda r: r.update(packing={"layout": "panels-of-48", "layers": "bf16"}),
-        "packed as 'panels-of-48'.* take panels-of-32: convert the original model again",
+        "packing.layout must be panels-of-32 .*got 'panels-of-48': convert the original",
     ),
     "packing": (lambda r: r.update(packing=[]), "packing must be"),
     "form": (
         lambda r: r.update(packing={"layout": "panels-of-32", "layers": "int2"}),
         "packing.layers must be",
     ),
-    "no devices": (lambda r: r.update(shards=0), "shards must be from 1 to 1024, not 0: convert"),
+    "no devices": (lambda r: r.update(shards=0), "shards must be from 1 to 1024, got 0: convert"),
     "devices of another type": (lambda r: r.update(shards=True), "shards must be"),
     "no leaves": (lambda r: r.update(leaves={}), "leaves must be"),
     "shape": (lambda r: r["leaves"]["norm.weight"].update(shape=[-1]), "norm.weight"),
@@ -478,7 +478,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(folder):
     file = folder / WEIGHTS / "head.weight" / "0.0"
     os.truncate(file, file.stat().st_size - 1)
     source = checked.stored["head.weight"]
-    with pytest.raises(CheckpointError, match="shorter than it was"):
+    with pytest.raises(CheckpointError, match="shorter than when it was checked"):
         source.read_rows(np.empty(source.shape, source.dtype), 0)
 
 
@@ -524,7 +524,7 @@ def test_a_mapped_file_that_became_shorter_is_an_error(folder, huge_pages):
     checked = check_weights(build_model(read_spec(folder)), folder)
     assert isinstance(checked, ConvertedReader)
     os.truncate(folder / WEIGHTS / "head.weight" / "0.0", 100)
-    with pytest.raises(CheckpointError, match="shorter than it was"):
+    with pytest.raises(CheckpointError, match="shorter than when it was checked"):
         mapped.map_arrays(checked.stored)
 
 

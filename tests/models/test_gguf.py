@@ -186,7 +186,7 @@ def test_every_token_that_ends_a_text_is_known(goldens, tmp_path):
         (
             "llama2",
             lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32)),
-            "the tensor 'blk.0.attn_sinks.weight' belongs to no model",
+            "the tensor 'blk.0.attn_sinks.weight' is not part of any supported model",
         ),
         (
             "llama2",

@@ -377,7 +377,7 @@ def test_types_that_the_file_does_not_have_are_refused(zoo, goldens, tmp_path):
     types = tuple((name, renamed.get(kind, kind)) for name, kind in spec.ggml_types.types)
     other = dataclasses.replace(spec.ggml_types, types=types)
     model = build_model(dataclasses.replace(spec, ggml_types=other))
-    with pytest.raises(CheckpointError, match=r"embed_tokens.weight is not of the type"):
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight does not have the type"):
         load_weights(model, zoo, progress=False)
     folder = tmp_path / "model"
     folder.mkdir()

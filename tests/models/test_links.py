@@ -204,7 +204,7 @@ def test_a_gguf_file_that_the_operator_names_may_be_a_link(tmp_path):
     link = tmp_path / "below" / "model.gguf"
     link.symlink_to(tmp_path / "blob")
     assert resolve(str(link)) == link
-    with pytest.raises(CheckpointError, match="no GGUF file: it has 2 bytes"):
+    with pytest.raises(CheckpointError, match="not a GGUF file: it has only 2 bytes"):
         open_checkpoint(link)
 
 

@@ -209,9 +209,9 @@ def change_tensors(folder, change):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"peft_type": "IA3"}, "peft_type must be LORA, got 'IA3'"),
         ({"use_dora": True}, "use_dora: adapters with DoRA"),
-        ({"bias": "lora_only"}, "bias 'lora_only'"),
+        ({"bias": "lora_only"}, "bias must be none, got 'lora_only'"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
@@ -230,15 +230,15 @@ def test_what_is_not_plain_lora_is_refused_by_name(llama, tmp_path, changes, nam
         check_adapter(tmp_path, model, SHAPE)
     message = str(caught.value)
     assert named in message
-    assert any(remedy in message for remedy in ("merge_and_unload", "convert", "write a line"))
+    assert any(remedy in message for remedy in ("merge_and_unload", "convert", "write one entry"))
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"r": 0}, "r must be a whole number"),
-        ({"r": "4"}, "r must be a whole number"),
-        ({"r": 5}, "not (5, 176), which r and this model give"),
+        ({"r": 0}, "r must be an integer of at least 1"),
+        ({"r": "4"}, "r must be an integer of at least 1"),
+        ({"r": 5}, "not (5, 176) as r and this model require"),
         ({"r": 9}, "--max-lora-rank"),
         ({"lora_alpha": None}, "lora_alpha must be a number"),
         ({"lora_alpha": 1e42}, "not finite"),
@@ -328,7 +328,9 @@ def test_a_folder_without_one_of_the_files_is_no_adapter(llama, tmp_path, name):
         read_adapter(tmp_path, model, SHAPE)
     (tmp_path / "adapter_model.bin").touch()
     if name == "adapter_model.safetensors":
-        with pytest.raises(CheckpointError, match=r"adapter_model\.bin is not read.*save it anew"):
+        with pytest.raises(
+            CheckpointError, match=r"adapter_model\.bin is not supported.*save it as safetensors"
+        ):
             read_adapter(tmp_path, model, SHAPE)
 
 

@@ -334,16 +334,16 @@ def rows_without_ties(width: int) -> jax.Array:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gptq", {"qzeros": lambda z: z + 1}, "qzeros: there are zeros other than 8"),
-        ("gptq", {"g_idx": lambda g: g[::-1].copy()}, "g_idx: columns are not in the order"),
-        ("gptq_zeros", {"qzeros": lambda z: z | 15}, "qzeros: there are zeros less 1 of 15"),
-        ("gptq_ordered", {"g_idx": lambda g: g * 0}, "g_idx: a group has not 32 columns"),
-        ("gptq_ordered", {"g_idx": lambda g: g + 1}, "g_idx: a group is not from 0 to 1"),
+        ("gptq", {"qzeros": lambda z: z + 1}, "qzeros: all zeros must be 8"),
+        ("gptq", {"g_idx": lambda g: g[::-1].copy()}, "g_idx: columns must be in the order"),
+        ("gptq_zeros", {"qzeros": lambda z: z | 15}, "qzeros: a stored zero of 15 is ambiguous"),
+        ("gptq_ordered", {"g_idx": lambda g: g * 0}, "g_idx: each group must have 32 columns"),
+        ("gptq_ordered", {"g_idx": lambda g: g + 1}, "g_idx: each group must be from 0 to 1"),
         ("gptq_ordered", {"g_idx": lambda g: g[::-1].copy()}, "the groups .g_idx. of .*k_proj"),
         ("gptq", {"scales": lambda s: s[:1]}, r"scales has shape \(1, 64\), not \(2, 64\)"),
         ("gptq", {"qweight": None}, "q_proj.qweight is missing"),
         ("w4a16", {"weight_shape": lambda s: s + 1}, "weight_shape: it is .65, 65., not .64, 64."),
-        ("fp8_matrix_static", {"input_scale": lambda s: s * np.nan}, "input_scale: nan is no"),
+        ("fp8_matrix_static", {"input_scale": lambda s: s * np.nan}, "input_scale: must be a pos"),
         ("fp8_matrix_static", {"input_scale": None}, "input_scale is missing"),
         ("int8_rows", {"weight": lambda w: w.astype(np.int32)}, "q_proj.weight is int32, not int8"),
         ("int8_rows", {"weight_scale": lambda s: s[:3]}, "weight_scale has shape"),
@@ -409,7 +409,7 @@ def test_tensors_of_quantised_matrices_that_the_config_does_not_describe_are_nam
     change_config(tmp_path, lambda config: config.pop("quantization_config"))
     with pytest.raises(
         CheckpointError,
-        match=r"q_proj is quantised \(there is a tensor .*q_proj.qweight\), but quantization_c",
+        match=r"q_proj is quantized \(it has the tensor .*q_proj.qweight\), but quantization_c",
     ):
         load(tmp_path)
 
@@ -503,7 +503,8 @@ def test_scales_that_float16_does_not_hold_say_what_to_do(tmp_path):
 
     writer.write_model(tmp_path, writer.plain_weights(), quantise, w4(), torch_dtype="bfloat16")
     with pytest.raises(
-        CheckpointError, match=r"qkv.weight: a scale is not a float16.*--kernels xla"
+        CheckpointError,
+        match=r"qkv.weight: a scale cannot be represented in float16.*--kernels xla",
     ):
         load(tmp_path, formats=WeightFormats(layers="bf16"))
     load(tmp_path)

@@ -189,5 +189,5 @@ def test_the_dtype_is_the_checkpoints_unless_asked(spec_of):
     spec = spec_of(torch_dtype="bfloat16")
     assert build_model(spec).dtype == "bfloat16"
     assert build_model(spec, "float32").dtype == "float32"
-    with pytest.raises(ModelError, match="dtype must be auto, bfloat16, float16, float32, not 'i"):
+    with pytest.raises(ModelError, match="dtype must be auto, bfloat16, float16, float32, got 'i"):
         build_model(spec, "int8")

@@ -245,9 +245,15 @@ def attacks(touched) -> dict[str, tuple[bytes, str]]:
         "PERSID": (b"Pstorage\n", "PERSID"),
         "call a string": (string("os.system") + command + b"\x85R", "it calls a str"),
         "call a storage": (ONE + command + b"\x85R", "it calls a _Storage"),
-        "call a dtype": (b"ctorch\nFloatStorage\n" + command + b"\x85R", "arguments that describe"),
+        "call a dtype": (
+            b"ctorch\nFloatStorage\n" + command + b"\x85R",
+            "arguments that do not describe",
+        ),
         "arguments no tuple": (b"ccollections\nOrderedDict\n]R", "it calls a _Global"),
-        "OrderedDict of pairs": (b"ccollections\nOrderedDict\n]\x85R", "arguments that describe"),
+        "OrderedDict of pairs": (
+            b"ccollections\nOrderedDict\n]\x85R",
+            "arguments that do not describe",
+        ),
         "BUILD of a tensor": (tensor(ONE, 0, (6,), (1,)) + b"}b", "sets the state"),
         "BUILD with slots": (b"}N}\x86b", "sets the state"),
         "persistent str": (string("storage") + b"Q", "persistent id"),
@@ -263,7 +269,7 @@ def attacks(touched) -> dict[str, tuple[bytes, str]]:
         "sparse": (attack("torch._utils", "_rebuild_sparse_tensor", b""), "_rebuild_sparse_tensor"),
         "hash of a tuple": (b"}(K\x01K\x01\x86K\x01u", "key of a dictionary is a tuple"),
         "hash of a float": (b"}(G" + bytes(8) + b"K\x01u", "key of a dictionary is a float"),
-        "append to a tuple": (b")K\x01a", "appends to what is no list"),
+        "append to a tuple": (b")K\x01a", "appends to a value that is not a list"),
         "items of a list": (b"](K\x01K\x01u", "sets items"),
         "an odd item": (b"}(K\x01u", "sets items"),
     }
@@ -294,20 +300,20 @@ def test_the_attacks_work_on_a_reader_that_runs_them(tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (tensor(ONE, 0, (7,), (1,)), "reaches beyond its storage of 6 elements"),
-        (tensor(ONE, 1, (6,), (1,)), "reaches beyond"),
-        (tensor(ONE, 0, (2, 3), (4, 1)), "reaches beyond"),
+        (tensor(ONE, 0, (7,), (1,)), "extends beyond its storage of 6 elements"),
+        (tensor(ONE, 1, (6,), (1,)), "extends beyond"),
+        (tensor(ONE, 0, (2, 3), (4, 1)), "extends beyond"),
         (tensor(ONE, 0, (10**9, 10**9), (0, 0)), "an expanded view"),
         (tensor(ONE, 0, (6, 1), (0, 1)), "an expanded view"),
-        (tensor(ONE, 0, (2**62, 4), (1, 2**62)), "reaches beyond"),
-        (tensor(ONE, 2**62, (1,), (1,)), "reaches beyond"),
-        (tensor(ONE, -1, (1,), (1,)), "offset or a stride of no size"),
-        (tensor(ONE, 5, (2,), (-1,)), "offset or a stride of no size"),
-        (tensor(ONE, 0, (-1,), (1,)), "offset or a stride of no size"),
-        (tensor(ONE, 0, (2**64,), (0,)), "offset or a stride of no size"),
+        (tensor(ONE, 0, (2**62, 4), (1, 2**62)), "extends beyond"),
+        (tensor(ONE, 2**62, (1,), (1,)), "extends beyond"),
+        (tensor(ONE, -1, (1,), (1,)), "invalid size, offset or stride"),
+        (tensor(ONE, 5, (2,), (-1,)), "invalid size, offset or stride"),
+        (tensor(ONE, 0, (-1,), (1,)), "invalid size, offset or stride"),
+        (tensor(ONE, 0, (2**64,), (0,)), "invalid size, offset or stride"),
         (tensor(ONE, 0, (6,), (1, 1)), "has 2 strides"),
         (tensor(ONE, 0, (1,) * 33, (1,) * 33), "has 33 strides"),
-        (tensor(b"N", 0, (6,), (1,)), "is not made of a storage"),
+        (tensor(b"N", 0, (6,), (1,)), "must have a storage"),
         (tensor(storage("FloatStorage", "0", 5), 0, (5,), (1,)), "has 24 bytes, not 5 elements"),
         (tensor(storage("DoubleStorage", "0", 6), 0, (6,), (1,)), "has 24 bytes, not 6 elements"),
         (tensor(storage("FloatStorage", "9", 6), 0, (6,), (1,)), "storage '9' is not in the file"),
@@ -407,7 +413,7 @@ def test_an_archive_without_one_pickle_is_refused(tmp_path):
             archive.writestr("archive/version", b"3")
             for name in names:
                 archive.writestr(name, program({}))
-        refused(tmp_path / "x.bin", "not a checkpoint of torch.save")
+        refused(tmp_path / "x.bin", "torch.save did not write it")
 
 
 def test_an_entry_that_appears_twice_is_refused(tmp_path):
@@ -432,16 +438,16 @@ def test_a_broken_directory_is_refused(bin_of):
     for at, form, value, message in [
         (entry + 8, "<H", 1, "encrypted"),
         (entry + 10, "<H", 99, "compressed"),
-        (entry + 20, "<I", 5, "not stored"),
+        (entry + 20, "<I", 5, "different stored and original sizes"),
         (entry + 42, "<I", 2**31, "truncated or broken"),
-        (entry + 42, "<I", 1, "no header where"),
+        (entry + 42, "<I", 1, "no header at its declared position"),
         (entry + 28, "<H", 2**16 - 1, "directory is broken"),
         (entry, "<I", 0, "directory is broken"),
-        (end + 4, "<H", 1, "one part of several"),
-        (end + 8, "<H", 1, "one part of several"),
+        (end + 4, "<H", 1, "one part of a split archive"),
+        (end + 8, "<H", 1, "one part of a split archive"),
         (end + 12, "<I", 2**31, "directory has 2147483648 bytes"),
-        (end + 16, "<I", 0, "does not lie where it says"),
-        (end + 16, "<I", 2**32 - 1, "does not lie where it says"),
+        (end + 16, "<I", 0, "not at the position that it declares"),
+        (end + 16, "<I", 2**32 - 1, "not at the position that it declares"),
         (end + 20, "<H", 7, "does not end with the file"),
     ]:
         path = bin_of(program({}))

@@ -42,10 +42,10 @@ def test_an_ordered_weight_takes_columns_of_x_in_its_order():
 
 def test_mixed_matrices_are_refused_where_rows_or_experts_are_wanted():
     mixed = MixedMatrix((PlainWeight(W),))
-    with pytest.raises(TypeError, match="rows of a MixedMatrix"):
+    with pytest.raises(TypeError, match="an embedding must not be a MixedMatrix"):
         embed(mixed, jnp.zeros(2, jnp.int32))
     chosen = jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
-    with pytest.raises(TypeError, match="matrices of experts as a MixedMatrix"):
+    with pytest.raises(TypeError, match="matrices of experts must not be a MixedMatrix"):
         mix_experts(X, mixed, mixed, *chosen)
 
 

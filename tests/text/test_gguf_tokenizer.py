@@ -349,7 +349,7 @@ def test_a_vocabulary_beyond_the_models_width_is_refused(tmp_path):
     [
         (["<unk>", "a", "a"], [0.0] * 3, "has a token twice: 'a'"),
         (["<unk>", "a", "b"], [0.0] * 2, "scores must be an array of 3 numbers"),
-        (["<unk>", "a", "b"], [0.0, 0.0, float("nan")], "scores holds what is not finite"),
+        (["<unk>", "a", "b"], [0.0, 0.0, float("nan")], "scores must be finite"),
         (["<unk>", "a", "b" * 300], [0.0] * 3, "or a token of more than 256"),
     ],
 )

@@ -1,4 +1,4 @@
-"""GGUF: llama.cpp's file format, of weights, configuration and tokenizer in one file."""
+"""GGUF: llama.cpp's file format, with weights, configuration and tokenizer in one file."""
 
 from forge_jax.checkpoint.gguf.config import config_of
 from forge_jax.checkpoint.gguf.reader import GGUFFile, is_gguf, read_gguf

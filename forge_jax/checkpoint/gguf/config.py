@@ -1,7 +1,8 @@
-"""What `config.json` and `generation_config.json` would say, from the metadata of a GGUF file.
+"""The contents of `config.json` and `generation_config.json`, from the metadata of a GGUF file.
 
-The keys are those of llama.cpp's converter (`gguf-py/gguf/constants.py`). What it leaves out, since
-llama.cpp knows it by heart, is added here: which of Gemma's layers have a window, and its scales.
+The keys are those of llama.cpp's converter (`gguf-py/gguf/constants.py`). The converter omits
+values that llama.cpp hard-codes. They are added here: which of Gemma's layers have a sliding
+window, and Gemma's attention scales.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-# Which layers see all, and how many layers the largest model has: it has a scale of its own.
+# Every Nth layer has full attention. The model with this many layers has an attention scale of
+# its own.
 _GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-# llama.cpp ends a text at each of these, whatever the file calls its end (`llama-vocab.cpp`).
+# llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).
 _END_TEXTS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
     | {"<|end_of_text|>"}
 )
-_CONTROL = 3  # a type of tokens
+_CONTROL = 3  # a token type
 
 
 def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of `config.json` and of `generation_config.json`.
+    """Return the contents of `config.json` and of `generation_config.json`.
 
     Raises:
-      UnsupportedModelError: an architecture or option that is not implemented, by name.
+      UnsupportedModelError: an architecture or option is not implemented; the message names it.
       CheckpointError: a key is missing or wrong.
     """
     metadata = gguf.view
@@ -61,11 +63,10 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     if metadata.integer("split.count", 0) > 1:
         raise metadata.unsupported(
-            "it is one of several parts (split.count), which is not supported: merge them with "
-            "llama-gguf-split"
+            "split files (split.count above 1) are not supported: merge them with llama-gguf-split"
         )
     if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", "qwen3moe"):
-        raise metadata.unsupported(f"{arch}.expert_count: experts are not supported there")
+        raise metadata.unsupported(f"{arch}.expert_count: {arch} with experts is not supported")
     return _Reader(gguf, metadata, arch).config(), {"eos_token_id": _end_ids(metadata)}
 
 
@@ -74,7 +75,7 @@ class _Reader:
         self.gguf, self.metadata, self.arch = gguf, metadata, arch
         self.layers = self.integer("block_count", low=1, high=MAX_LAYERS)
         last = f"blk.{self.layers - 1}.attn_norm.weight"
-        if last not in gguf.tensors:  # before a model is made that has so many
+        if last not in gguf.tensors:  # checked before a model of so many layers is made
             raise metadata.error(
                 f"{arch}.block_count", f"the number of layers (the tensor {last} is missing)"
             )
@@ -97,8 +98,8 @@ class _Reader:
         for name in ("attention.value_length", "rope.dimension_count"):
             if self.integer(name, head_dim) != head_dim:
                 raise self.metadata.unsupported(
-                    f"{self.arch}.{name} is {self.integer(name)} and not {head_dim}, the width of "
-                    "a head, which is not supported"
+                    f"{self.arch}.{name} must be the head dim {head_dim}, got "
+                    f"{self.integer(name)}, which is not supported"
                 )
         return head_dim
 
@@ -133,7 +134,7 @@ class _Reader:
         }
 
     def types(self) -> dict[str, str]:
-        """Of the matrices in blocks, by Hugging Face's names; those of experts without a number."""
+        """Return the GGML type of each matrix in blocks; a layer's experts share one name."""
         return {
             of_all_experts(name): weight.stored.format.name
             for name, weight in weights_of(self.gguf).items()
@@ -141,12 +142,12 @@ class _Reader:
         }
 
     def dtype(self) -> str:
-        """Of the matrices, where they hold floats of one kind; else bfloat16."""
+        """Return the type of the matrices if they are all F32 or F16, else bfloat16."""
         matrices = [t for t in self.gguf.tensors.values() if len(t.shape) > 1]
         formats = {tensor.format.name for tensor in matrices}
         if formats == {"F32"}:
             return "float32"
-        # Gemma's activations are beyond what float16 can hold.
+        # Gemma's activations exceed float16's range.
         half = formats <= {"F16", "F32"} and self.arch not in _GEMMA_PERIOD
         return "float16" if half else "bfloat16"
 
@@ -168,7 +169,7 @@ class _Reader:
                     else 1.0,
                 ),
             }
-        if ROPE_FREQS in tensors:  # Llama 3.1's stretching, as a factor for each pair
+        if ROPE_FREQS in tensors:  # Llama 3.1's RoPE scaling, as one factor per pair
             factors = self.factors(ROPE_FREQS)
             return {
                 **{"rope_type": "longrope", "long_factor": factors, "short_factor": factors},
@@ -184,7 +185,7 @@ class _Reader:
         return ROPE_LONG in self.gguf.tensors or ROPE_SHORT in self.gguf.tensors
 
     def original_positions(self) -> dict[str, int]:
-        """Beside `rope_scaling`, where transformers looks for it first."""
+        """Return the field next to `rope_scaling`, where transformers looks for it first."""
         if not self.has_long_factors():
             return {}
         name = "rope.scaling.original_context_length"
@@ -194,7 +195,7 @@ class _Reader:
         tensor = self.gguf.tensors.get(name)
         want = (self.head_dim // 2,)
         if tensor is None or tensor.shape != want:
-            has = "is missing" if tensor is None else f"has the shape {tensor.shape}, not {want}"
+            has = "is missing" if tensor is None else f"has shape {tensor.shape}, not {want}"
             raise CheckpointError(f"{self.gguf.file}: the tensor {name} {has}")
         return tensor.read().tolist()
 
@@ -214,7 +215,8 @@ class _Reader:
         if self.arch == "phi3":
             return {"sliding_window": window}
         raise self.metadata.unsupported(
-            f"{self.arch}.attention.sliding_window is {window}, which is not supported there"
+            f"{self.arch}.attention.sliding_window is {window}, but {self.arch} with a sliding "
+            "window is not supported"
         )
 
     def windowed_layers(self) -> list[bool]:
@@ -250,7 +252,7 @@ class _Reader:
             return found | {"architectures": ["MixtralForCausalLM"]}
         return found | {
             "moe_intermediate_size": self.integer("expert_feed_forward_length", low=1),
-            "norm_topk_prob": True,  # llama.cpp knows it by heart
+            "norm_topk_prob": True,  # hard-coded in llama.cpp
         }
 
     # ---- Gemma -----------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ def _token_id(metadata: Metadata, name: str) -> int | None:
 
 
 def _end_ids(metadata: Metadata) -> list[int]:
-    """All tokens that end a text: those that the file names, and those that llama.cpp knows."""
+    """Return all EOS token ids: those that the file declares and those that llama.cpp adds."""
     ids = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     tokens = metadata.values.get("tokenizer.ggml.tokens")
     types = metadata.values.get("tokenizer.ggml.token_type")

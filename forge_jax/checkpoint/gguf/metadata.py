@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, read with checks: each getter names the key that is wrong."""
+"""The metadata of a GGUF file with checked getters, whose errors name the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_jax.host.files import short_repr
 
 
 class Metadata:
-    """Values by key; what is wrong ends in a ModelError that names the file and the key."""
+    """Values by key; getters raise a ModelError that names the file and the key."""
 
     def __init__(self, values: Mapping[str, Any], file: Path):
         self.values, self.file = values, file
@@ -22,7 +22,7 @@ class Metadata:
         if key not in self.values:
             return CheckpointError(f"{self.file}: {key} is missing: it must be {want}")
         return CheckpointError(
-            f"{self.file}: {key} must be {want}, not {short_repr(self.values[key])}"
+            f"{self.file}: {key} must be {want}, got {short_repr(self.values[key])}"
         )
 
     def unsupported(self, what: str) -> ModelError:
@@ -34,7 +34,7 @@ class Metadata:
     def integer(
         self, key: str, default: int | None = None, *, low: int = 0, high: int = 2**31 - 1
     ) -> int:
-        """A number, also where the file has it for each layer and it is the same in all."""
+        """Return an integer; also if the file has the same one for every layer."""
         value = self.values.get(key, default)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value):
             if (value != value[0]).any():
@@ -45,7 +45,7 @@ class Metadata:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; of the decimals that give the same float32, the shortest."""
+        """Return a finite number, as the shortest decimal that gives the same float32."""
         value = self.values.get(key, default)
         if type(value) not in (int, float) or not abs(value) < 1e30:
             raise self.error(key, "a finite number")
@@ -70,16 +70,16 @@ class Metadata:
         return value
 
     def numbers(self, key: str, count: int) -> np.ndarray:
-        """An array of so many finite numbers."""
+        """Return an array of `count` finite numbers."""
         value = self.values.get(key)
         if not isinstance(value, np.ndarray) or len(value) != count:
             raise self.error(key, f"an array of {count} numbers")
         if not np.isfinite(value).all():
-            raise CheckpointError(f"{self.file}: {key} holds what is not finite")
+            raise CheckpointError(f"{self.file}: {key} must be finite")
         return value
 
     def token_id(self, key: str, count: int) -> int | None:
-        """A token's id below `count`; None where the file has none, or 2^32 - 1 for none."""
+        """Return a token id below `count`; None if the key is missing or is 2^32 - 1 (none)."""
         if self.values.get(key) in (None, 2**32 - 1):
             return None
         value = self.integer(key)

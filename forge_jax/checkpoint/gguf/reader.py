@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies.
+"""The header of a GGUF file: its metadata, and the position of each tensor.
 
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 1 to 3. A file is input from a
-stranger: every count is checked against the bytes that are left before anything is made of it.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 1 to 3. Files are untrusted:
+every count is checked against the remaining bytes before anything of that size is allocated.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from forge_jax.weights.stored import MAX_NAME, MAX_TENSORS
 
 MAX_DIMENSIONS = 4
 MAX_ENTRIES = 65_536  # of the metadata
-MAX_ELEMENTS = 2**24  # of an array of numbers in it
-MAX_STRINGS = 2**22  # of an array of strings
-MAX_METADATA = 2**29  # bytes, with the table of tensors
-ALIGNMENT = 32  # where the file says nothing
+MAX_ELEMENTS = 2**24  # per array of numbers
+MAX_STRINGS = 2**22  # per array of strings
+MAX_METADATA = 2**29  # bytes, including the table of tensors
+ALIGNMENT = 32  # the default, if the file has none
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1"},
@@ -37,17 +37,17 @@ _DTYPES = {kind: np.dtype(code) for kind, code in _NUMBERS.items()}
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor lies, in blocks of its format; `read` maps it and gives back floats."""
+    """A tensor's position and block format; `read` maps it and returns floats."""
 
     name: str
     file: Path
     format: BlockFormat
-    shape: tuple[int, ...]  # row-major: the last dimension is the one in blocks
-    offset: int  # bytes, from the start of the file
+    shape: tuple[int, ...]  # row-major; blocks are along the last dimension
+    offset: int  # bytes from the start of the file
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what `read` returns."""
+        """The type that `read` returns."""
         return self.format.dtype
 
     @property
@@ -59,13 +59,13 @@ class GGUFTensor:
         return self.num_elements // self.format.block_size * self.format.block_bytes
 
     def blocks(self) -> np.ndarray:
-        """u8[..., blocks of a row, bytes of a block]: a read-only view of the file, undecoded."""
+        """Return u8[..., blocks per row, bytes per block], a read-only view of the file."""
         *outer, last = self.shape
         shape = (*outer, last // self.format.block_size, self.format.block_bytes)
         return np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=shape)
 
     def part(self, index: int) -> GGUFTensor:
-        """One of those that lie on the first axis, one after the other."""
+        """Return the tensor at `index` on the first axis."""
         count, *shape = self.shape
         assert 0 <= index < count and shape, (self.name, index)
         rows = math.prod(shape[:-1])
@@ -73,16 +73,16 @@ class GGUFTensor:
         return replace(self, shape=tuple(shape), offset=self.offset + index * rows * row_bytes)
 
     def read(self) -> np.ndarray:
-        """The values: a view of the file where it holds floats, else dequantised, in float32."""
+        """Return the values: a view of the file for floats, else dequantized to float32."""
         return self.format.values(self.blocks()).reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class GGUFFile:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
-      metadata: by key; arrays of numbers are numpy's, of strings lists.
+      metadata: values by key; arrays of numbers are numpy's, arrays of strings are lists.
       tensors: by name.
     """
 
@@ -93,26 +93,28 @@ class GGUFFile:
 
     @property
     def view(self) -> Metadata:
-        """The metadata, read with checks."""
+        """The metadata with checked getters."""
         return Metadata(self.metadata, self.file)
 
 
 def is_gguf(model: Path) -> bool:
-    """Whether a model's path is that of a GGUF file, and not of a folder."""
+    """Return True if the path of a model is a GGUF file, not a folder."""
     return model.suffix == GGUF_SUFFIX and not model.is_dir()
 
 
 def read_gguf(file: Path) -> GGUFFile:
-    """Reads the header of a file, and maps the rest when a tensor is read.
+    """Read the header of a file; tensor data is mapped when it is read.
 
     Raises:
-      CheckpointError: it is no such file, is cut short, or says what cannot be.
+      CheckpointError: the file is not GGUF, is truncated, or has contradictory values.
     """
     try:
-        size = file_size(file, Path("/"))  # wherever links lead: whoever gave the file meant it
+        size = file_size(
+            file, Path("/")
+        )  # the user named this file, so its links may lead anywhere
         with file.open("rb") as stream:
             if size < 24:
-                raise CheckpointError(f"{file} is no GGUF file: it has {size} bytes")
+                raise CheckpointError(f"{file} is not a GGUF file: it has only {size} bytes")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(file, data, size).read()
     except OSError as error:
@@ -123,7 +125,7 @@ class _Reader:
     def __init__(self, file: Path, data: mmap.mmap, size: int):
         self.file, self.data = file, data
         self.size = size
-        self.end = min(size, MAX_METADATA)  # of what is read here
+        self.end = min(size, MAX_METADATA)  # of the header
         self.at = 0
         self.count_code = "<Q"
 
@@ -132,22 +134,22 @@ class _Reader:
 
     def read(self) -> GGUFFile:
         if self.take(4) != b"GGUF":
-            raise CheckpointError(f"{self.file} is no GGUF file: it does not begin with GGUF")
+            raise CheckpointError(f"{self.file} is not a GGUF file: it does not begin with GGUF")
         version = self.number("<I")
         if version > 0xFFFF:
-            raise self.fail("it is big-endian; convert it on the machine that it was made for")
+            raise self.fail("it is big-endian: convert it on the kind of machine it was made for")
         if not 1 <= version <= 3:
-            raise self.fail(f"its version is {version}; known are 1 to 3")
+            raise self.fail(f"its version must be from 1 to 3, got {version}")
         if version == 1:
             self.count_code = "<I"
         num_tensors, num_entries = self.count(), self.count()
         if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
-            raise self.fail(f"it claims {num_tensors} tensors and {num_entries} entries")
+            raise self.fail(f"it declares {num_tensors} tensors and {num_entries} entries")
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = self.string("a key", MAX_NAME)
             if key in metadata:
-                raise self.fail(f"the key {short_repr(key)} stands twice")
+                raise self.fail(f"the key {short_repr(key)} appears twice")
             metadata[key] = self.value(key)
         tensors = self.tensors(num_tensors, self.alignment(metadata))
         return GGUFFile(self.file, version, metadata, tensors)
@@ -155,7 +157,7 @@ class _Reader:
     def alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise self.fail(f"general.alignment must be a power of 2, not {short_repr(alignment)}")
+            raise self.fail(f"general.alignment must be a power of 2, got {short_repr(alignment)}")
         return alignment
 
     def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
@@ -163,18 +165,18 @@ class _Reader:
         for _ in range(count):
             name = self.string("a tensor's name", MAX_NAME)
             if name in table:
-                raise self.fail(f"the tensor {short_repr(name)} stands twice")
+                raise self.fail(f"the tensor {short_repr(name)} appears twice")
             table[name] = self.tensor(name, alignment)
         start = -(-self.at // alignment) * alignment
         found: dict[str, GGUFTensor] = {}
-        begin = 0  # of what is not yet some tensor's
+        begin = 0  # the end of the tensors so far
         for name, (format, shape, offset) in sorted(table.items(), key=lambda entry: entry[1][2]):
             tensor = GGUFTensor(name, self.file, format, shape, start + offset)
             if offset < begin:
                 raise self.fail(f"the tensor {short_repr(name)} overlaps another")
             begin = offset + tensor.num_bytes
             if start + begin > self.size:
-                raise self.fail(f"the tensor {short_repr(name)} goes beyond the end of the file")
+                raise self.fail(f"the tensor {short_repr(name)} ends after the end of the file")
             found[name] = tensor
         return {name: found[name] for name in table}
 
@@ -182,7 +184,7 @@ class _Reader:
         num_dims = self.number("<I")
         if not 1 <= num_dims <= MAX_DIMENSIONS:
             raise self.fail(f"the tensor {short_repr(name)} has {num_dims} dimensions")
-        shape = tuple(self.count() for _ in range(num_dims))[::-1]  # they come innermost first
+        shape = tuple(self.count() for _ in range(num_dims))[::-1]  # stored innermost first
         kind, offset = self.number("<I"), self.number("<Q")
         format = FORMATS.get(kind)
         if format is None:
@@ -197,9 +199,8 @@ class _Reader:
             )
         if shape[-1] % format.block_size:
             raise self.fail(
-                f"the tensor {short_repr(name)} has rows of {shape[-1]} elements; {format.name} "
-                "needs "
-                f"multiples of {format.block_size}"
+                f"the tensor {short_repr(name)} has rows of {shape[-1]} elements, but "
+                f"{format.name} needs a multiple of {format.block_size}"
             )
         if offset % alignment:
             raise self.fail(f"the tensor {short_repr(name)} is not aligned to {alignment} bytes")
@@ -211,7 +212,7 @@ class _Reader:
         if count > self.end - self.at:
             if self.end < self.size:
                 raise self.fail(f"its metadata is larger than {MAX_METADATA >> 20} MiB")
-            raise self.fail("it is cut short")
+            raise self.fail("it is truncated: download it again")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -224,14 +225,14 @@ class _Reader:
     def string(self, what: str, most: int = MAX_METADATA) -> str:
         length = self.count()
         if length > most:
-            raise self.fail(f"{what} claims {length} bytes")
+            raise self.fail(f"{what} declares {length} bytes")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8") from None
 
     def strings(self, what: str, count: int) -> list[str]:
-        """As `string`, of hundreds of thousands: most of the time that a header takes."""
+        """Return strings as `string` does, but fast: this is most of the time of a header."""
         length_of = struct.Struct(self.count_code)
         found = []
         at = self.at
@@ -246,7 +247,7 @@ class _Reader:
         except (struct.error, UnicodeDecodeError):
             pass
         self.at = at
-        while len(found) < count:  # what is wrong is said there
+        while len(found) < count:  # `string` reports the error
             found.append(self.string(what))
         return found
 
@@ -267,13 +268,13 @@ class _Reader:
 
     def truth(self, key: str, value: int) -> bool:
         if value > 1:
-            raise self.fail(f"the value of {short_repr(key)} is {value}, which is no truth value")
+            raise self.fail(f"the value of {short_repr(key)} must be 0 or 1, got {value}")
         return bool(value)
 
     def array(self, key: str) -> Any:
         kind, count = self.number("<I"), self.count()
         if count > (MAX_STRINGS if kind == _STRING else MAX_ELEMENTS):
-            raise self.fail(f"the array {short_repr(key)} claims {count} elements")
+            raise self.fail(f"the array {short_repr(key)} declares {count} elements")
         if kind == _STRING:
             return self.strings(f"an element of {short_repr(key)}", count)
         dtype = _DTYPES.get(kind)
@@ -282,6 +283,6 @@ class _Reader:
         values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
         if kind == _BOOL:
             if (values > 1).any():
-                raise self.fail(f"the array {short_repr(key)} holds what is no truth value")
+                raise self.fail(f"the array {short_repr(key)} has values other than 0 and 1")
             return values.astype(bool)
         return values

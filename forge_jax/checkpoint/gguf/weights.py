@@ -1,10 +1,12 @@
-"""The tensors of a GGUF file under Hugging Face's names, and as Hugging Face has them.
+"""The tensors of a GGUF file, in Hugging Face's names and layout.
 
-llama.cpp's converter (`convert_hf_to_gguf.py`) changes two things besides names. In files of the
-architecture "llama" the rows of queries and keys stand so that the two numbers of a rotated pair
-are neighbours; Hugging Face has the first numbers of all pairs, then the second ones. And Gemma's
-norms hold the whole factor there, where Hugging Face has what is added to 1. Both are undone here.
-And the matrices of all experts of a layer are one tensor, of which each is a weight here.
+llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and three other things, which this
+module reverses:
+
+- In the architecture "llama", it reorders the rows of queries and keys so that the two numbers of a
+  rotated pair are neighbors. Hugging Face has the first numbers of all pairs, then the second.
+- It stores the whole factor of Gemma's norms. Hugging Face stores the difference from 1.
+- It fuses the matrices of a layer's experts into one tensor. Here each matrix is a weight.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.host.files import short_repr
 from forge_kernels.blocks import BlockValues, joined
 
-CHUNK_ELEMENTS = 2**21  # decoded at once, by one thread
+CHUNK_ELEMENTS = 2**21  # decoded at once by one thread
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -44,7 +46,7 @@ _NORMS = {
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
 }
-# Of experts, by architecture: where they are, the router, and the matrices of each.
+# By architecture: the module of the experts and the router, and the matrices of each expert.
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
     "qwen3moe": (
@@ -61,7 +63,7 @@ _GEMMA = {
 _PHI3 = {"ffn_up": "mlp.gate_up_proj"}
 _OWN_NAMES = {"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3}
 
-# What is read with the configuration, or follows from it.
+# Tensors that are read with the configuration or follow from it.
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _NO_WEIGHTS = {ROPE_FREQS, ROPE_LONG, ROPE_SHORT}
@@ -69,13 +71,13 @@ _NO_WEIGHTS = {ROPE_FREQS, ROPE_LONG, ROPE_SHORT}
 
 @dataclass(frozen=True, eq=False)
 class GGUFWeight:
-    """A tensor as Hugging Face has it; what is in the file stays as it is until it is read.
+    """A tensor as Hugging Face has it, converted when it is read.
 
     Attributes:
-      name: Hugging Face's.
-      stored: what is in the file.
-      num_heads: of rows in which neighbours make a pair; 0: no such rows.
-      offset: is subtracted from the values.
+      name: Hugging Face's name.
+      stored: the tensor in the file.
+      num_heads: the number of heads whose rows are stored in pairs; 0: no pairs.
+      offset: the number to subtract from the values.
     """
 
     name: str
@@ -93,22 +95,22 @@ class GGUFWeight:
 
     @cached_property
     def rows(self) -> np.ndarray | None:
-        """Where each row of Hugging Face's is in the file; None: in the same place."""
+        """The row in the file of each row of Hugging Face's; None if they are the same."""
         if not self.num_heads:
             return None
         pairs = np.arange(self.shape[0]).reshape(self.num_heads, -1, 2)
         return pairs.swapaxes(1, 2).reshape(-1)
 
     def read_blocks(self, rows: np.ndarray) -> BlockValues:
-        """Some rows of a matrix, i64[n], as Hugging Face numbers them: numbers and scales.
+        """Return the numbers and scales of some rows, i64[n], in Hugging Face's order.
 
-        They are the file's: a block never spans two rows, and nothing is rounded.
+        The values are the file's: a block never spans two rows, and nothing is rounded.
         """
         some = self.stored.blocks()[rows if self.rows is None else self.rows[rows]]
         return self.stored.format.unpacked(some)
 
     def read_rows(self, out: np.ndarray, first: int) -> None:
-        """Decodes some rows, cast to the type of `out`; at no time more than a chunk of them."""
+        """Decode some rows into `out`, cast to its type, one chunk at a time to save memory."""
         if len(self.shape) < 2:
             values = self.stored.read()
             values = values if self.rows is None else values[self.rows]
@@ -122,12 +124,12 @@ class GGUFWeight:
             part = out[begin : begin + step]
             place = slice(first + begin, first + begin + len(part))
             chunk = blocks[place if self.rows is None else self.rows[place]]
-            with np.errstate(all="ignore"):  # what is not finite is found where it is used
+            with np.errstate(all="ignore"):  # values that are not finite are detected later
                 np.copyto(part, format.values(chunk), casting="unsafe")
 
 
 def read_blocks(weights: Sequence[GGUFWeight], rows: np.ndarray) -> BlockValues:
-    """Rows of matrices that lie one below the other, in types whose blocks are alike."""
+    """Return rows of matrices that are stacked vertically and whose types have the same blocks."""
     if len(weights) == 1:
         return weights[0].read_blocks(rows)
     ends = np.cumsum([weight.shape[0] for weight in weights])
@@ -142,17 +144,17 @@ def read_blocks(weights: Sequence[GGUFWeight], rows: np.ndarray) -> BlockValues:
 
 
 def open_gguf(file: Path) -> dict[str, GGUFWeight]:
-    """The weights of a file, by Hugging Face's names.
+    """Return the weights of a file by Hugging Face's names.
 
     Raises:
       CheckpointError: the file is broken.
-      UnsupportedModelError: it has a tensor that no supported model has.
+      UnsupportedModelError: a tensor belongs to no supported model.
     """
     return weights_of(read_gguf(file))
 
 
 def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
-    """As `open_gguf`, of a header that has been read."""
+    """Return the weights of a header as `open_gguf` does."""
     metadata = gguf.view
     arch = metadata.string("general.architecture")
     heads = kv_heads = 0
@@ -169,9 +171,8 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
             count = metadata.integer(f"{arch}.expert_count", 0, high=MAX_EXPERTS)
             if len(stored.shape) != 3 or stored.shape[0] != count:
                 raise CheckpointError(
-                    f"{gguf.file}: the tensor {short_repr(name)} has the shape {stored.shape}, "
-                    "which is "
-                    f"not a matrix for each of {count} experts"
+                    f"{gguf.file}: the tensor {short_repr(name)} must have a matrix for each of "
+                    f"{count} experts, got shape {stored.shape}"
                 )
             for expert in range(count):
                 theirs = fused.format(expert)
@@ -180,15 +181,14 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
         theirs = _name(name, arch)
         if theirs is None:
             raise UnsupportedModelError(
-                f"{gguf.file}: the tensor {short_repr(name)} belongs to no model of architecture "
-                f"{short_repr(arch)} that is supported"
+                f"{gguf.file}: the tensor {short_repr(name)} is not part of any supported model "
+                f"of architecture {short_repr(arch)}"
             )
         paired = {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0)
         if paired and stored.shape[0] % (2 * paired):
             raise CheckpointError(
                 f"{gguf.file}: the tensor {short_repr(name)} has {stored.shape[0]} rows, which "
-                "are no "
-                f"pairs in {paired} heads"
+                f"cannot be split into pairs in {paired} heads"
             )
         offset = 1.0 if gemma and theirs.endswith("norm.weight") else 0.0
         if offset and len(stored.shape) != 1:
@@ -198,7 +198,7 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
 
 
 def _name(name: str, arch: str) -> str | None:
-    """Hugging Face's name of a tensor; None for what is not known."""
+    """Return Hugging Face's name of a tensor, or None if it is unknown."""
     match name.split("."):
         case ["blk", str(layer), str(part), "weight" | "bias" as kind] if _is_number(layer):
             if part == "ffn_gate_inp" and arch in _EXPERTS and kind == "weight":
@@ -211,7 +211,7 @@ def _name(name: str, arch: str) -> str | None:
 
 
 def _experts_name(name: str, arch: str) -> str | None:
-    """Hugging Face's name of one of the matrices of a layer's experts, with {} for its number."""
+    """Return Hugging Face's name of a matrix of a layer's experts, with {} for the expert."""
     where, matrices = _EXPERTS.get(arch, ("", {}))
     match name.split("."):
         case ["blk", str(layer), str(part), "weight"] if part.endswith("_exps"):
@@ -222,5 +222,5 @@ def _experts_name(name: str, arch: str) -> str | None:
 
 
 def _is_number(layer: str) -> bool:
-    """Written as the converter does, so that no two names mean the same."""
+    """Return True for a number without leading zeros, so that no two names mean the same layer."""
     return layer.isdecimal() and len(layer) < 6 and str(int(layer)) == layer

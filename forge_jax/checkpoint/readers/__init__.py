@@ -12,7 +12,7 @@ from forge_jax.weights.formats import PackedFormat, PlainFormat
 from forge_jax.weights.ggml_formats import GGMLFormat
 from forge_jax.weights.quantized import QuantizedFormat
 
-# A mixed matrix has a reader for each of its pieces.
+# Each piece of a mixed matrix has its own reader.
 READERS: dict[type, type[LeafReader]] = {
     PlainFormat: FloatReader,
     PackedFormat: FloatReader,
@@ -22,7 +22,7 @@ READERS: dict[type, type[LeafReader]] = {
 
 
 def leaf_readers(model: Model, tensors: Tensors) -> dict[str, LeafReader]:
-    """The reader of each leaf that is made of tensors; vectors are floats."""
+    """Return a reader for each leaf that is made of tensors; vectors are floats."""
     kinds = {name: READERS[type(matrix.format)] for name, matrix in model.pieces.items()}
     return {name: kinds.get(name, FloatReader)(model, name, tensors) for name in tensors.parts}
 

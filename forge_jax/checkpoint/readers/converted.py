@@ -1,4 +1,4 @@
-"""Reads converted folders, which have the leaves of a model as it holds them."""
+"""The reader of converted folders, which store a model's leaves as it holds them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ConvertedReader:
     """The leaves of a converted folder.
 
     Attributes:
-      model: the model to read.
-      stored: the arrays, by the names of their leaves.
-      held: the model that the folder has: `model`, or the same for one device, to be cut.
+      model: the model to load.
+      stored: the arrays by leaf name.
+      held: the model in the folder: `model`, or the same for one device, which is then split.
     """
 
     model: Model
@@ -49,7 +49,7 @@ class ConvertedReader:
         """Check the record and the headers of all arrays.
 
         Raises:
-          CheckpointError: they do not fit the model; all that is wrong is listed.
+          CheckpointError: they do not fit the model; the message lists the first five faults.
         """
         held = _held_model(model, folder, record)
         expected = dict(zip(held.names, held.leaves, strict=True))
@@ -74,18 +74,18 @@ class ConvertedReader:
         return cls(model, orbax.open_arrays(folder / WEIGHTS, stored), held)
 
     def in_files(self, name: str) -> PlainInFiles | None:
-        """Where a leaf lies, if C++ can read it."""
+        """Return a leaf's position in its file if C++ can read it, else None."""
         leaf = self.model.leaf(name)
         stored = StoredMatrix((Tensor(name, self.stored[name].shape),), self.stored)
         stretches = stored.stretches(np.dtype(leaf.dtype))
         return None if stretches is None else PlainInFiles(leaf.shape, leaf.dtype, stretches)
 
     def read(self, name: str) -> np.ndarray:
-        """An array as it is stored."""
+        """Return an array as it is stored."""
         return _read(name, self.stored[name])
 
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
-        """The parts of all leaves that the devices `indices` have."""
+        """Yield the parts of all leaves that belong to the devices `indices`."""
         if self.held is self.model:
             for name in self.stored:
                 yield from self._stored_shards(name, indices)
@@ -94,7 +94,7 @@ class ConvertedReader:
         for name in self.stored:
             partition = partition_of(name, self.model.spec, self.model.shards)
             if name in quantized:
-                # Without a name for the matrices, which would live while the next are read.
+                # A variable for the matrices would keep them alive while the next ones are read.
                 yield from quantized_shards(
                     self.model, name, self._matrices(name), partition, indices
                 )
@@ -102,7 +102,7 @@ class ConvertedReader:
                 yield from float_shards(self.model, name, self.read(name), partition, indices)
 
     def _stored_shards(self, name: str, indices: Sequence[int]) -> Iterator[Shard]:
-        """The parts of a leaf of a folder for as many devices, each read for itself."""
+        """Yield parts from a folder for the same number of devices, each read separately."""
         leaf, stored = self.model.leaf(name), self.stored[name]
         if len(stored.shape) == leaf.ndim:  # every device has all of it
             whole = self.read(name)
@@ -113,7 +113,7 @@ class ConvertedReader:
             yield Shard(name, index, _read(name, replace(stored, shape=leaf.shape, offset=offset)))
 
     def _matrices(self, name: str) -> list[Matrix]:
-        """The matrices of a leaf as they were read from their checkpoint."""
+        """Return a leaf's matrices as they were in their checkpoint."""
         prefix, format = name.removesuffix("weight"), quantized_format(self.held, name)
         experts = self.held.pieces[name].shape.experts
         arrays = {
@@ -136,24 +136,24 @@ def _matrix(format: QuantizedFormat, arrays: Mapping[str, np.ndarray]) -> Matrix
 
 
 def _held_model(model: Model, folder: Path, record: Record) -> Model:
-    """The model that the folder has.
+    """Return the model that the folder holds.
 
     Raises:
-      CheckpointError: it cannot be cut for the devices of `model`.
+      CheckpointError: it cannot be split for the devices of `model`.
     """
     record.check_shards(model.shards)
     if record.shards == model.shards:
         return model
     if model.in_format(GGMLFormat):
         raise CheckpointError(
-            f"--tensor-parallel {model.shards}: {folder} has matrices in blocks, for one device: "
+            f"--tensor-parallel {model.shards}: {folder} has matrices in blocks for one device: "
             f"convert the original model again with --tensor-parallel {model.shards}"
         )
     return build_model(model.spec, str(model.dtype), WeightFormats(rounded=record.rounded))
 
 
 def stored_shape(model: Model, name: str) -> tuple[int, ...]:
-    """Of a leaf's array in a converted folder: shards lie one after the other."""
+    """Return the shape of a leaf's array in a converted folder, with an axis of shards if split."""
     shape = model.leaf(name).shape
     return shape if axis_of(name, model.spec, model.shards) is None else (model.shards, *shape)
 

@@ -1,4 +1,4 @@
-"""Reads floats: vectors, plain matrices, and matrices that are packed for the CPU kernels."""
+"""The reader of floats: vectors, plain matrices, and matrices packed for the CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from forge_jax.weights.stored import FLOATS, TensorSource
 from forge_kernels.linear import Packing, pack, pack_experts
 from forge_kernels.linear.files import PackedInFiles, PlainInFiles
 
-# Tensors that only quantised modules have.
+# Tensors that only quantized modules have.
 QUANTIZED_TENSORS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 
 
 class FloatReader(LeafReader):
-    """A leaf of floats, cast to the model's type, or packed as it is read."""
+    """A leaf of floats, cast to the model's type or packed as it is read."""
 
     def faults(self) -> list[str]:
         return [fault for part in self.parts for fault in float_faults(part, self.tensors.stored)]
 
     def in_files(self) -> PackedInFiles | PlainInFiles | None:
-        """Where the leaf lies, if C++ can read it: as it is, or packed; None if not."""
+        """Return the leaf's position in files, plain or to pack; None if C++ cannot read it."""
         packing = float_packing(self.model, self.name)
         if packing is None:
             leaf = self.model.leaf(self.name)
@@ -66,7 +66,7 @@ def float_shards(
     partition: Partition | None,
     indices: Sequence[int],
 ) -> Iterator[Shard]:
-    """The parts of a leaf of floats, packed if the model has it so."""
+    """Yield the parts of a leaf of floats, packed if the model packs it."""
     packing = float_packing(model, name)
     for index in indices:
         part = whole if partition is None else partition.shard(whole, index)
@@ -79,7 +79,7 @@ def float_shards(
 
 
 def float_packing(model: Model, name: str) -> Packing | None:
-    """How the CPU kernels have a leaf of floats; None: it is plain."""
+    """Return the packing of a leaf of floats for the CPU kernels; None if it is plain."""
     packing = model.packings.get(name)
     assert packing is None or isinstance(packing, Packing), name
     return packing
@@ -88,14 +88,14 @@ def float_packing(model: Model, name: str) -> Packing | None:
 def packed_leaves(
     name: str, weight: np.ndarray, scale: np.ndarray | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The leaves of a packed matrix."""
+    """Yield the leaves of a packed matrix."""
     yield name, weight
     if scale is not None:
         yield beside(name, "scale"), scale
 
 
 def float_faults(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
-    """What is wrong with a tensor that must be of floats, by its header."""
+    """Return the faults of a tensor that must hold floats, from its header."""
     undescribed = undescribed_module(module_of(part.name), stored)
     if undescribed:
         return undescribed
@@ -106,16 +106,16 @@ def float_faults(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
     if found.shape != part.shape:
         faults.append(f"tensor {part.name} has shape {found.shape}, not {part.shape}")
     if found.dtype not in FLOATS:
-        faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
+        faults.append(f"tensor {part.name} has type {found.dtype}, which is not supported")
     return faults
 
 
 def undescribed_module(module: str, stored: Mapping[str, TensorSource]) -> list[str]:
-    """The fault of a module that its tensors, but not the config, say is quantised."""
+    """Return the fault of a module that has quantized tensors but is not in the config."""
     for name in QUANTIZED_TENSORS:
         if f"{module}.{name}" in stored:
             return [
-                f"{module} is quantised (there is a tensor {module}.{name}), but "
-                "quantization_config does not say how"
+                f"{module} is quantized (it has the tensor {module}.{name}), but "
+                "quantization_config does not describe it"
             ]
     return []

@@ -1,4 +1,4 @@
-"""Reads matrices of GGUF files: numbers and scales as they are in the file's ggml blocks."""
+"""The reader of GGUF matrices: numbers and scales as they are in the file's GGML blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forge_kernels.linear.blocks import Read
 
 
 class GGMLReader(LeafReader):
-    """A matrix in ggml blocks. Of a cut one, each shard is read from the file by itself."""
+    """A matrix in GGML blocks; each shard is read from the file separately."""
 
     def faults(self) -> list[str]:
         return [fault for part in self.parts for fault in self._faults(part)]
@@ -36,7 +36,7 @@ class GGMLReader(LeafReader):
             return faults
         kept = found.stored.format.blocks if isinstance(found, GGUFWeight) else None
         if kept != types.blocks_of(part.name):
-            faults.append(f"tensor {part.name} is not of the type that {KEY} says")
+            faults.append(f"tensor {part.name} does not have the type in {KEY}")
         return faults
 
     def whole(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -48,7 +48,7 @@ class GGMLReader(LeafReader):
                 yield Shard(leaf, index, array)
 
     def _leaves(self, index: int) -> Iterator[tuple[str, np.ndarray]]:
-        """The leaves of shard `index`; of a model that is not cut, those of the matrix."""
+        """Yield the leaves of shard `index`, or of the whole matrix if the model is not split."""
         if self.experts is None:
             yield from self._matrix(self.parts, index)
             return
@@ -59,7 +59,7 @@ class GGMLReader(LeafReader):
         yield from arrays.items()
 
     def _matrix(self, parts: tuple[Tensor, ...], index: int) -> Iterator[tuple[str, np.ndarray]]:
-        """The leaves of one matrix of these parts."""
+        """Yield the leaves of one matrix that is made of `parts`."""
         format, shape = self.model.pieces[self.name]
         assert isinstance(format, GGMLFormat)
         one = replace(shape, experts=None)
@@ -72,7 +72,7 @@ class GGMLReader(LeafReader):
             yield beside(self.name, part), array
 
     def _reading(self, parts: tuple[Tensor, ...], format: GGMLFormat, index: int) -> Read:
-        """Reads rows of shard `index` by their numbers there."""
+        """Return a function that reads rows of shard `index` by their numbers in the shard."""
         weights = [cast(GGUFWeight, self.tensors.stored[part.name]) for part in parts]
         read, partition = partial(read_blocks, weights), self.partition
         if partition is None:
@@ -88,7 +88,7 @@ class GGMLReader(LeafReader):
 
 
 def _rows_of_shard(read: Read, partition: Partition, index: int, rows: np.ndarray) -> BlockValues:
-    """The rows that shard `index` has under these numbers; zeros past the last."""
+    """Return the given rows of shard `index`, with zeros past the last row."""
     theirs = np.concatenate([np.arange(begin, end) for begin, end in partition.parts[index]])
     exists = rows < len(theirs)
     found = read(theirs[np.where(exists, rows, 0)])

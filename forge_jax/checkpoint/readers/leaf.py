@@ -1,4 +1,4 @@
-"""The base of all readers: one leaf of a model, and the tensors of a checkpoint it is made of."""
+"""The base of all readers: one leaf of a model and the checkpoint tensors that it is made of."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tensors:
 
 
 class Shard(NamedTuple):
-    """The part of a leaf that one of several devices has."""
+    """One device's part of a leaf."""
 
     leaf: str
     index: int
@@ -36,23 +36,23 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LeafReader(ABC):
-    """Reads one leaf of a model, and the leaves beside it: scales and the like."""
+    """Reads one leaf of a model, and the leaves that belong to it, such as scales."""
 
     model: Model
-    name: str  # of the leaf; with several pieces, of one of them
+    name: str  # of the leaf, or of one of its pieces
     tensors: Tensors
 
     @abstractmethod
     def faults(self) -> list[str]:
-        """What is wrong with the tensors, by their headers."""
+        """Return the faults of the tensors, from their headers."""
 
     @abstractmethod
     def whole(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The leaves of a model on one device."""
+        """Yield the leaves of a model on one device."""
 
     @abstractmethod
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
-        """The parts of the devices `indices`, each made when the one before has been taken."""
+        """Yield the parts of the devices `indices`, each made after the previous one is taken."""
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -60,13 +60,13 @@ class LeafReader(ABC):
 
     @property
     def experts(self) -> int | None:
-        """The number of matrices, if they are those of experts."""
+        """The number of experts if the leaf has a matrix for each, else None."""
         matrix = self.model.pieces.get(self.name)
         return None if matrix is None else matrix.shape.experts
 
     @property
     def partition(self) -> Partition | None:
-        """How the leaf is cut; None: every device has all of it."""
+        """The way the leaf is split; None if every device has all of it."""
         whole = whole_of(self.name)
         partition = partition_of(whole, self.model.spec, self.model.shards)
         if partition is None or whole == self.name:
@@ -77,12 +77,12 @@ class LeafReader(ABC):
         return partition.within(start, start + self._rows_of(self.name))
 
     def expert_parts(self, expert: int) -> tuple[Tensor, ...]:
-        """The tensors that have something of one expert: its own, or those of all."""
+        """Return the tensors that hold one expert's matrix: its own, or one for all experts."""
         assert self.experts is not None
         return expert_parts(self.parts, self.experts, expert)
 
     def stored_matrix(self, expert: int | None = None) -> StoredMatrix:
-        """The floats of the leaf, or of one expert's matrix."""
+        """Return the floats of the leaf, or of one expert's matrix."""
         parts = self.parts if expert is None else self.expert_parts(expert)
         return StoredMatrix(parts, self.tensors.stored, expert)
 
@@ -91,18 +91,18 @@ class LeafReader(ABC):
 
 
 def expert_parts(parts: tuple[Tensor, ...], experts: int, expert: int) -> tuple[Tensor, ...]:
-    """The tensors, of those of all experts, that have something of one."""
+    """Return those of `parts` that hold the matrix of `expert`."""
     size = len(parts) // experts
     return parts if len(parts) == 1 else parts[size * expert : size * (expert + 1)]
 
 
 def beside(leaf: str, part: str) -> str:
-    """The leaf of "scale" and the like, beside that of the matrix."""
+    """Return the leaf of a part such as "scale" that belongs to a matrix."""
     return leaf.removesuffix("weight") + part
 
 
 def empty_leaves(model: Model, name: str) -> dict[str, np.ndarray]:
-    """The leaf `name` and those beside it, to be filled expert by expert."""
+    """Return memory for the leaf `name` and its parts, to be filled expert by expert."""
     shapes = zip(model.names, model.leaves, strict=True)
     return {
         leaf: aligned_empty(shape.shape, shape.dtype)

@@ -1,4 +1,4 @@
-"""Reads matrices that a checkpoint has quantised, or that are rounded as they are read."""
+"""The reader of matrices that the checkpoint quantizes, or that are rounded as they are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from forge_kernels.threads import for_each
 
 
 class QuantizedReader(LeafReader):
-    """A matrix whose values stay those of the checkpoint, or of its floats as they are rounded."""
+    """A matrix with the checkpoint's quantized values, or with floats rounded as they are read."""
 
     def faults(self) -> list[str]:
         stored, format = self.tensors.stored, quantized_format(self.model, self.name)
@@ -44,7 +44,7 @@ class QuantizedReader(LeafReader):
         return quantized_shards(self.model, self.name, matrices, self.partition, indices)
 
     def matrix(self, expert: int) -> Matrix:
-        """The values of the whole matrix, or of one expert's."""
+        """Return the values of the whole matrix, or of one expert's."""
         format, stored = quantized_format(self.model, self.name), self.tensors.stored
         parts = self.parts if self.experts is None else self.expert_parts(expert)
         if format.rounded:
@@ -59,7 +59,7 @@ class QuantizedReader(LeafReader):
         return matrix.rows(np.concatenate([order, order + len(order)]))
 
     def _order_of_rows(self, expert: int) -> np.ndarray | None:
-        """The order of an expert's gates, and ups: that of the columns multiplied after them."""
+        """Return the order of an expert's gate and up rows: the column order of its down matrix."""
         down = self.name.replace(".gate_up.", ".down.")
         following = self.model.pieces[down].format
         if self.experts is None or down == self.name:
@@ -72,7 +72,7 @@ class QuantizedReader(LeafReader):
 
 
 def quantized_format(model: Model, name: str) -> QuantizedFormat:
-    """The format of a leaf that is known to be quantised."""
+    """Return the format of a leaf that must be quantized."""
     format = model.pieces[name].format
     assert isinstance(format, QuantizedFormat), name
     return format
@@ -81,7 +81,7 @@ def quantized_format(model: Model, name: str) -> QuantizedFormat:
 def quantized_leaves(
     model: Model, name: str, read: Callable[[int], Matrix]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The leaf `name` and those beside it, of one matrix (`read(0)`) or of those of experts."""
+    """Yield the leaf `name` and its parts, of one matrix (`read(0)`) or of one per expert."""
     format, shape = quantized_format(model, name), model.pieces[name].shape
     if shape.experts is None:
         for part, array in format.arrays(read(0), shape, name).items():
@@ -93,7 +93,7 @@ def quantized_leaves(
         for part, array in format.arrays(read(expert), shape, name).items():
             arrays[beside(name, part)][expert] = array
 
-    if format.rounded:  # with threads of its own
+    if format.rounded:  # `read` uses several threads itself
         for expert in range(shape.experts):
             place(expert)
     else:
@@ -108,7 +108,7 @@ def quantized_shards(
     partition: Partition | None,
     indices: Sequence[int],
 ) -> Iterator[Shard]:
-    """The parts of whole matrices: of one, or of those of all experts."""
+    """Yield the parts of whole matrices: one, or one per expert."""
     format = quantized_format(model, name)
     for index in indices:
         parts = [shard_of(matrix, format, partition, index) for matrix in matrices]
@@ -119,19 +119,19 @@ def quantized_shards(
 def _faults(part: Tensor, format: QuantizedFormat, stored: Mapping[str, TensorSource]) -> list[str]:
     if len(part.shape) != 2:
         return [
-            f"{part.name} has the quantised matrices of all experts of a layer, which is "
-            "supported where each has tensors of its own"
+            f"{part.name} has the quantized matrices of all experts of a layer, which is not "
+            "supported: each expert needs its own tensors"
         ]
     shape = part.shape[0], part.shape[1]
     return check_matrix(format.scheme, module_of(part.name), shape, stored)
 
 
 def _check_no_bias(modules: Iterable[str], stored: Mapping[str, TensorSource]) -> None:
-    """Some writers give each matrix a bias of zeros; others would be left out."""
+    """Reject a bias other than zero, which would be lost; some writers add biases of zeros."""
     for name in (f"{module}.bias" for module in modules):
         found = stored.get(name)
         if found is None:
             continue
         values = StoredMatrix((Tensor(name, found.shape),), stored).read(found.shape, np.float32)
         if values.any():
-            raise CheckpointError(f"tensor {name} is not 0, but the model has no bias there")
+            raise CheckpointError(f"tensor {name} must be 0, because the model has no bias there")

@@ -1,6 +1,6 @@
 """The families of models: how each reads its config, and which tensors make up its weights.
 
-A family that differs in known parts is one small file, and one line here.
+A family that differs only in known parts is one small file and one line here.
 """
 
 from forge_jax.models.families import (

@@ -1,4 +1,4 @@
-"""The description of a family of models: its config, its tensors and its decoder."""
+"""The description of a model family: its config, its tensors and its decoder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from forge_jax.models.weight_map import WeightMap, decoder_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How the config of an architecture is read, and its tensors are mapped.
+    """How to read an architecture's config and map its tensors.
 
     Attributes:
       read_spec: reads `config.json`, with defaults, and `generation_config.json`.
-      defaults: of fields that `config.json` may leave out: those of transformers' configuration
-        class. None: the value follows from others.
-      nullable: fields with a default whose null has a meaning of its own in transformers. Of all
-        others it is refused, as there.
+      defaults: values of fields that `config.json` may omit, from transformers' configuration
+        class. None means that the value follows from other fields.
+      nullable: fields with a default whose null has its own meaning in transformers. All others
+        must not be null, as in transformers.
       weights: the tensors of each leaf.
-      other_weights: the same of checkpoints in another layout, which is taken if more of its
-        tensors are there.
-      decoder: the class that `Model.build` calls with (spec, dtype, matrix builder, shards). One
-        with other mathematics has the methods `hidden` and `logits` of `Decoder`, and `norm`.
+      other_weights: the same for checkpoints in another layout, which is used if more of its
+        tensors exist.
+      decoder: the class that `Model.build` calls with (spec, dtype, matrix builder, shards). A
+        class with other math must have the methods `hidden` and `logits` of `Decoder`, and `norm`.
     """
 
     read_spec: Callable[[HFConfig, HFConfig], ModelSpec]
@@ -39,10 +39,11 @@ class Architecture:
     decoder: Callable[[ModelSpec, Any, MatrixBuilder, int], nnx.Module] = Decoder
 
     def read(self, config: HFConfig, generation: HFConfig) -> ModelSpec:
-        """The spec of a model from the two files as they are.
+        """Return the spec of a model from the two files.
 
         Raises:
-          as `forge_jax.models.spec.decoder_spec`.
+          UnsupportedModelError: as in `forge_jax.models.spec.decoder_spec`.
+          ModelError: as in `forge_jax.models.spec.decoder_spec`.
         """
         nullable = {"bos_token_id", "eos_token_id", *self.nullable}
         return self.read_spec(config.with_defaults(self.defaults, nullable), generation)

@@ -1,4 +1,4 @@
-"""Gemma 2 (2024, arXiv:2408.00118): norms on both sides, soft caps, every other layer a window."""
+"""Gemma 2 (2024, arXiv:2408.00118): norms on both sides, soft caps, a window in every 2nd layer."""
 
 import math
 from typing import Any
@@ -35,12 +35,12 @@ NULLABLE = frozenset(
 
 
 def soft_cap(config: HFConfig, name: str) -> float | None:
-    """Of scores or logits; None: they are as they are."""
+    """Return the soft cap of scores or logits, or None if they are not capped."""
     return config.number(name) if config.has(name) else None
 
 
 def gemma_parts(config: HFConfig) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common."""
+    """Return the fields that Gemma 2 and 3 share."""
     bias = config.boolean("attention_bias")
     return {
         "activation_name": "hidden_activation",

@@ -1,7 +1,7 @@
-"""Gemma 3's text models (2025, arXiv:2503.19786): five layers with a window and a rotation of their
-own to each that sees all, norms at the heads of queries and keys.
+"""Gemma 3's text models (2025, arXiv:2503.19786).
 
-`attn_logit_softcapping` has no effect, as in transformers.
+Five layers with a sliding window and their own rotation precede each layer with full attention.
+Queries and keys have norms per head. `attn_logit_softcapping` has no effect, as in transformers.
 """
 
 from forge_jax.config.hf_config import HFConfig
@@ -48,9 +48,9 @@ DEFAULTS = {
 
 
 def _ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
-    """Of the layers that see all, and of those with a window.
+    """Return the rotation of layers with full attention, and that of layers with a window.
 
-    `rope_parameters` has a section for each. `rope_scaling` is merged into that of the former.
+    `rope_parameters` has a section for each. `rope_scaling` is merged into the first.
     """
     parameters, scaling = config.section("rope_parameters"), config.section("rope_scaling")
     full = local = None
@@ -62,7 +62,7 @@ def _ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
             )
         full, local = parameters.section(FULL), parameters.section(SLIDING)
         if full is None and scaling is not None:
-            raise parameters.error(FULL, "an object, for rope_scaling is merged into it")
+            raise parameters.error(FULL, "an object, because rope_scaling is merged into it")
     if scaling is not None:
         before = {"rope_type": "default"} if full is None else full.values
         full = HFConfig({**before, **scaling.values}, scaling.where)

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024): Llama, with factors on embeddings, layers, scores and logits."""
+"""Granite 3 (IBM 2024): Llama with factors on embeddings, layers, scores and logits."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023), and what is built like it: TinyLlama, SmolLM2 and others."""
+"""Llama (Touvron et al. 2023) and models built like it, such as TinyLlama and SmolLM2."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama, in some versions with a window."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama, with a sliding window in some versions."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
@@ -30,9 +30,10 @@ DEFAULTS = {
 
 
 def _windows(config: HFConfig) -> tuple[int | None, ...]:
-    """In every layer; a file with `layer_types` is a Ministral to transformers, which has its own.
+    """Return the window of each layer: the same in all, unless the file has `layer_types`.
 
-    That one wants a window and a `head_dim` even where no layer, or no head, needs them.
+    transformers loads a file with `layer_types` as a Ministral, and then requires a window and a
+    `head_dim`, even if they have no effect.
     """
     window = read_window(config)
     if (
@@ -42,7 +43,7 @@ def _windows(config: HFConfig) -> tuple[int | None, ...]:
         return window_everywhere(config, window)
     for name in ("sliding_window", "head_dim"):
         if not config.has(name):
-            raise config.error(name, "set where there are layer_types")
+            raise config.error(name, "set if the file has layer_types")
     return read_windows(config, window, lambda layer: True)
 
 

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral, with experts in place of every MLP."""
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with experts in place of every MLP."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture

@@ -1,4 +1,4 @@
-"""OLMo 2 (2025, arXiv:2501.00656): norms after attention and MLP, and at queries and keys."""
+"""OLMo 2 (2025, arXiv:2501.00656): norms after attention and MLP, and on queries and keys."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture

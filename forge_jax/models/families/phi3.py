@@ -1,4 +1,4 @@
-"""Phi-3 (2024, arXiv:2404.14219): Llama, with matrices stored together, and LongRoPE."""
+"""Phi-3 (2024, arXiv:2404.14219): Llama with fused matrices and LongRoPE."""
 
 from functools import partial
 

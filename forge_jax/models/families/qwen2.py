@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 (2024, arXiv:2407.10671): Llama with biases of queries, keys and values."""
+"""Qwen 2 and 2.5 (2024, arXiv:2407.10671): Llama with biases on queries, keys and values."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
@@ -26,12 +26,12 @@ DEFAULTS = {
 
 
 def qwen_window(config: HFConfig) -> int | None:
-    """Only if the file says so."""
+    """Return the window size if `use_sliding_window` is true."""
     return read_window(config) if config.boolean("use_sliding_window") else None
 
 
 def qwen_windows(config: HFConfig) -> tuple[int | None, ...]:
-    """By `layer_types`, else in the layers from `max_window_layers` on."""
+    """Return windows by `layer_types`, else for the layers from `max_window_layers` on."""
     window, first = qwen_window(config), config.integer("max_window_layers", low=0)
     return read_windows(config, window, lambda layer: window is not None and layer >= first)
 

@@ -1,4 +1,4 @@
-"""Qwen 3 (2025, arXiv:2505.09388): Llama with norms of each head of queries and keys."""
+"""Qwen 3 (2025, arXiv:2505.09388): Llama with norms on each head of queries and keys."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture

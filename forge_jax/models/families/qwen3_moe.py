@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (2025, arXiv:2505.09388): in all layers, or with some dense ones."""
+"""Qwen 3 with experts (2025, arXiv:2505.09388) in all layers, or in all but some dense ones."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
@@ -41,7 +41,7 @@ DEFAULTS = {
 
 
 def _dense_layers(config: HFConfig) -> frozenset[int]:
-    """By `mlp_only_layers`; of the others each `decoder_sparse_step`-th has experts."""
+    """Return `mlp_only_layers`, and all but each `decoder_sparse_step`-th of the other layers."""
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     step = config.integer("decoder_sparse_step")
     named = config.values.get("mlp_only_layers")

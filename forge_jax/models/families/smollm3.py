@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama, where some layers do not rotate queries and keys (NoPE)."""
+"""SmolLM3 (Hugging Face 2025): Llama without rotation (NoPE) in some layers."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
@@ -29,20 +29,20 @@ DEFAULTS = {
 
 
 def _no_rope(config: HFConfig) -> frozenset[int]:
-    """By `no_rope_layers`, which has a 0 for each of these; else every fourth layer."""
+    """Return the layers with a 0 in `no_rope_layers`, or else every fourth layer by default."""
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     if config.has("no_rope_layers"):
         rotated = config.values["no_rope_layers"]
         known = isinstance(rotated, list) and len(rotated) == layers
         if not known or any(type(value) is not int or value not in (0, 1) for value in rotated):
-            raise config.error("no_rope_layers", f"a list of {layers} times 0 or 1")
+            raise config.error("no_rope_layers", f"a list of {layers} zeros and ones")
         return frozenset(layer for layer, value in enumerate(rotated) if not value)
     every = config.integer("no_rope_layer_interval")
     return frozenset(layer for layer in range(layers) if (layer + 1) % every == 0)
 
 
 def _windows(config: HFConfig, no_rope: frozenset[int]) -> tuple[int | None, ...]:
-    """By `layer_types`, even if they are not to be used; else in layers without rotation."""
+    """Return windows by `layer_types`, even if unused; else for layers without rotation."""
     window, used = read_window(config), config.boolean("use_sliding_window")
     return read_windows(
         config, window, lambda layer: used and window is not None and layer in no_rope

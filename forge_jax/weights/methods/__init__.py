@@ -1,8 +1,12 @@
-"""The quantisation methods of checkpoints, one file each: how to read the config and the tensors.
+"""The quantization methods of checkpoints, one file each: how to read the config and the tensors.
 
-Known: `fp8` (per tensor, or in blocks as of DeepSeek and Qwen), `compressed-tensors` (int8 and FP8
-with and without quantised activations, 4-bit packed), `gptq` and `awq` (4 bits). A new method is a
-file with a function `read`, and with a `Layout` if its tensors have one of their own, and a line in
+Supported methods:
+
+- `fp8`, per tensor, or in blocks as in DeepSeek and Qwen
+- `compressed-tensors`: int8 and FP8 with and without quantized activations, and packed 4 bits
+- `gptq` and `awq`: 4 bits
+
+A new method is a file with a function `read`, a `Layout` if its tensors need one, and a line in
 `METHODS`.
 """
 
@@ -25,17 +29,17 @@ METHODS: dict[str, Callable[[HFConfig], QuantSpec]] = {
 
 
 def read_quantization(config: HFConfig) -> QuantSpec | None:
-    """What `quantization_config` (or `compression_config`) says; None without one.
+    """Return the scheme of `quantization_config` or `compression_config`; None without either.
 
     Raises:
-      UnsupportedModelError: a method, field or value that is not known, by name.
+      UnsupportedModelError: a method, field or value is not supported; the message names it.
       ModelError: a field is missing, or has the wrong type or range.
     """
     sections = [name for name in ("quantization_config", "compression_config") if config.has(name)]
     if not sections:
         return None
     if len(sections) > 1:
-        raise config.error("compression_config", "left out where there is a quantization_config")
+        raise config.error("compression_config", "omitted if there is a quantization_config")
     section = config.section(sections[0])
     assert section is not None
     default = "compressed-tensors" if sections[0] == "compression_config" else None
@@ -43,6 +47,6 @@ def read_quantization(config: HFConfig) -> QuantSpec | None:
     if method not in METHODS:
         raise UnsupportedModelError(
             f"{section.where}: quant_method {short_repr(method)} is not supported; "
-            f"supported: {', '.join(METHODS)}; or use the unquantized checkpoint"
+            f"supported: {', '.join(METHODS)} (or use the unquantized checkpoint)"
         )
     return METHODS[method](section)

@@ -25,12 +25,12 @@ from forge_jax.weights.tensors import (
     unpack,
 )
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each four bits, from the lowest
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each four bits, lowest bits first
 
 
 @dataclass(frozen=True)
 class AWQLayout:
-    """Values and zeros of 4 bits in words of 8 columns, in an order of their own."""
+    """4-bit values and zeros in words of 8 columns, in AWQ's column order."""
 
     name = "awq"
     order_name = None
@@ -51,7 +51,7 @@ class AWQLayout:
 
 
 def read(section: HFConfig) -> QuantSpec:
-    """What the section says."""
+    """Return the scheme of the section."""
     refuse_unknown(
         section,
         "quant_method bits w_bit group_size q_group_size zero_point version modules_to_not_convert",

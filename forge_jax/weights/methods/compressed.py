@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it: a scheme for each group of modules."""
+"""The compressed-tensors format, as llm-compressor writes it: a scheme per group of modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_GROUPS = 64
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Values of 4 bits, 8 of a row in a word; zeros 8 rows to a word."""
+    """4-bit values, 8 of a row in a word, and zeros, 8 rows in a word."""
 
     name = "packed"
     order_name = "weight_g_idx"
@@ -65,7 +65,7 @@ class PackedLayout:
 
 
 def read(section: HFConfig) -> QuantSpec:
-    """What the section says."""
+    """Return the schemes of the section."""
     refuse_unknown(
         section,
         "quant_method format config_groups ignore kv_cache_scheme quantization_status "
@@ -89,7 +89,7 @@ def read(section: HFConfig) -> QuantSpec:
         refuse_unknown(group, "targets weights input_activations output_activations format")
         targets = read_names(group, "targets", "patterns")
         if not targets.names:
-            raise group.error("targets", "a list of names of modules")
+            raise group.error("targets", "a list of module names")
         schemes.append((targets, _read_group(group, section)))
     return QuantSpec(
         method="compressed-tensors",
@@ -116,21 +116,21 @@ def _read_group(group: HFConfig, section: HFConfig) -> Scheme:
     kind, bits = choose(weights, "type", ("int", "float")), weights.integer("num_bits")
     packed = format == "pack-quantized"
     if bits != (4 if packed else 8):
-        raise refuse(weights, "num_bits", f"{4 if packed else 8}, with format {format}")
+        raise refuse(weights, "num_bits", f"{4 if packed else 8} with format {format}")
     wrong = {"float-quantized": "int", "int-quantized": "float", "pack-quantized": "float"}
     if wrong.get(format) == kind:
-        raise refuse(weights, "type", f"the other one, with format {format}")
+        raise refuse(weights, "type", f"the other of int and float with format {format}")
     if weights.boolean("dynamic", False):
         raise refuse(weights, "dynamic", "false")
     symmetric = weights.boolean("symmetric", True)
     if not symmetric and not packed:
-        raise refuse(weights, "symmetric", f"true, with format {format}")
+        raise refuse(weights, "symmetric", f"true with format {format}")
     actorder = weights.values.get("actorder")
     if actorder not in (None, False, True, "group", "weight", "static", "dynamic"):
         raise refuse(weights, "actorder", "group, weight, static, dynamic")
     block = _read_block(weights, packed)
     if kind == "int" and not packed and block[1] is not None:
-        raise refuse(weights, "strategy", "tensor or channel, with type int")
+        raise refuse(weights, "strategy", "tensor or channel with type int")
     activations, static = _read_activations(group, kind, block, packed)
     return Scheme(
         layout=PackedLayout() if packed else PLAIN,
@@ -155,7 +155,7 @@ def _read_block(weights: HFConfig, packed: bool) -> tuple[int | None, int | None
         case "group":
             return 1, read_group_size(weights, "group_size")
     size = weights.values.get("block_structure")
-    if isinstance(size, str):  # older files: "128x128"
+    if isinstance(size, str):  # older files write "128x128"
         size = [int(n) if n.isascii() and n.isdigit() else 0 for n in size.split("x")]
     if (
         not isinstance(size, list)
@@ -167,22 +167,22 @@ def _read_block(weights: HFConfig, packed: bool) -> tuple[int | None, int | None
 
 
 def _check_sizes(args: HFConfig, strategy: str) -> None:
-    """Sizes of groups or blocks stand only where there are such."""
+    """Check that sizes of groups or blocks are given only for strategies that use them."""
     if strategy != "group" and args.values.get("group_size") not in (None, -1):
-        raise args.error("group_size", f"left out, with strategy {strategy}")
+        raise args.error("group_size", f"omitted with strategy {strategy}")
     if strategy != "block" and args.values.get("block_structure") is not None:
-        raise args.error("block_structure", f"left out, with strategy {strategy}")
+        raise args.error("block_structure", f"omitted with strategy {strategy}")
 
 
 def _read_activations(
     group: HFConfig, kind: str, block: tuple[int | None, int | None], packed: bool
 ) -> tuple[Literal["int8", "fp8"] | None, bool]:
-    """What rows are rounded to, and whether with a scale of the file."""
+    """Return the type that rows are rounded to, and True if the file has their scale."""
     inputs = group.section("input_activations")
     if inputs is None:
         return None, False
     if packed:
-        raise refuse(group, "input_activations", "none, with format pack-quantized")
+        raise refuse(group, "input_activations", "none with format pack-quantized")
     refuse_unknown(inputs, _ARGS, _NO_MEANING + " scale_dtype zp_dtype")
     if choose(inputs, "type", ("int", "float")) != kind:
         raise refuse(inputs, "type", f"that of the weights, {kind}")
@@ -194,15 +194,15 @@ def _read_activations(
     if choose(inputs, "dynamic", (True, False), False):
         known = "group" if in_blocks else "token"
         if choose(inputs, "strategy", ("token", "group", "tensor")) == "tensor":
-            # One scale for all rows of a step: a row would depend on those beside it.
-            raise refuse(inputs, "strategy", f"{known}, where dynamic is true")
+            # One scale for all rows would make a row depend on the batch composition.
+            raise refuse(inputs, "strategy", f"{known} if dynamic is true")
         if inputs.values["strategy"] != known:
-            raise refuse(inputs, "strategy", f"{known}, with these weights")
+            raise refuse(inputs, "strategy", f"{known} with these weights")
         _check_sizes(inputs, known)
         if in_blocks and inputs.values.get("group_size") != block[1]:
             raise refuse(inputs, "group_size", f"that of the weights, {block[1]}")
         return ("int8" if kind == "int" else "fp8"), False
     if in_blocks:
-        raise refuse(inputs, "dynamic", "true, with weights in blocks")
+        raise refuse(inputs, "dynamic", "true with weights in blocks")
     _check_sizes(inputs, choose(inputs, "strategy", ("tensor",)))
     return ("int8" if kind == "int" else "fp8"), True

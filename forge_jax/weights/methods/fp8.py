@@ -1,4 +1,4 @@
-"""FP8 with a scale for each matrix (AutoFP8) or block (DeepSeek-V3, arXiv:2412.19437)."""
+"""FP8 with a scale per matrix (AutoFP8) or per block (DeepSeek-V3, arXiv:2412.19437)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_jax.weights.tensors import PLAIN, Scheme
 
 
 def read(section: HFConfig) -> QuantSpec:
-    """What the section says."""
+    """Return the scheme of the section."""
     refuse_unknown(
         section,
         "quant_method activation_scheme fmt weight_block_size modules_to_not_convert "
@@ -34,7 +34,7 @@ def read(section: HFConfig) -> QuantSpec:
         ):  # fmt: skip
             raise section.error("weight_block_size", "a list of two sizes")
         if static:
-            raise refuse(section, "activation_scheme", "dynamic, with weight_block_size")
+            raise refuse(section, "activation_scheme", "dynamic with weight_block_size")
         block = size[0], size[1]
     note_kv_cache(section)
     both = [

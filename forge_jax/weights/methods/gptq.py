@@ -33,7 +33,7 @@ from forge_jax.weights.tensors import (
 
 @dataclass(frozen=True)
 class GPTQLayout:
-    """Values and zeros of 4 bits in words: values 8 rows of x to a word, zeros 8 columns."""
+    """4-bit values and zeros in words: 8 input rows per word of values, 8 columns of zeros."""
 
     name = "gptq"
     order_name = "g_idx"
@@ -57,23 +57,21 @@ class GPTQLayout:
         values = unpack(read("qweight"), axis=0).T
         stored = unpack(read("qzeros"), axis=1).T
         if scheme.zero_offset and np.any(stored == 15):
-            # Written as 0 less 1. Some read it as 16, some as 0, some carry into the next.
+            # The format stores zeros less 1, so 15 is 16 to some readers and 0 to others.
             raise read.error(
-                "qzeros", "there are zeros less 1 of 15, which are read in several ways"
+                "qzeros", "a stored zero of 15 is ambiguous, because readers decode it differently"
             )
         zero = stored + np.uint8(scheme.zero_offset)
         if not scheme.zeros:
             if np.any(zero != MIDDLE):
-                raise read.error(
-                    "qzeros", f"there are zeros other than {MIDDLE}, though `sym` is true"
-                )
+                raise read.error("qzeros", f"all zeros must be {MIDDLE}, because `sym` is true")
             zero = None
         scale = float32(read(scheme.scale_name)).T
         return Matrix(values, scale, zero, read_column_order(scheme, shape, read), None)
 
 
 def read(section: HFConfig) -> QuantSpec:
-    """What the section says."""
+    """Return the scheme of the section."""
     refuse_unknown(
         section,
         "quant_method bits group_size desc_act sym lm_head checkpoint_format pack_dtype "
@@ -89,7 +87,7 @@ def read(section: HFConfig) -> QuantSpec:
     if section.has("is_marlin_format"):
         choose(section, "is_marlin_format", (False,))
     version = choose(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    if section.has("format"):  # of the first files that said it
+    if section.has("format"):  # the field's first name
         both = section.has("checkpoint_format")
         version = choose(section, "format", (version,) if both else ("gptq", "gptq_v2"))
     size = read_group_size(section, "group_size")
@@ -108,7 +106,7 @@ def read(section: HFConfig) -> QuantSpec:
         are_lists = isinstance(lists, list) and all(isinstance(each, list) for each in lists)
         flat = [name for each in lists for name in each] if are_lists else []
         if not flat or any(not isinstance(name, str) or not name for name in flat):
-            raise section.error("modules_in_block_to_quantize", "lists of names of modules")
+            raise section.error("modules_in_block_to_quantize", "lists of module names")
         names = ModuleNames(tuple(flat), "parts")
     if section.boolean("lm_head", False):
         names = replace(names, names=(*names.names, "lm_head"))

@@ -1,4 +1,4 @@
-"""Ragged paged attention: one call for decode rows, verify rows and prefill chunks."""
+"""Ragged paged attention: one call for decode rows, draft rows and prefill chunks."""
 
 from forge_kernels.attention.api import (
     IMPLEMENTATIONS,

@@ -1,9 +1,9 @@
-"""The one signature of paged attention, the rotation and write before it, the guard on gradients.
+"""Paged attention behind one signature, the RoPE and write before it, and the gradient guard.
 
-Owns the checks of shapes and types and the choice of an implementation. Each implementation is a
-file beside this one; `reference` is the oracle that the others are tested against.
+This module checks shapes and types and selects an implementation. Each implementation is a file in
+this folder; `reference` is the oracle that the others are tested against.
 
-Letters: T tokens in the step, S sequences, N blocks, bs tokens of a block, H query heads,
+Letters: T tokens in the step, S sequences, N blocks, bs tokens per block, H query heads,
 K key/value heads, D head dim.
 """
 
@@ -25,7 +25,7 @@ from forge_kernels.rope import apply_rope
 Implementation = Literal["auto", "reference", "xla", "cpu", "mosaic"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
-# Traced and lowered once for all the layers of a model, which is most of what tracing a step costs.
+# Traced and lowered once for all layers of a model, which is most of the cost of tracing a step.
 _xla_attention = jax.jit(
     xla_attention,
     static_argnames=("sm_scale", "kv_dtype", "max_q_len", "uniform", "window", "soft_cap"),
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
-# What the bits of an array that is no number may mean.
+# The float types whose bits an array of unsigned integers may store.
 _BITS = {jnp.dtype(jnp.uint16): _FLOATS[1:], jnp.dtype(jnp.uint8): (_FLOAT8,)}
 
 
@@ -55,65 +55,62 @@ def ragged_paged_attention(  # noqa: PLR0913
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Causal attention of each sequence's newest tokens over its blocks of the cache.
+    """Causal attention of each sequence's newest tokens over its blocks of the KV cache.
 
-    Query j of sequence s stands at position `kv_lens[s] - q_lens[s] + j` and sees the keys 0 to
-    that position, or the last `window` of them, where `q_lens = diff(cu_q_lens)`. The tokens' own
-    keys and values are already in `kv`.
+    Let `q_lens = diff(cu_q_lens)`. Query j of sequence s is at position
+    `kv_lens[s] - q_lens[s] + j`. It attends to the keys from 0 to that position, or to the last
+    `window` of them. The tokens' own keys and values are already in `kv`.
 
     Args:
-      q: float[T, H, D], the sequences' rows one after the other; decode rows (one token) first is
-        fast.
-      kv: dtype[N, 2, K, bs, D], keys and values of one layer; uint16 means the bits of `kv_dtype`.
-        In 8 bits a `QuantizedKV`, where uint8 means the bits of `kv_dtype`. Whatever lies beyond a
-        sequence's `kv_lens`, and in blocks of nobody, is never used: it may be NaN, and so may its
-        scale.
-      block_tables: i32[S, max_blocks], the blocks of a sequence in order. Entries beyond its length
-        may hold anything.
-      kv_lens: i32[S], tokens of each sequence in the cache, this step's included.
-      cu_q_lens: i32[S + 1], where each sequence's rows start in `q`; ends with the number of rows.
-      num_seqs: i32[], how many sequences there are; what the arrays hold beyond is ignored.
-      sm_scale: factor on the scores.
-      kv_dtype: bfloat16 or float16, required where `kv` is uint16, or float8_e4m3fn, where it is
-        uint8; and only there.
-      max_q_len: a promise that no sequence has more rows; less is compiled. Rows beyond it may be
-        zero.
-      implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
-        that the sequences have; `cpu` is the C++ kernels', for bfloat16 queries on a CPU where they
-        have been loaded (`forge_kernels.cpu`); `mosaic` is the Pallas
-        kernels for NVIDIA Hopper; `auto` is `mosaic` on such a GPU if it knows the shapes and
-        types, and else `xla`.
-      uniform: compute every row in the same way, so that its bits do not depend on the other rows
-        and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` and `cpu` always
-        do.
-      window: how many keys a query sees at most, its own token's included. What all rows of a
-        sequence have passed is never used either, except that `mosaic` wants numbers there.
+      q: float[T, H, D], the rows of the sequences one after the other. Decode rows (one token) are
+        fast if they come first.
+      kv: dtype[N, 2, K, bs, D], keys and values of one layer, or a `QuantizedKV` of 8 bits.
+        Unsigned integers store the bits of `kv_dtype`. Entries beyond a sequence's `kv_lens` and in
+        unused blocks are never used: they and their scales may be NaN.
+      block_tables: i32[S, max_blocks], the blocks of each sequence in order. Entries beyond its
+        length are ignored.
+      kv_lens: i32[S], tokens of each sequence in the cache, including this step's.
+      cu_q_lens: i32[S + 1], where each sequence's rows start in `q`; the last is the number of
+        rows.
+      num_seqs: i32[], the number of sequences; array entries beyond it are ignored.
+      sm_scale: the factor on the scores.
+      kv_dtype: the type whose bits `kv` stores, only for uint16 (bfloat16 or float16) and uint8
+        (float8_e4m3fn).
+      max_q_len: an upper bound of the rows of a sequence; a lower bound compiles less code. Rows
+        beyond it may be zero.
+      implementation: `reference` is differentiable for float32 `kv`. `xla` computes only the tiles
+        that the sequences have. `cpu` is the C++ kernels for bfloat16 queries, if they are loaded
+        (`forge_kernels.cpu`). `mosaic` is the Pallas kernels for NVIDIA Hopper. `auto` is `mosaic`
+        on such a GPU if it supports the shapes and types, else `xla`.
+      uniform: compute every row in the same way. At fixed array shapes, its bits then do not depend
+        on other rows and sequences, nor on `cu_q_lens`. `reference` and `cpu` always do this.
+      window: how many keys a query attends to at most, including its own. Keys that all rows of a
+        sequence have passed are not used either, but for `mosaic` they must be numbers.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after `sm_scale` (Gemma 2, arXiv
         2408.00118, section 2).
 
     Returns:
-      [T, H, D] of q's type. Rows at and beyond `cu_q_lens[num_seqs]` are zero, but with `cpu` they
-      may hold anything.
+      [T, H, D] of q's type. Rows from `cu_q_lens[num_seqs]` on are zero, or undefined with `cpu`.
 
     Raises:
-      ValueError: shapes that do not fit together, an unknown implementation, a window or soft cap
-        that is not positive.
-      TypeError: types that do not fit together, or an implementation that does not know these
-        types, windows or soft caps.
-      NotImplementedError: a gradient is asked of anything but `reference` with float32 `kv`.
+      ValueError: shapes do not match, the implementation does not exist, or a window or soft cap is
+        not positive.
+      TypeError: types do not match, or the implementation does not support them, the window or the
+        soft cap.
+      NotImplementedError: a gradient was requested of anything but `reference` with float32 `kv`.
 
-    The cache's form is PagedAttention's (Kwon et al. 2023, section 4.1); the softmax is the online
-    one (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, section 3.1).
+    The cache is PagedAttention's (Kwon et al. 2023, section 4.1). The softmax is the online one
+    (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, section 3.1).
     """
     kv_dtype = _kv_float(kv, kv_dtype)
     _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"no attention implementation {implementation!r}; there are: {known}")
+        raise ValueError(f"attention implementation must be one of {known}, got {implementation!r}")
     if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, not {window}")
+        raise ValueError(f"window must be at least 1, got {window}")
     if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive, not {soft_cap}")
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
     if implementation != "reference" or kv_dtype != jnp.float32:
         q, kv = jax.tree.map(_without_gradient, (q, kv))
     arrays = (q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
@@ -143,21 +140,23 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, KV]:
-    """Rotates queries and keys by their positions, and writes keys and values into the cache.
+    """Rotate queries and keys by their positions, and write keys and values to the cache.
 
     Args:
-      qkv: float[T, H + 2K, D]: the heads of the queries, then keys, then values.
+      qkv: float[T, H + 2K, D], the heads of the queries, then keys, then values.
       kv: dtype[N, 2, K, bs, D] or a `QuantizedKV`, see `write_kv`.
       cos, sin: f32[T, D / 2], see `forge_kernels.rope`.
       slot_mapping: i32[T], see `write_kv`.
-      num_tokens: i32[], a promise that rows from there on are not needed.
+      num_tokens: i32[], a promise that the caller ignores rows from there on.
+      kv_dtype: see `ragged_paged_attention`.
       implementation: see `ragged_paged_attention`.
 
     Returns:
       (q float[T, H, D], kv).
 
     Raises:
-      TypeError, ValueError: types or shapes that do not fit together.
+      TypeError: types do not match.
+      ValueError: shapes do not match.
     """
     K = kv.shape[2]
     H = qkv.shape[1] - 2 * K
@@ -166,12 +165,12 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
         raise ValueError(f"heads of qkv {qkv.shape} do not fit a cache {kv.shape}")
     if not cos.shape == sin.shape == (T, D // 2) or slot_mapping.shape != (T,):
         raise ValueError(
-            f"cos {cos.shape}, sin {sin.shape} and slot_mapping {slot_mapping.shape} for {T} "
-            f"tokens and heads of {D}"
+            f"cos {cos.shape}, sin {sin.shape} and slot_mapping {slot_mapping.shape} do not fit "
+            f"{T} tokens and heads of {D}"
         )
     if implementation == "cpu":
         _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
-    if implementation == "cpu" and isinstance(kv, jax.Array):  # rows of 8 bits are rounded by XLA
+    if implementation == "cpu" and isinstance(kv, jax.Array):  # XLA rounds rows to 8 bits
         count = jnp.full((), qkv.shape[0], jnp.int32) if num_tokens is None else num_tokens
         rotated: Any = cpu_rotate_write(qkv, cos, sin, slot_mapping, count, kv)
         return rotated
@@ -188,29 +187,31 @@ def write_kv[KV: jax.Array | QuantizedKV](
     *,
     kv_dtype: DTypeLike | None = None,
 ) -> KV:
-    """Writes the keys and values of T tokens into their places in the cache.
+    """Write the keys and values of T tokens to their slots in the cache.
 
     Args:
-      kv: dtype[N, 2, K, bs, D], or in 8 bits a `QuantizedKV`; donated by the caller if it should
-        not be copied.
-      k: float[T, K, D]. v: the same.
-      slot_mapping: i32[T], `block * bs + offset`. Index `N * bs` means: drop this row. -1 is never
-        an index: XLA would wrap it to the last slot.
+      kv: dtype[N, 2, K, bs, D], or a `QuantizedKV` of 8 bits. The caller must donate it to avoid a
+        copy.
+      k: float[T, K, D].
+      v: float[T, K, D].
+      slot_mapping: i32[T], `block * bs + offset`. `N * bs` drops the row. -1 must not occur,
+        because XLA would wrap it to the last slot.
       kv_dtype: see `ragged_paged_attention`.
 
     Returns:
       `kv` with the rows written.
 
     Raises:
-      TypeError, ValueError: types or shapes that do not fit together.
-      NotImplementedError: a gradient is asked where `kv` is not float32.
+      TypeError: types do not match.
+      ValueError: shapes do not match.
+      NotImplementedError: a gradient was requested, but `kv` is not float32.
     """
     kv_dtype = _kv_float(kv, kv_dtype)
     rows = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
     if (rows.shape[1:3], rows.shape[3]) != (kv.shape[1:3], kv.shape[4]):
         raise ValueError(f"keys {k.shape} and values {v.shape} do not fit a cache {kv.shape}")
     if slot_mapping.shape != k.shape[:1]:
-        raise ValueError(f"slot_mapping {slot_mapping.shape} for {k.shape[0]} tokens")
+        raise ValueError(f"slot_mapping {slot_mapping.shape} does not fit {k.shape[0]} tokens")
     if kv_dtype != jnp.float32:
         rows = _without_gradient(rows)
     written: Any
@@ -230,10 +231,10 @@ def _stored(rows: jax.Array, storage: jnp.dtype) -> jax.Array:
 
 
 def _scatter(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """pool: [N, 2, K, bs, ...], rows: [T, 2, K, ...]."""
+    """Scatter rows [T, 2, K, ...] into pool [N, 2, K, bs, ...]."""
     num_blocks, block_size = pool.shape[0], pool.shape[3]
     if rows.shape[0] == 1:
-        # XLA:CPU turns a scatter of one row into a slice update, and copies the pool for it.
+        # XLA:CPU turns a scatter of one row into a slice update, which copies the pool.
         rows = jnp.pad(rows, ((0, 1), *((0, 0),) * (rows.ndim - 1)))
         slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=num_blocks * block_size)
     block, offset = slot_mapping // block_size, slot_mapping % block_size
@@ -241,16 +242,17 @@ def _scatter(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.A
 
 
 def kv_storage_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:
-    """The type of the array that holds a cache of `kv_dtype` on `platform` ("cpu", "gpu").
+    """Return the array type that stores a cache of `kv_dtype` on `platform` ("cpu", "gpu").
 
-    XLA:CPU converts a whole pool of 16-bit or 8-bit floats in order to scatter one row into it; the
-    same bits as unsigned integers are scattered in place. So bfloat16 and float16 are uint16 there,
-    and float8_e4m3fn is uint8.
+    To scatter a row into a pool of 16-bit or 8-bit floats, XLA:CPU converts the whole pool. The
+    same bits as unsigned integers are scattered in place. On CPUs, bfloat16 and float16 are
+    therefore stored as uint16, and float8_e4m3fn as uint8.
     """
     kv_dtype = jnp.dtype(kv_dtype)
     if kv_dtype not in (*_FLOATS, *LARGEST):
         raise TypeError(
-            f"a KV cache is float32, bfloat16, float16, int8 or float8_e4m3fn, not {kv_dtype}"
+            "the type of a KV cache must be float32, bfloat16, float16, int8 or float8_e4m3fn, "
+            f"got {kv_dtype}"
         )
     for bits, meanings in _BITS.items():
         if platform == "cpu" and kv_dtype in meanings:
@@ -261,10 +263,10 @@ def kv_storage_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:
 def kv_shape_dtype(
     shape: tuple[int, ...], storage: DTypeLike
 ) -> jax.ShapeDtypeStruct | QuantizedKV:
-    """One layer's cache of `shape` [N, 2, K, bs, D], kept as `storage` (see `kv_storage_dtype`).
+    """Return shape and type of one layer's cache [N, 2, K, bs, D], stored as `storage`.
 
     Returns:
-      What describes its array; in 8 bits a `QuantizedKV` of two of them.
+      The description of its array (see `kv_storage_dtype`), or a `QuantizedKV` of two for 8 bits.
     """
     data: Any = jax.ShapeDtypeStruct(shape, storage)
     if data.dtype.itemsize > 1:
@@ -290,26 +292,28 @@ def _(primals, tangents):
 
 
 def _kv_float(kv: jax.Array | QuantizedKV, kv_dtype: DTypeLike | None) -> jnp.dtype:
-    """The type of what `kv` holds, however it is stored."""
+    """Return the type of the numbers in `kv`, however they are stored."""
     if isinstance(kv, QuantizedKV):
         known, form = (*LARGEST, jnp.dtype(jnp.uint8)), "the data of a QuantizedKV"
         if kv.scale.dtype != jnp.float32:
-            raise TypeError(f"the scale of a QuantizedKV must be float32, not {kv.scale.dtype}")
+            raise TypeError(f"the scale of a QuantizedKV must be float32, got {kv.scale.dtype}")
         if kv.scale.shape != kv.shape[:-1]:
-            raise ValueError(f"scale {kv.scale.shape} for the data {kv.shape} of a QuantizedKV")
+            raise ValueError(
+                f"scale {kv.scale.shape} does not fit the data {kv.shape} of a QuantizedKV"
+            )
     else:
-        known, form = (*_FLOATS, jnp.dtype(jnp.uint16)), "kv that is no QuantizedKV"
+        known, form = (*_FLOATS, jnp.dtype(jnp.uint16)), "kv that is not a QuantizedKV"
     if kv.dtype not in known:
-        raise TypeError(f"{form} must be {_names(known)}, not {kv.dtype}")
+        raise TypeError(f"{form} must be {_names(known)}, got {kv.dtype}")
     if kv.dtype in _BITS:
         meanings = _BITS[kv.dtype]
         if kv_dtype is None or jnp.dtype(kv_dtype) not in meanings:
             raise TypeError(
-                f"kv is stored as {kv.dtype}: kv_dtype must say {_names(meanings)}, not {kv_dtype}"
+                f"kv is stored as {kv.dtype}: kv_dtype must be {_names(meanings)}, got {kv_dtype}"
             )
         return jnp.dtype(kv_dtype)
     if kv_dtype is not None and jnp.dtype(kv_dtype) != kv.dtype:
-        raise TypeError(f"kv is {kv.dtype} but kv_dtype says {jnp.dtype(kv_dtype)}")
+        raise TypeError(f"kv_dtype must be {kv.dtype} like kv, got {jnp.dtype(kv_dtype)}")
     return kv.dtype
 
 
@@ -318,31 +322,31 @@ def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
 
 
 def _check_cpu(q: jax.Array, kv: jax.Array | QuantizedKV, kv_dtype: jnp.dtype) -> None:
-    """Raise TypeError if the kernels are not for these."""
+    """Raise TypeError if the CPU kernels do not support these arrays."""
     reason = unsupported(q.shape[2], kv_dtype, "cpu")
     if reason is None and q.dtype != jnp.bfloat16:
-        reason = f"they are for queries of bfloat16, not {q.dtype}"
+        reason = f"queries must be bfloat16, not {q.dtype}"
     if reason is None and kv_dtype != jnp.int8 and kv.dtype not in _BITS:
-        reason = f"they read {kv_dtype} as its bits, not as {kv.dtype}"
+        reason = f"{kv_dtype} must be stored as its bits, not as {kv.dtype}"
     if reason is not None:
-        raise TypeError(f"no attention by the CPU kernels: {reason}")
+        raise TypeError(f"the CPU kernels do not support this attention: {reason}")
 
 
 def _mosaic(q: jax.Array, kv: jax.Array | QuantizedKV, *rest: jax.Array, **options) -> jax.Array:
     reason = _mosaic_unsupported(q, kv)
     if reason is not None:
-        raise TypeError(f"no attention by the GPU kernels: {reason}")
+        raise TypeError(f"the GPU kernels do not support this attention: {reason}")
     attention, calls = _mosaic_modules()
     return attention.jitted_attention(q, kv, *rest, interpret=calls.interpreter(), **options)
 
 
 def _auto_is_mosaic(q: jax.Array, kv: jax.Array | QuantizedKV) -> bool:
-    # On CPUs, also those of a GPU's host, bits are kept as unsigned integers.
+    # On CPUs, including a GPU's host, bits are stored as unsigned integers.
     if kv.dtype in _BITS or not _on_hopper():
         return False
     reason = _mosaic_unsupported(q, kv)
     if reason is not None:
-        _say_once(f"attention in plain XLA, without the GPU kernels: {reason}")
+        _say_once(f"attention runs in plain XLA, without the GPU kernels: {reason}")
     return reason is None
 
 
@@ -373,7 +377,7 @@ def _say_once(message: str) -> None:
 def _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs) -> None:
     if q.ndim != 3 or len(kv.shape) != 5 or kv.shape[1] != 2 or block_tables.ndim != 2:
         raise ValueError(
-            "want q [T, H, D], kv [N, 2, K, bs, D] and block_tables [S, max_blocks], got "
+            "q must be [T, H, D], kv [N, 2, K, bs, D] and block_tables [S, max_blocks], got "
             f"{q.shape}, {kv.shape} and {block_tables.shape}"
         )
     if q.shape[2] != kv.shape[4] or q.shape[1] % kv.shape[2]:
@@ -381,6 +385,6 @@ def _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs) -> None:
     seqs = block_tables.shape[0]
     if kv_lens.shape != (seqs,) or cu_q_lens.shape != (seqs + 1,) or num_seqs.shape != ():
         raise ValueError(
-            f"{seqs} rows in block_tables, but kv_lens {kv_lens.shape}, cu_q_lens "
+            f"block_tables has {seqs} rows, but the shapes are kv_lens {kv_lens.shape}, cu_q_lens "
             f"{cu_q_lens.shape}, num_seqs {num_seqs.shape}"
         )

@@ -1,7 +1,7 @@
-"""Paged attention by the C++ kernels, and the rotation and cache write before it.
+"""Paged attention by the C++ kernels, and the RoPE and cache write before it.
 
-For bfloat16 queries, caches of bfloat16 kept as uint16 or of 8 bits, and head sizes that are
-multiples of 32. Every row's bits depend on its own query and keys alone (see
+They support bfloat16 queries, caches of bfloat16 (stored as uint16) or of 8 bits, and head dims
+that are multiples of 32. Every row's bits depend only on its own query and keys (see
 `cpu/src/attention.h`).
 """
 
@@ -15,13 +15,13 @@ MAX_HEAD_DIM = 256
 
 
 def unsupported(head_dim: int, kv_dtype: jnp.dtype, platform: str) -> str | None:
-    """Why these kernels cannot be used for such a cache; None if they can."""
+    """Return why these kernels do not support such a cache, or None if they do."""
     if platform != "cpu":
-        return f"they are for CPUs, not {platform}"
+        return f"they run on CPUs, not on {platform}"
     if kv_dtype not in (jnp.bfloat16, *LARGEST):
-        return f"they are for caches of bfloat16, int8 and float8_e4m3fn, not {kv_dtype}"
+        return f"the cache must be bfloat16, int8 or float8_e4m3fn, not {kv_dtype}"
     if head_dim % 32 or head_dim > MAX_HEAD_DIM:
-        return f"a head size of {head_dim} is no multiple of 32 up to {MAX_HEAD_DIM}"
+        return f"the head dim must be a multiple of 32 up to {MAX_HEAD_DIM}, not {head_dim}"
     return None
 
 
@@ -36,7 +36,7 @@ def cpu_attention(
     sm_scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> jax.Array:  # bf16[T, H, D]; rows of no sequence hold anything
+) -> jax.Array:  # bf16[T, H, D]; rows that belong to no sequence are undefined
     out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
     data, scale = kv if isinstance(kv, QuantizedKV) else (kv, jnp.zeros(0, jnp.float32))
     return jax.ffi.ffi_call("forge_attention", out)(
@@ -70,7 +70,7 @@ def cpu_rotate_write(
 
 
 def untouched(array: jax.ShapeDtypeStruct) -> jax.Array:
-    """Memory for an array, which holds anything: nothing is written to it."""
+    """Return uninitialized memory for an array."""
     out = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    # Two of the same type are two arrays.
+    # The side effect keeps XLA from merging two arrays of the same type.
     return jax.ffi.ffi_call("forge_untouched", out, has_side_effect=True)()

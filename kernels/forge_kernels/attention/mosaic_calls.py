@@ -1,6 +1,6 @@
-"""What the GPU kernels need of Pallas' Mosaic GPU back end, and where its interpreter differs.
+"""The GPU kernels' interface to Pallas' Mosaic GPU back end and its interpreter.
 
-That interface changes from one release of JAX to the next; the kernels use it by way of this file.
+Pallas changes from one release of JAX to the next, so the kernels use it only through this file.
 `interpreted` runs them on a CPU, with simulated memory, barriers and copies, and a race detector.
 """
 
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 ROWS = 64  # of a warpgroup's matrix product
 
-# To a type checker these are abstract, or something else than arrays.
+# Type checkers see these as abstract classes, or as other things than arrays.
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
 _accumulator: Any = plgpu.WGMMAAccumulatorRef
@@ -33,7 +33,7 @@ _interpret: contextvars.ContextVar[plgpu.InterpretGPUParams | None] = contextvar
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = True) -> Iterator[None]:
-    """Kernels that are traced in this context run in the interpreter."""
+    """Run kernels that are traced in this context in the interpreter."""
     token = _interpret.set(plgpu.InterpretGPUParams(detect_races=detect_races))
     try:
         yield
@@ -42,7 +42,7 @@ def interpreted(*, detect_races: bool = True) -> Iterator[None]:
 
 
 def interpreter() -> plgpu.InterpretGPUParams | None:
-    """What `interpreted` has set; part of the key where a traced function is kept."""
+    """Return what `interpreted` has set; part of the key of cached traced functions."""
     return _interpret.get()
 
 
@@ -57,7 +57,7 @@ def launch(
     shared: Sequence[Any] = (),
     interpret: plgpu.InterpretGPUParams | None,
 ) -> list[jax.Array]:
-    """Runs `body(cta, warpgroup, inputs, outputs, shared)` on `grid` CTAs of `warpgroups`."""
+    """Run `body(cta, warpgroup, inputs, outputs, shared)` on `grid` CTAs of `warpgroups`."""
     num_in, num_out = len(arrays), len(outputs)
 
     def entry(*refs):
@@ -87,14 +87,14 @@ def launch(
 
 
 def matrix(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 128) -> Any:
-    """Shared memory for matrices [..., rows, columns], as the tensor cores and copies want it.
+    """Allocate shared memory for matrices [..., rows, columns] of the tensor cores and copies.
 
-    A part that is read or written starts at a multiple of `width` bytes, a power of two.
+    Parts that are read or written start at a multiple of `width` bytes, a power of two.
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(width, shape[-1] * itemsize)  # bytes
     if swizzle == 16:
-        return plgpu.SMEM(shape, dtype)  # row after row, each in other banks than its neighbours
+        return plgpu.SMEM(shape, dtype)  # consecutive rows, each in other banks than its neighbors
     transforms = (_tiling((8, swizzle // itemsize)), _swizzle(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -108,45 +108,45 @@ def barriers(count: int, arrivals: int) -> Any:
 
 
 def full(shape: tuple[int, ...], value: float) -> jax.Array:
-    """f32[ROWS, n] or f32[ROWS] in registers, laid out like a matrix product's result."""
+    """Return f32[ROWS, n] or f32[ROWS] in registers, in the layout of a product's result."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def index(shape: tuple[int, int], axis: int) -> jax.Array:
-    """i32[ROWS, n]: the row or the column."""
+    """Return i32[ROWS, n] of row or column numbers."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
 def row_index() -> jax.Array:
-    """i32[ROWS]."""
+    """Return i32[ROWS] of row numbers."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
 
 
 def column_index(size: int) -> jax.Array:
-    """i32[size], one for each column of a product's result."""
+    """Return i32[size] of column numbers of a product's result."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
 
 def columns(values: jax.Array, size: int) -> jax.Array:
-    """[ROWS] -> [ROWS, size]."""
+    """Broadcast [ROWS] to [ROWS, size]."""
     return lax.broadcast_in_dim(values, (ROWS, size), (0,))
 
 
 def rows(values: jax.Array) -> jax.Array:
-    """[n] -> [ROWS, n]."""
+    """Broadcast [n] to [ROWS, n]."""
     return lax.broadcast_in_dim(values, (ROWS, values.shape[0]), (1,))
 
 
 def load_columns(ref: Any) -> jax.Array:
-    """[n] in shared memory -> registers, laid out as one for each column of a product's result."""
+    """Load [n] from shared memory to registers, one per column of a product's result."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
 
 
 def load_rows(ref: Any) -> jax.Array:
-    """[ROWS] in shared memory -> registers, as one for each row."""
+    """Load [ROWS] from shared memory to registers, one per row."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
 
 
@@ -155,9 +155,9 @@ def load_matrix(ref: Any) -> jax.Array:
 
 
 def convert(source: Any, target: Any, columns: int) -> None:
-    """From 8 bits to 16, both [ROWS, D] in shared memory, `columns` at a time in registers."""
+    """Convert [ROWS, D] in shared memory from 8 to 16 bits, `columns` at a time in registers."""
     of_fp8 = jnp.dtype(source.dtype) == jnp.float8_e4m3fn
-    if source.shape[1] % 32:  # it lies row after row, and cannot be cut
+    if source.shape[1] % 32:  # stored row by row, which cannot be split
         columns = source.shape[1]
     for column in range(0, source.shape[1], columns):
         part = (slice(None), pl.ds(column, min(columns, source.shape[1] - column)))
@@ -171,9 +171,9 @@ def convert(source: Any, target: Any, columns: int) -> None:
 def times_transposed(
     a_ref: Any, b_ref: Any, meanwhile: Callable[[], None] = lambda: None
 ) -> jax.Array:
-    """a[ROWS, D] @ b[n, D].T, both in shared memory -> f32[ROWS, n].
+    """Return a[ROWS, D] @ b[n, D].T as f32[ROWS, n]; both are in shared memory.
 
-    `meanwhile` runs while the tensor cores do.
+    `meanwhile` runs while the tensor cores compute.
     """
 
     def product(acc):
@@ -185,11 +185,11 @@ def times_transposed(
 
 
 def add_product(acc: jax.Array, a: jax.Array, b_ref: Any, interpret: Any) -> jax.Array:
-    """acc f32[ROWS, D] + a[ROWS, n] @ b[n, D]; `a` in registers, b in shared memory."""
+    """Return acc f32[ROWS, D] + a[ROWS, n] @ b[n, D]; `a` is in registers, b in shared memory."""
     if interpret is not None:
-        # The interpreter knows neither accumulators with a value nor operands in registers.
+        # The interpreter supports neither accumulators with a value nor operands in registers.
         acc = acc + jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # an ordinary read, before the copies may write there again
+        plgpu.commit_smem()  # orders this ordinary read before the next copy to the same memory
         return acc
 
     def product(acc_ref):
@@ -216,7 +216,7 @@ set_max_registers = plgpu.set_max_registers
 
 
 def load_slice(ref: Any) -> jax.Array:
-    """A small matrix in device memory -> registers, its elements in a row over all threads."""
+    """Load a small matrix from device memory to registers, its elements spread over all threads."""
     return plgpu.load(ref, layout=_strided(ref.shape, ref.dtype), optimized=False)
 
 
@@ -225,7 +225,7 @@ def store_slice(ref: Any, values: jax.Array) -> None:
 
 
 def rows_of(scalars: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
-    """f32[n, size], row i of it scalar i, laid out as by `load_slice`."""
+    """Return f32[n, size] whose row i is scalar i, in the layout of `load_slice`."""
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_strided(shape, jnp.float32))
     values = jnp.where(row == 0, scalars[0], scalars[-1])
     for i, scalar in enumerate(scalars[1:-1], 1):
@@ -241,5 +241,5 @@ def _strided(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 
 
 def wait_copied_out(*, read_only: bool = False) -> None:
-    """Until this warpgroup's copies out are done; `read_only`: until their source may change."""
+    """Wait for this warpgroup's copies out; if `read_only`, until their source may change."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=read_only)

@@ -1,24 +1,24 @@
-"""Paged attention for NVIDIA Hopper: two Pallas kernels, by the Mosaic GPU back end.
+"""Paged attention for NVIDIA Hopper: two Pallas kernels for the Mosaic GPU back end.
 
-The first has one thread block (CTA) per multiprocessor, and each walks its part of the plan (see
-`plan`). One warpgroup, the producer, does nothing but start the hardware's copies: query rows, and
-the blocks of keys and values by way of the block table, several KV tiles ahead and across the
-borders of items. The others, one or two, compute: 64 query rows each, with the online softmax of
-FlashAttention (Dao et al. 2022, section 3.1), on tiles that they share. The tokens' query heads of
-one key/value head stand in the rows one after the other, so a decode, the verification of drafts
-and a chunk of a prompt differ in numbers of the plan only.
+The first kernel has one thread block (CTA) per multiprocessor, and each processes its part of the
+plan (see `plan`). One warpgroup, the producer, only starts the hardware's copies. It copies query
+rows, and keys and values through the block table, several KV tiles ahead and across items. The
+other one or two warpgroups compute. Each has 64 query rows and runs FlashAttention's online softmax
+(Dao et al. 2022, section 3.1) on the tiles that they share. The query heads of one key/value head
+are consecutive rows, so decodes, draft verification and prefill chunks differ only in the numbers
+of the plan.
 
-Of a cache in 8 bits two warpgroups compute the same 64 query rows, and take the KV tiles in turn,
-since one could not keep up with the memory. Each converts its tiles to 16 bits, in shared memory,
-while the other one's tiles are multiplied; at an item's end the second hands its result to the
-first. Scales are never multiplied into keys or values: a key's multiplies its scores, a value's the
-weights of the softmax when they have been summed, so a scale may have any size. Heads of 256 leave
-no registers for that: one warpgroup does it all.
+For a cache of 8 bits, two warpgroups compute the same 64 query rows and take alternate KV tiles.
+One warpgroup could not keep up with the memory. Each converts its tiles to 16 bits in shared memory
+while the other's tiles are multiplied. At the end of an item, the second hands its result to the
+first. Scales are never multiplied into keys or values, so they may have any size. A key's scale
+multiplies its scores, and a value's scale multiplies the softmax weights after they are summed.
+Heads of 256 leave no registers for this, so one warpgroup does everything.
 
-The second kernel adds up the results of units that were cut (FlashDecoding's last step), in order.
+The second kernel adds the results of split units in order (FlashDecoding's last step).
 
-What lies beyond a sequence may be NaN: such scores are selected away, and such values and scales
-are replaced by zero before they are multiplied by the zeros of the softmax.
+Entries beyond a sequence may be NaN. Their scores are masked by selection, and their values and
+scales are replaced by zero before they are multiplied by the zeros of the softmax.
 """
 
 from __future__ import annotations
@@ -39,38 +39,39 @@ from forge_kernels.attention.quantized import QuantizedKV
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
-NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp2(-inf - it) is 0
+NO_SCORE = -1e30  # the initial maximum: finite, so that exp2(-inf - NO_SCORE) is 0
 LOG2_E = math.log2(math.e)
-VALUE_COLUMNS = 64  # of a tile's keys or values that are in registers at once
-OUT_COLUMNS = 64  # of a wide head's result that are in shared memory at once
-# Of a cache in 8 bits: what the tensor cores get for keys and for values. These types hold all that
-# 8 bits can say, queries are rounded to the first. Values go with weights that have been multiplied
-# by scales: they need bfloat16's range. To float16 fewer instructions convert float8_e4m3fn.
+VALUE_COLUMNS = 64  # of a tile's keys or values in registers at once
+OUT_COLUMNS = 64  # of a wide head's result in shared memory at once
+
+# The types of keys and values in the products of an 8-bit cache. They represent all 8-bit values
+# exactly, and queries are rounded to the first. Weights that have been multiplied by values' scales
+# need bfloat16's range. Converting float8_e4m3fn to float16 takes fewer instructions.
 PRODUCT_DTYPES = {
     jnp.dtype(jnp.int8): (jnp.bfloat16, jnp.bfloat16),
     jnp.dtype(jnp.float8_e4m3fn): (jnp.float16, jnp.bfloat16),
 }
-# Bytes of the parts in which such matrices lie in shared memory: where a thread writes its share of
-# a part is then the same in all parts, and takes no register for each.
+# The width in bytes of the parts of these matrices in shared memory. With this width, a thread's
+# place is the same in all parts and needs no register for each.
 PRODUCT_WIDTH = 32
 
 
 def unsupported(
     heads: int, kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, kv_dtype: Any
 ) -> str | None:
-    """Why this attention cannot be used for such a cache; None if it can."""
+    """Return why this kernel does not support such a cache, or None if it does."""
     of_16_bits = q_dtype in (jnp.bfloat16, jnp.float16)
     if not of_16_bits or (kv_dtype != q_dtype and kv_dtype not in PRODUCT_DTYPES):
         return (
-            "it is for bfloat16 or float16, with a cache of the same type, int8 or float8_e4m3fn, "
-            f"not {q_dtype} with a cache of {kv_dtype}"
+            "queries must be bfloat16 or float16, with a cache of the same type, int8 or "
+            f"float8_e4m3fn, not {q_dtype} with a cache of {kv_dtype}"
         )
     if head_dim not in HEAD_DIMS:
-        return f"a head size of {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+        return f"the head dim must be one of {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
     if block_size % 8:
-        return f"a block size of {block_size} is no multiple of 8"
+        return f"the block size must be a multiple of 8, not {block_size}"
     if heads // kv_heads > gpu.ROWS:
-        return f"{heads // kv_heads} query heads to one are more than {gpu.ROWS}"
+        return f"{heads // kv_heads} query heads per key/value head are more than {gpu.ROWS}"
     return None
 
 
@@ -89,7 +90,7 @@ def mosaic_attention(  # noqa: PLR0913
     soft_cap: float | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
-) -> jax.Array:  # q.dtype[T, H, D]; rows of no sequence are zero
+) -> jax.Array:  # q.dtype[T, H, D]; rows that belong to no sequence are zero
     data, scale = kv if isinstance(kv, QuantizedKV) else (kv, None)
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = data.shape[2:4]
@@ -128,7 +129,7 @@ def mosaic_attention(  # noqa: PLR0913
     return summed.reshape(-1, head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
 
 
-# Traced and lowered once for all the layers of a model; XLA makes one plan of their equal plans.
+# Traced and lowered once for all layers of a model; XLA merges their equal plans into one.
 jitted_attention = jax.jit(
     mosaic_attention,
     static_argnames=(
@@ -144,7 +145,7 @@ jitted_attention = jax.jit(
 
 
 def _stages(head_dim: int, *, quantized: bool) -> int:
-    """KV tiles in shared memory for each turn: what fits, and is enough to wait for memory."""
+    """Return the KV tiles in shared memory per turn: as many as fit and hide memory latency."""
     if quantized:
         return {128: 2, 256: 3}.get(head_dim, 4)
     return 2 if head_dim > 128 else 3
@@ -156,7 +157,7 @@ def _multiprocessors() -> int:
 
 
 class _Item(NamedTuple):
-    """What a CTA does for one unit: scalars."""
+    """The work of a CTA for one unit, as scalars."""
 
     seq: jax.Array
     head: jax.Array
@@ -167,37 +168,37 @@ class _Item(NamedTuple):
     q_slice: jax.Array
     slices: jax.Array
     target: jax.Array  # slice of the results
-    partial: jax.Array  # which of the partial items; -1: it is a whole unit
+    partial: jax.Array  # the number of the partial item; -1 for a whole unit
 
 
 class _Shared(NamedTuple):
     """A CTA's shared memory and barriers."""
 
     q: Any  # [q_buffers, row_groups, ROWS, D]
-    k: Any  # [turns * stages, KV_TILE, D], as they are in the cache
+    k: Any  # [turns * stages, KV_TILE, D], as in the cache
     v: Any
     out: Any  # f32[row_groups, ROWS, OUT_COLUMNS or D]
     lse: Any  # f32[row_groups, ROWS]
     q_full: Any  # barriers: the copies in have arrived
     k_full: Any
     v_full: Any
-    q_free: Any  # barriers: all warpgroups have read it
+    q_free: Any  # barriers: all warpgroups have read the buffer
     k_free: Any
     v_free: Any
-    v_clean: Any  # barriers: warpgroup 0 has put zeros where no token is
+    v_clean: Any  # barriers: warpgroup 0 has zeroed the values beyond the sequence
     quantized: _SharedQuantized | None
 
 
 class _SharedQuantized(NamedTuple):
-    """What a cache in 8 bits needs besides."""
+    """The additional shared memory for a cache of 8 bits."""
 
-    k_scale: Any  # f32[turns * stages, KV_TILE]; it arrives with the keys
+    k_scale: Any  # f32[turns * stages, KV_TILE], copied with the keys
     v_scale: Any
     keys: Any  # [warpgroups, KV_TILE, D], for the tensor cores
     values: Any
     sums: Any  # f32[2, ROWS]: warpgroup 1's maximum and total
-    out_free: Any  # barrier: warpgroup 1 may put its result into `out`
-    out_full: Any  # barrier: it has
+    out_free: Any  # barrier: warpgroup 1 may write its result to `out`
+    out_full: Any  # barrier: warpgroup 1 has written it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ class _Kernel:
     kv_dtype: Any
     block_size: int
     row_groups: int  # of ROWS query rows
-    stages: int  # KV tiles in shared memory, for each turn
+    stages: int  # KV tiles in shared memory per turn
     q_buffers: int
     sm_scale: float
     soft_cap: float | None
@@ -220,7 +221,7 @@ class _Kernel:
 
     @property
     def key_dtype(self) -> Any:
-        """Of queries and keys where they are multiplied."""
+        """The type in which queries and keys are multiplied."""
         return PRODUCT_DTYPES[self.kv_dtype][0] if self.quantized else self.dtype
 
     @property
@@ -233,22 +234,22 @@ class _Kernel:
 
     @property
     def turns(self) -> int:
-        """Warpgroups that take the KV tiles of the same rows in turn: 1, or 2."""
+        """The number of warpgroups that take the KV tiles of the same rows in turn: 1 or 2."""
         return 2 if self.quantized and not self.wide else 1
 
     @property
     def warpgroups(self) -> int:
-        """That compute."""
+        """The number of warpgroups that compute."""
         return self.row_groups * self.turns
 
     @property
     def piece(self) -> int:
-        """Tokens of one copy: a block, or what of it is in one KV tile."""
+        """The tokens of one copy: a block, or the part of it in one KV tile."""
         return math.gcd(self.block_size, KV_TILE)
 
     @property
     def num_parts(self) -> int:
-        """Slices of results: those that are whole, then the partial ones."""
+        """The slices of results: whole ones, then partial ones."""
         return self.geometry.kv_heads * self.geometry.num_slices + self.geometry.partial_slices
 
     def attend(
@@ -259,10 +260,10 @@ class _Kernel:
         scale: jax.Array | None,  # f32[N, 2, K, bs]
         block_tables: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """f32[num_parts, SLICE, D] and log2 of the sums, f32[partial_items, query rows]."""
+        """Return f32[num_parts, SLICE, D] and log2 of sums, f32[partial_items, query rows]."""
         g, D = self.geometry, self.head_dim
         pieces = KV_TILE // self.piece
-        room = g.tile_slices - 1  # a tile is copied whole, the last one too
+        room = g.tile_slices - 1  # every tile is copied whole, even the last one
         packed = jnp.pad(packed.reshape(-1, SLICE, D), ((0, room), (0, 0), (0, 0)))
         out_columns = OUT_COLUMNS if self.wide else D
         slots = self.turns * self.stages
@@ -288,7 +289,7 @@ class _Kernel:
             quantized=self._shared_quantized(slots) if self.quantized else None,
         )
         lse_shape = (max(g.partial_items, 1), self.row_groups, gpu.ROWS)
-        # Pieces of all blocks, keys or values, heads.
+        # [pieces of all blocks, keys or values, heads]
         cache = [kv.reshape(-1, self.piece, D)]
         if scale is not None:
             cache.append(scale.reshape(-1, self.piece))
@@ -339,7 +340,7 @@ class _Kernel:
             step = functools.partial(self._produce, shared, block_tables, q, cache)
             items, kv_tiles = self._walk(cta, tiles, ctas, step, tuple(range(self.turns)))
 
-            # Until all has been read: barriers must not be given up while somebody will arrive.
+            # Wait until everything is read, because barriers must outlive all arrivals.
             for turn, count in enumerate(kv_tiles):
                 for barriers in (shared.k_free, shared.v_free):
 
@@ -354,14 +355,15 @@ class _Kernel:
             gpu.loop(jnp.maximum(items - self.q_buffers, 0), items, drain_q)
 
     def _slot(self, turn, count):
-        """Where in shared memory a turn's KV tile is that has had `count` before."""
+        """Return the slot in shared memory of a turn's KV tile number `count`."""
         slot = lax.rem(count, jnp.int32(self.stages))
         return slot if self.turns == 1 else turn * self.stages + slot
 
     def _part(self, item: _Item, turn):
-        """Which of an item's KV tiles a turn takes: the number of the first, and how many.
+        """Return the first of an item's KV tiles that a turn takes, and how many it takes.
 
-        All, or every other: by their positions and the head alone, and a row's sums with them.
+        A turn takes all tiles or every other one. The choice depends on positions and the head
+        only, and so do a row's sums.
         """
         if self.turns == 1:
             return jnp.int32(0), item.size
@@ -369,9 +371,9 @@ class _Kernel:
         return first, (item.size - first + 1) >> 1
 
     def _walk(self, cta, tiles, ctas, step, turns):
-        """Calls `step(item, index, KV tiles before it)`, where `item()` reads the item's scalars.
+        """Call `step(item, index, KV tiles before it)`, where `item()` reads the item's scalars.
 
-        Returns how many items and KV tiles there were; KV tiles are counted for each of `turns`.
+        Return how many items there were, and how many KV tiles for each of `turns`.
         """
         kv_heads = self.geometry.kv_heads
 
@@ -466,7 +468,7 @@ class _Kernel:
                 gpu.wait(shared.v_free.at[slot])
 
             def source(j):
-                # Table entries beyond the sequence may hold anything: something that exists.
+                # Table entries beyond the sequence are undefined, so an existing block is read.
                 inside = position + j * piece < item.kv_len
                 return piece_of(jnp.where(inside, position + j * piece, position))
 
@@ -483,7 +485,7 @@ class _Kernel:
                     copy(j, at + to_values, cache[0], shared.v, shared.v_full)
                 return
             data, scale = cache
-            for j in range(KV_TILE // piece):  # the sources of all would take too many registers
+            for j in range(KV_TILE // piece):  # keeping all sources would take too many registers
                 at = source(j)
                 copy(j, at, data, shared.k, shared.k_full)
                 copy(j, at, scale, shared.quantized.k_scale, shared.k_full)
@@ -499,7 +501,7 @@ class _Kernel:
         turn, row_group = (0, warpgroup) if self.turns == 1 else (warpgroup, 0)
         q = shared.q.at[buffer, row_group]
         step = functools.partial(self._kv_tile, warpgroup, shared, q, item, kv_tiles)
-        # Tiles whose keys are all visible to all rows need no mask.
+        # Tiles whose keys are visible to all rows need no mask.
         plain = jnp.int32(0)
         if self.geometry.window is None:
             plain = lax.div(item.position + 1, jnp.int32(KV_TILE)) - item.low
@@ -529,7 +531,7 @@ class _Kernel:
             self._hand_over(shared, state)
 
     def _hand_over(self, shared: _Shared, state):
-        """Warpgroup 1's result goes to warpgroup 0, by way of the room for the item's result."""
+        """Hand warpgroup 1's result to warpgroup 0 through the buffer of the item's result."""
         assert shared.quantized is not None
         acc, top, total = state
         sums = shared.quantized.sums
@@ -538,7 +540,7 @@ class _Kernel:
         gpu.arrive(shared.quantized.out_full.at[0])
 
     def _take_over(self, shared: _Shared, state):
-        """Warpgroup 0's result and then warpgroup 1's: one state."""
+        """Merge warpgroup 0's state with warpgroup 1's."""
         assert shared.quantized is not None
         acc, top, total = state
         gpu.wait_copied_out(read_only=True)
@@ -553,7 +555,7 @@ class _Kernel:
         return acc, new_top, total * mine + their_total * theirs
 
     def _finish(self, row_group, shared: _Shared, outputs, item: _Item, state):
-        """Copies an item's result out; `item` is read again: in the loops every register counts."""
+        """Copy an item's result out. `item` is read again to save registers in the loops."""
         (parts, lse), (acc, top, total) = outputs, state
         total = jnp.where(total > 0.0, total, 1.0)
         factor = 1.0 / total
@@ -579,7 +581,7 @@ class _Kernel:
             gpu.copy_out(shared.lse.at[row_group], lse.at[item.partial, row_group])
 
     def _kv_tile(self, warpgroup, shared: _Shared, q, item: _Item, kv_tiles, i, state, *, masked):
-        """The softmax goes on over the warpgroup's KV tile number i of the item."""
+        """Continue the softmax over the warpgroup's KV tile number i of the item."""
         turn = 0 if self.turns == 1 else warpgroup
         slot = self._slot(turn, kv_tiles[0] + i)
         tile = i if self.turns == 1 else self._part(item, turn)[0] + 2 * i
@@ -592,7 +594,7 @@ class _Kernel:
                 warpgroup, shared, q, slot, first_key, exists, softmax, state
             )
         if masked:
-            # Here, where few registers are in use.
+            # Waiting here is cheap, because few registers are in use.
             gpu.wait(shared.v_full.at[slot])
             self._clean_values(warpgroup, shared, slot, item.kv_len - first_key)
         gpu.wait(shared.k_full.at[slot])
@@ -609,17 +611,18 @@ class _Kernel:
     def _kv_tile_8_bits(
         self, warpgroup, shared: _Shared, q, slot, first_key, exists, softmax, state
     ):
-        """Keys and values are converted to 16 bits without their scales, which are of any size.
+        """Process a KV tile of 8 bits, converted to 16 bits without its scales.
 
-        A key's scale multiplies its scores. A value's multiplies its weights, when they have been
-        summed. `exists`: tokens from that number on are none, and may be NaN.
+        Scales may have any size. A key's scale multiplies its scores, and a value's scale
+        multiplies its weights after they are summed. If `exists` is given, tokens from that number
+        on do not exist and may be NaN.
         """
         extra = shared.quantized
         assert extra is not None
         keys, values = extra.keys.at[warpgroup], extra.values.at[warpgroup]
         gpu.wait(shared.k_full.at[slot])
         if not self.wide:
-            # The commit at a conversion's end keeps what has been read apart from the next copy.
+            # The commit at the end of a conversion orders these reads before the next copy.
             k_scale = gpu.load_columns(extra.k_scale.at[slot]) * self._score_factor
             gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)
             gpu.arrive(shared.k_free.at[slot])
@@ -636,7 +639,7 @@ class _Kernel:
             gpu.arrive(shared.v_free.at[slot])
             return gpu.add_product(acc, weights, values, self.interpret), *sums
 
-        # The results of wide heads leave registers for half as many scores.
+        # The results of wide heads leave registers for only half as many scores.
         gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)
         gpu.wait(shared.v_full.at[slot])
         self._convert_values(shared.v.at[slot], values, exists)
@@ -660,7 +663,7 @@ class _Kernel:
         return state
 
     def _value_scale(self, scale, exists):
-        """f32[n]; 0 for tokens from number `exists` on, if that is given."""
+        """Load the scales, f32[n], with 0 for tokens from number `exists` on if that is given."""
         scale = gpu.load_columns(scale)
         if exists is not None:
             scale = jnp.where(gpu.column_index(scale.shape[0]) < exists, scale, 0.0)
@@ -668,7 +671,7 @@ class _Kernel:
 
     def _convert_values(self, source, values, exists):
         gpu.convert(source, values, VALUE_COLUMNS)
-        if exists is not None and self.kv_dtype != jnp.int8:  # which has no NaN
+        if exists is not None and self.kv_dtype != jnp.int8:  # int8 has no NaN
 
             @pl.when(exists < KV_TILE)
             def _():
@@ -676,13 +679,13 @@ class _Kernel:
 
     @property
     def _score_factor(self) -> float:
-        """To the logarithm's base, or to what is capped."""
+        """The factor on scores: to base 2 logarithms, or to multiples of the cap."""
         if self.soft_cap is None:
             return self.sm_scale * LOG2_E
         return self.sm_scale / self.soft_cap
 
     def _softmax(self, row_group, item: _Item, masked, first_key, scores, state):
-        """Weights f32[ROWS, n] of `n` keys, and the state before their values are added."""
+        """Return weights f32[ROWS, n] of n keys, and the state before their values are added."""
         acc, top, total = state
         if self.soft_cap is not None:
             scores = jnp.tanh(scores) * (self.soft_cap * LOG2_E)
@@ -695,17 +698,17 @@ class _Kernel:
         return weights, (acc * gpu.columns(decay, self.head_dim), new_top, total)
 
     def _masked(self, scores, row_group, item: _Item, first_key):
-        """f32[ROWS, n]: -inf for keys after the query, or before its window."""
+        """Mask scores f32[ROWS, n] with -inf for keys after the query or before its window."""
         row = gpu.row_index() + row_group * gpu.ROWS
         query = item.position + lax.div(row, jnp.int32(self.geometry.group))
         column = gpu.index(scores.shape, 1)
         behind = gpu.columns(query - first_key, scores.shape[1]) - column
-        # After the query is behind it by a lot, if the number has no sign: one comparison.
+        # Unsigned, a key after the query is far behind it, so one comparison is enough.
         window = self.geometry.window or 2**31
         return jnp.where(behind.astype(jnp.uint32) < jnp.uint32(window), scores, -jnp.inf)
 
     def _clean_values(self, warpgroup, shared: _Shared, slot, num_tokens):
-        """Of the values that the warpgroups share, by the first of them."""
+        """Clean values that the warpgroups share; warpgroup 0 does it for all."""
 
         @pl.when((num_tokens < KV_TILE) & (warpgroup == 0))
         def _():
@@ -720,7 +723,7 @@ class _Kernel:
                 gpu.wait(shared.v_clean.at[slot])
 
     def _clean(self, values, num_tokens):
-        """Zeros in place of what lies beyond the sequence: it may be NaN, and 0 * NaN is NaN."""
+        """Zero the values beyond the sequence, which may be NaN, because 0 * NaN is NaN."""
         for column in range(0, self.head_dim, VALUE_COLUMNS):
             size = min(VALUE_COLUMNS, self.head_dim - column)
             part = values.at[:, pl.ds(column, size)]
@@ -729,7 +732,7 @@ class _Kernel:
         gpu.commit()
 
     def add_up(self, plan: Plan, parts: jax.Array, lse: jax.Array) -> jax.Array:
-        """[slices, SLICE, D] of q's type: partial results weighed by their sums, in order."""
+        """Add the partial results, weighted by their sums, in order: q.dtype[slices, SLICE, D]."""
         slices, shape = plan.sums.shape[0], (SLICE, self.head_dim)
         query_rows = self.geometry.query_rows
 

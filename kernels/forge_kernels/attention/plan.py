@@ -1,20 +1,20 @@
-"""Who computes what: the work list of the GPU kernel, made on the device from lengths alone.
+"""The work list of the GPU kernel, computed on the device from lengths alone.
 
-The query rows of a sequence are cut into *tiles* of at most `query_rows` rows, a row being one
-token's one query head, `token * G + head in the group`. One tile and one key/value head are a
-*unit*: it needs a run of KV tiles of KV_TILE tokens at absolute positions 0, KV_TILE, ... All KV
-tiles of all units stand in one line, unit after unit, and each of the C thread blocks (CTAs) takes
-an equal piece of the line. What a CTA does for one unit is an *item*.
+A *row* is one query head of one token, `token * G + head in the group`. The rows of a sequence are
+split into *tiles* of at most `query_rows` rows. One tile and one key/value head are a *unit*, which
+needs a run of KV tiles of KV_TILE tokens at absolute positions 0, KV_TILE, ... The KV tiles of all
+units form one line, and each of the C thread blocks (CTAs) takes an equal piece of it. The work of
+a CTA for one unit is an *item*.
 
-- Balanced (the default): a piece is `per` KV tiles, wherever it starts or ends.
-- `uniform`: items are whole *splits*, `split` KV tiles at absolute positions, and a CTA takes
-  those that start in its piece. The order in which a row's keys are summed, within splits and over
-  them, then follows from its position alone.
+- Balanced (the default): a piece is `per` KV tiles and may start and end anywhere.
+- `uniform`: items are whole *splits*, `split` KV tiles at absolute positions, and a CTA takes the
+  splits that start in its piece. The order in which a row's keys are summed, within splits and over
+  them, then depends on its position only.
 
-Query rows and results travel in *slices* of SLICE rows, since the copies of the hardware start at
-multiples of eight rows. A tile has slices of its own.
+Query rows and results are copied in *slices* of SLICE rows, because the hardware's copies start at
+multiples of eight rows. Tiles do not share slices.
 
-Everything here is pure `jnp` of fixed shapes, to be computed once per step: the layers of a model
+All functions are pure `jnp` with fixed shapes and run once per step, because all layers of a model
 have the same plan.
 """
 
@@ -30,21 +30,21 @@ from forge_kernels.attention.reference import token_rows
 
 KV_TILE = 64  # tokens
 SLICE = 8  # rows
-MAX_SPLITS = 8  # of a unit, where uniform
+MAX_SPLITS = 8  # per unit, if uniform
 MIN_SPLIT = 8  # KV tiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What is known when the plan is traced."""
+    """The values that are known when the plan is traced."""
 
     tokens: int  # T
     seqs: int  # S
     heads: int  # H
     kv_heads: int  # K
-    max_context: int  # tokens that a block table holds
+    max_context: int  # tokens per block table
     max_q_len: int
-    query_rows: int  # of a tile
+    query_rows: int  # per tile
     ctas: int
     window: int | None = None
     uniform: bool = False
@@ -59,38 +59,38 @@ class Geometry:
 
     @property
     def num_tiles(self) -> int:
-        """Of query rows, at most."""
+        """The maximum number of tiles of query rows."""
         by_sequence = self.seqs * -(-self.max_q_len // self.tile_tokens)
         by_token = self.seqs + self.tokens // self.tile_tokens
         return min(self.tokens, by_sequence, by_token)
 
     @property
     def tile_slices(self) -> int:
-        """Slices of a tile, at most."""
+        """The maximum number of slices of a tile."""
         rows = min(self.tile_tokens, self.max_q_len) * self.group
         return -(-rows // SLICE)
 
     @property
     def num_slices(self) -> int:
-        """Slices of all tiles of one key/value head, at most."""
+        """The maximum number of slices of all tiles of one key/value head."""
         rounded = (self.tokens * self.group + (SLICE - 1) * self.num_tiles) // SLICE
         return min(rounded, self.num_tiles * self.tile_slices)
 
     @property
     def split(self) -> int:
-        """KV tiles of a split."""
+        """KV tiles per split."""
         return max(MIN_SPLIT, -(-self._kv_tiles // MAX_SPLITS))
 
     @property
     def partial_slices(self) -> int:
-        """Slices for the results of items that are not a whole unit, at most."""
+        """The maximum number of slices for the results of items that are not a whole unit."""
         if self.uniform:
             return self.kv_heads * self.num_slices * self._most_splits
         return 2 * self.ctas * self.tile_slices
 
     @property
     def partial_items(self) -> int:
-        """Items that are not a whole unit, at most."""
+        """The maximum number of items that are not a whole unit."""
         if self.uniform:
             return self.kv_heads * self.num_tiles * self._most_splits
         return 2 * self.ctas
@@ -112,18 +112,18 @@ class Tile:
     POSITION = 1  # of the first token
     KV_LEN = 2  # of the sequence
     FIRST = 3  # KV tile
-    COUNT = 4  # of KV tiles; 0: there is no such tile of query rows
+    COUNT = 4  # KV tiles; 0: the tile is unused
     START = 5  # of the first unit in the line
     SLICE = 6  # the first
     SLICES = 7
     PARTIAL = 8  # uniform: the first slice of the units' partial results
     PARTIAL_ITEM = 9  # uniform: the first of the units' items
-    PER_CTA = 10  # KV tiles of a CTA; the same in all rows
+    PER_CTA = 10  # KV tiles per CTA; the same in all rows
     COLUMNS = 11
 
 
 class Cta:
-    """Columns of `Plan.ctas`: where its piece of the line starts, and how long it is."""
+    """Columns of `Plan.ctas`: the start and the length of each CTA's piece of the line."""
 
     TILE = 0
     HEAD = 1
@@ -134,24 +134,24 @@ class Cta:
 
 
 class Sum:
-    """Columns of `Plan.sums`: which slices add up to a slice of the output."""
+    """Columns of `Plan.sums`: the slices that are added to make a slice of the output."""
 
     FIRST = 0
     STRIDE = 1
-    COUNT = 2  # 0: a slice of nobody
+    COUNT = 2  # 0: the slice is unused
     ITEM = 3  # the first of the partial items; the others follow
     ROW = 4  # the slice's first row in its tile
     COLUMNS = 5
 
 
 class Plan(NamedTuple):
-    """With slices of the output first, K * num_slices, then those of partial results."""
+    """The work list. The K * num_slices slices of the output precede those of partial results."""
 
     tiles: jax.Array  # i32[num_tiles, Tile.COLUMNS]
     ctas: jax.Array  # i32[ctas, Cta.COLUMNS]
     sums: jax.Array  # i32[K * num_slices, Sum.COLUMNS]
-    pack: jax.Array  # i32[K * num_slices * SLICE]: the row of q[T * H, D]; T * H for none
-    unpack: jax.Array  # i32[T, H]: the row of the output's slices; past the end for none
+    pack: jax.Array  # i32[K * num_slices * SLICE], the row of q[T * H, D], or T * H for none
+    unpack: jax.Array  # i32[T, H], the row of the output's slices, or past the end for none
 
 
 def make_plan(
@@ -178,7 +178,7 @@ def make_plan(
 
 
 class _QueryTiles(NamedTuple):
-    """Tiles of query rows. Arrays are i32[num_tiles], except `seq_*`, which are i32[S]."""
+    """Tiles of query rows; arrays are i32[num_tiles], except `seq_*`, which are i32[S]."""
 
     live: jax.Array  # bool
     seq: jax.Array
@@ -216,13 +216,13 @@ def _query_tiles(g: Geometry, kv_lens: jax.Array, q_lens: jax.Array) -> _QueryTi
 
 
 class _Line(NamedTuple):
-    """All KV tiles of all units, unit after unit. Arrays without a shape are i32[num_tiles]."""
+    """All KV tiles of all units in a row; arrays without a shape are i32[num_tiles]."""
 
     start: jax.Array  # of the tile's first unit
     end: jax.Array  # of its last
     total: jax.Array  # i32[]
     per_cta: jax.Array  # i32[], KV tiles
-    splits: jax.Array  # items of a unit; balanced: 1
+    splits: jax.Array  # items per unit; 1 if balanced
     item0: jax.Array  # the first of the units' partial items
     partial0: jax.Array  # the first slice of the units' partial results
 
@@ -243,11 +243,11 @@ def _line(g: Geometry, tiles: _QueryTiles) -> _Line:
 
 
 def _share_line(g: Geometry, tiles: _QueryTiles, line: _Line) -> jax.Array:
-    """Cut the line into one piece per CTA: `Plan.ctas`."""
+    """Split the line into one piece per CTA: `Plan.ctas`."""
     first, count = tiles.first, tiles.count
 
     def locate(place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The tile, head and offset into the unit of a place in the line."""
+        """Return the tile, head and offset into the unit of a place in the line."""
         tile = jnp.minimum(_passed(line.end, place), jnp.maximum(tiles.seq_tiles_end[-1] - 1, 0))
         size = jnp.maximum(count[tile], 1)
         inside = place - line.start[tile]
@@ -257,7 +257,7 @@ def _share_line(g: Geometry, tiles: _QueryTiles, line: _Line) -> jax.Array:
     tile, head, inside = locate(border)
     in_unit = jnp.zeros_like(inside)
     if g.uniform:
-        # A split belongs to the CTA in whose piece it starts.
+        # A split belongs to the CTA of the piece in which it starts.
         next_split = (-(-(first[tile] + inside) // g.split)) * g.split - first[tile]
         next_split = jnp.where(inside == 0, 0, jnp.minimum(next_split, count[tile]))
         border = border + next_split - inside
@@ -277,7 +277,7 @@ class _Slices(NamedTuple):
 
     tile: jax.Array
     used: jax.Array  # 0 or 1
-    within: jax.Array  # its number in the tile
+    within: jax.Array  # the number in the tile
 
 
 def _slices(g: Geometry, tiles: _QueryTiles) -> _Slices:
@@ -288,7 +288,7 @@ def _slices(g: Geometry, tiles: _QueryTiles) -> _Slices:
 
 
 def _sums(g: Geometry, tiles: _QueryTiles, line: _Line, slices: _Slices) -> jax.Array:
-    """List the slices that add up to each slice of the output: `Plan.sums`."""
+    """Return the slices that add up to each slice of the output: `Plan.sums`."""
     of_tile, within = slices.tile, slices.within
     heads = jnp.arange(g.kv_heads)[:, None]
     here = heads * g.num_slices + jnp.arange(g.num_slices)
@@ -312,7 +312,7 @@ def _sums(g: Geometry, tiles: _QueryTiles, line: _Line, slices: _Slices) -> jax.
 
 
 def _pack(g: Geometry, tiles: _QueryTiles, slices: _Slices, cu_q_lens: jax.Array) -> jax.Array:
-    """Find the row of q that each row of the slices takes: `Plan.pack`."""
+    """Return the row of q that each row of the slices takes: `Plan.pack`."""
     heads = jnp.arange(g.kv_heads)[:, None]
     of_tile = jnp.repeat(slices.tile, SLICE)
     row = jnp.arange(g.num_slices * SLICE) - tiles.slice0[of_tile] * SLICE
@@ -329,7 +329,7 @@ def _unpack(
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
 ) -> jax.Array:
-    """Find the row of the output's slices that each query head of each token has: `Plan.unpack`."""
+    """Return the row of the output's slices for each query head and token: `Plan.unpack`."""
     seq, visible = token_rows(g.tokens, kv_lens, cu_q_lens, num_seqs)
     in_seq = jnp.arange(g.tokens) - cu_q_lens[seq]
     tile = tiles.seq_tiles_end[seq] - tiles.seq_tiles[seq] + in_seq // g.tile_tokens
@@ -342,5 +342,5 @@ def _unpack(
 
 
 def _passed(ends: jax.Array, index: jax.Array) -> jax.Array:
-    """How many of the ascending `ends` each index has reached."""
+    """Return how many of the ascending `ends` each index has reached."""
     return jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)

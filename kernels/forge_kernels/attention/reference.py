@@ -1,7 +1,7 @@
-"""Paged attention in plain XLA: the oracle.
+"""Paged attention in plain XLA, the oracle of the tests.
 
-Every token walks the block table of its own sequence, one block at a time, all blocks of it. Slow
-and static; differentiable because the walk is a `lax.scan`.
+Every token processes all blocks of its sequence's block table, one block at a time. This is slow
+and static, but differentiable because the loop is a `lax.scan`.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jax import lax
 
 from forge_kernels.attention.quantized import QuantizedKV, dequantize_rows
 
-NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
+NO_SCORE = -1e30  # the initial maximum: finite, so that exp(-inf - NO_SCORE) is 0
 
 
 def reference_attention(
@@ -39,8 +39,8 @@ def reference_attention(
         seen = position[None, :] < visible[:, None]  # [T, bs]
         if window is not None:
             seen &= position[None, :] >= visible[:, None] - window
-        # Select, never multiply: what is not seen may be NaN. Keys too: else their gradient is 0 *
-        # NaN.
+        # Selected rather than multiplied, because unseen entries may be NaN. The same holds for
+        # keys, whose gradient would be 0 * NaN.
         blocks = jnp.where(seen[:, None, None, :, None], blocks, 0.0)
         keys, values = blocks[:, 0], blocks[:, 1]  # [T, K, bs, D]
         scores = sm_scale * jnp.einsum(
@@ -49,7 +49,7 @@ def reference_attention(
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
-        # The result does not depend on the maximum that is subtracted, so nor does its gradient.
+        # The result does not depend on the subtracted maximum, and neither does its gradient.
         new_top = lax.stop_gradient(jnp.maximum(top, scores.max(axis=-1)))
         weights = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
@@ -70,7 +70,7 @@ def reference_attention(
 
 
 def _floats(kv: jax.Array | QuantizedKV, blocks: jax.Array, kv_dtype: jnp.dtype) -> jax.Array:
-    """What `blocks: i32[T]` hold: f32[T, 2, K, bs, D]."""
+    """Return the contents of `blocks: i32[T]` as f32[T, 2, K, bs, D]."""
     if isinstance(kv, QuantizedKV):
         return dequantize_rows(
             kv.data.at[blocks].get(mode="clip"), kv.scale.at[blocks].get(mode="clip")
@@ -84,7 +84,7 @@ def _floats(kv: jax.Array | QuantizedKV, blocks: jax.Array, kv_dtype: jnp.dtype)
 def token_rows(
     tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The sequence of each token (i32[T]) and how many keys it sees (i32[T]; 0 for padding)."""
+    """Return each token's sequence, i32[T], and number of visible keys, i32[T] (0 for padding)."""
     seqs = kv_lens.shape[0]
     token = jnp.arange(tokens)
     ended = (cu_q_lens[None, 1:] <= token[:, None]) & (jnp.arange(seqs) < num_seqs)[None, :]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The attention of one layer; `window` and `soft_cap` where some of the layers have one."""
+    """The attention of one layer; `window` and `soft_cap` are set if some layers have them."""
 
     heads: int
     kv_heads: int

@@ -1,24 +1,24 @@
-"""Paged attention in plain XLA for CPUs: its cost follows the real contexts.
+"""Paged attention in plain XLA for CPUs, at a cost that follows the real contexts.
 
-Three loops, with bounds that are only known at run time, so that a batch pays for the tiles it has
-and not for S x max_blocks:
+Three loops have bounds that are known only at run time. A batch therefore pays for its tiles and
+not for S x max_blocks:
 
-- decode rows at the front of the batch, in groups of GROUP sequences, each group up to its longest
-  context;
-- after them sequences of at most SHORT rows (drafts to verify), grouped in the same way;
-- everything else as work items, one tile of Q_TILE query rows of one sequence, up to the last key
-  that the tile sees.
+- Decode rows at the front of the batch, in groups of GROUP sequences, each group up to its longest
+  context.
+- Then sequences of at most SHORT rows (drafts to verify), grouped in the same way.
+- All others as work items: one tile of Q_TILE query rows of one sequence, up to the last key that
+  the tile attends to.
 
-With `uniform` there is one loop, the same for every row, whatever stands beside it: see
+If `uniform`, one loop treats every row in the same way, whatever the batch composition: see
 `_uniform_rows`.
 
-A KV tile is always KV_TILE tokens at absolute positions 0, KV_TILE, 2 * KV_TILE, ...: within a
-loop, the order in which a row's keys are summed depends on nothing but its own position. With a
-sliding window the loops start at the first tile that a sequence's rows see. Tiles outside what a
-row sees change nothing in it: they multiply by exp(0) and add zeros.
+A KV tile is always KV_TILE tokens at absolute positions 0, KV_TILE, 2 * KV_TILE, ... Within a loop,
+the order in which a row's keys are summed therefore depends only on its own position. If there is a
+sliding window, the loops start at the first tile that a sequence's rows attend to. Tiles outside a
+row's range leave it unchanged: they multiply by exp(0) and add zeros.
 
-A cache of 8 bits is never brought to its values: the scores are multiplied by the keys' scales, and
-the weights by the values'.
+A cache of 8 bits is never dequantized. The keys' scales multiply the scores, and the values' scales
+multiply the weights.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ KV_TILE = 128  # tokens
 GROUP = 16  # sequences
 SHORT = 8  # query rows
 Q_TILE = 64  # query rows
-UNIFORM_ROWS = 4  # query rows of a tile
-UNIFORM_TILES = 8  # tiles of query rows that go together
+UNIFORM_ROWS = 4  # query rows per tile
+UNIFORM_TILES = 8  # tiles of query rows per iteration
 
-NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
+NO_SCORE = -1e30  # the initial maximum: finite, so that exp(-inf - NO_SCORE) is 0
 
 
 def xla_attention(  # noqa: PLR0913
@@ -63,8 +63,8 @@ def xla_attention(  # noqa: PLR0913
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
     out_dtype, seqs, kv_heads = q.dtype, kv_lens.shape[0], kv.shape[2]
-    # XLA:CPU has fast bfloat16 dots, which hold 8 bits exactly; float16 ones it computes in float32
-    # anyway.
+    # XLA:CPU has fast bfloat16 dots, which represent 8 bits exactly. It computes float16 dots in
+    # float32 anyway.
     precise = q.dtype if isinstance(kv, QuantizedKV) else kv_dtype
     dot_dtype = jnp.bfloat16 if precise == jnp.bfloat16 else jnp.float32
     pool = _Pool(kv, block_tables, kv_dtype, dot_dtype)
@@ -77,7 +77,7 @@ def xla_attention(  # noqa: PLR0913
         return out.reshape(tokens, heads, head_dim).astype(out_dtype)
     num_decodes = _leading(q_lens == 1)
     num_grouped = jnp.minimum(_leading(q_lens <= SHORT), num_seqs)
-    # Room for a group, or a tile of rows, that starts at the last sequence or row.
+    # Padding for a group, or a tile of rows, that starts at the last sequence or row.
     kv_lens, cu_q_lens = jnp.pad(kv_lens, (0, GROUP)), jnp.pad(cu_q_lens, (0, GROUP))
     q = jnp.pad(q, ((0, Q_TILE), (0, 0), (0, 0), (0, 0)))
     batch = _Batch(q, kv_lens, cu_q_lens, pool, attend, min(GROUP, seqs, tokens))
@@ -91,7 +91,7 @@ def xla_attention(  # noqa: PLR0913
 
 
 class _Batch(NamedTuple):
-    """Arguments that the loops share; q, kv_lens and cu_q_lens have room at their end."""
+    """The arguments that the loops share; q, kv_lens and cu_q_lens are padded at the end."""
 
     q: jax.Array  # float[T + Q_TILE, K, G, D]
     kv_lens: jax.Array  # i32[S + GROUP]
@@ -101,12 +101,12 @@ class _Batch(NamedTuple):
     group: int  # sequences
 
     def of_group(self, array: jax.Array, first: jax.Array) -> jax.Array:
-        """The group of elements that starts at `first`."""
+        """Return the group of elements that starts at `first`."""
         return lax.dynamic_slice_in_dim(array, first, self.group)
 
 
 def _decodes(batch: _Batch, out: jax.Array, num_decodes: jax.Array, seqs: int) -> jax.Array:
-    """Attend from the decode rows at the front of the batch, one group of sequences at a time."""
+    """Attend for the decode rows at the front of the batch, one group of sequences at a time."""
 
     def decode_group(index, out):
         first = index * batch.group
@@ -124,7 +124,7 @@ def _decodes(batch: _Batch, out: jax.Array, num_decodes: jax.Array, seqs: int) -
 def _short_sequences(
     batch: _Batch, out: jax.Array, num_decodes: jax.Array, num_grouped: jax.Array
 ) -> jax.Array:
-    """Attend from sequences of at most SHORT rows, one group of them at a time."""
+    """Attend for sequences of at most SHORT rows, one group of them at a time."""
     q, group = batch.q, batch.group
 
     def short_group(index, out):
@@ -153,7 +153,7 @@ def _work_items(
     q_lens: jax.Array,  # i32[S]
     tiles: jax.Array,  # i32[S], of query rows
 ) -> jax.Array:
-    """Attend from all other sequences, one tile of Q_TILE query rows at a time."""
+    """Attend for all other sequences, one tile of Q_TILE query rows at a time."""
     tiles_end = jnp.cumsum(tiles)
 
     def work_item(item, out):
@@ -180,10 +180,10 @@ def _uniform_rows(
     cu_q_lens: jax.Array,  # i32[S + 1]
     attend: Callable[..., jax.Array],  # `_attend`
 ) -> jax.Array:  # f32[T, K, G, D]
-    """Every row in a tile of UNIFORM_ROWS query rows of its sequence, at absolute positions.
+    """Attend for every row in a tile of UNIFORM_ROWS rows of its sequence at absolute positions.
 
-    So the shapes of the sums that make a row, and its place in them, follow from its own position
-    alone. Only which tiles go through the loop together depends on the batch.
+    The shapes of a row's sums, and its place in them, then depend only on its own position. The
+    batch determines only which tiles share an iteration.
     """
     tokens, seqs = q.shape[0], q_lens.shape[0]
     starts = kv_lens - q_lens
@@ -215,34 +215,34 @@ def _uniform_rows(
 
 
 def _leading(condition: jax.Array) -> jax.Array:
-    """How many elements there are before the first that is false."""
+    """Return how many elements precede the first that is false."""
     size = condition.shape[0]
     return jnp.min(jnp.where(condition, size, jnp.arange(size, dtype=jnp.int32)))
 
 
 def _rows_first(rows: jax.Array) -> jax.Array:
-    """[B, R, K, G, D] -> [B, K, G * R, D]: all rows that read the same keys in one matrix."""
+    """Transpose [B, R, K, G, D] to [B, K, G * R, D]: one matrix of the rows that share keys."""
     B, R, K, G, D = rows.shape
     return rows.transpose(0, 2, 3, 1, 4).reshape(B, K, G * R, D)
 
 
 def _rows_last(rows: jax.Array, R: int) -> jax.Array:
-    """The inverse of `_rows_first`."""
+    """Invert `_rows_first`."""
     B, K, GR, D = rows.shape
     return rows.reshape(B, K, GR // R, R, D).transpose(0, 3, 1, 2, 4)
 
 
 class _Rows(NamedTuple):
-    """Keys or values of a tile as they are stored, and in 8 bits their scales."""
+    """The keys or values of a tile as they are stored, with their scales if they have 8 bits."""
 
     data: jax.Array  # [B, K, KV_TILE, D]
     scale: jax.Array | None  # f32[B, K, KV_TILE]
 
 
 class _Pool:
-    """The cache of one layer, to be read in tiles of KV_TILE tokens whatever its block size.
+    """The cache of one layer, readable in tiles of KV_TILE tokens for any block size.
 
-    It is seen as rows of `piece` tokens of one head, where `piece` divides both the block and the
+    It is viewed as rows of `piece` tokens of one head, where `piece` divides both the block and the
     tile.
     """
 
@@ -250,7 +250,7 @@ class _Pool:
         _, _, self.kv_heads, block_size, self.head_dim = kv.shape
         self.kv_dtype, self.dot_dtype = kv_dtype, dot_dtype
         self.piece = math.gcd(block_size, KV_TILE)
-        self.pieces = block_size // self.piece  # of a block
+        self.pieces = block_size // self.piece  # per block
         data, scale = kv if isinstance(kv, QuantizedKV) else (kv, None)
         self.data = data.reshape(-1, self.piece * self.head_dim)
         self.scale = None if scale is None else scale.reshape(-1, self.piece)
@@ -260,17 +260,17 @@ class _Pool:
         first_rows = first_rows.reshape(seqs, max_blocks * self.pieces)
         self.tile_pieces = KV_TILE // self.piece
         padding = -first_rows.shape[1] % self.tile_pieces
-        # i32[S + GROUP, tiles * tile_pieces]: the row of each piece's first head's keys
+        # i32[S + GROUP, tiles * tile_pieces], the row of the keys of each piece's first head
         self.first_rows = jnp.pad(first_rows, ((0, GROUP), (0, padding)))
 
     def only(self, seq: jax.Array) -> _Pool:
-        """The same cache, whose sequences are those of `seq: i32[B]`, in that order."""
+        """Return the same cache with the sequences of `seq: i32[B]`, in that order."""
         pool = copy.copy(self)
         pool.first_rows = self.first_rows.at[seq].get(mode="clip")
         return pool
 
     def tile(self, seq, tile) -> tuple[_Rows, _Rows]:
-        """Keys and values of tile `tile[b]` of each of the sequences `seq + b`; tile: i32[B]."""
+        """Return keys and values of tile `tile[b]` of the sequences `seq + b`; tile: i32[B]."""
         seqs = tile.shape[0]
         piece = tile[:, None] * self.tile_pieces + jnp.arange(self.tile_pieces)[None]
         rows = self.first_rows.at[seq + jnp.arange(seqs)[:, None], piece].get(mode="clip")
@@ -280,7 +280,7 @@ class _Pool:
 
     def _read(self, rows) -> _Rows:
         shape = (rows.shape[0], self.kv_heads, KV_TILE)
-        # A gather that is fused into what follows loses its row copies and takes twice as long.
+        # If this gather is fused with its consumer, it takes twice as long without row copies.
         data = lax.optimization_barrier(self.data.at[rows].get(mode="clip"))
         data = data.reshape(*shape, self.head_dim)
         if self.scale is None:
@@ -288,7 +288,7 @@ class _Pool:
         return _Rows(data, self.scale.at[rows].get(mode="clip").reshape(shape))
 
     def floats(self, data):
-        """Without the scale; exact."""
+        """Convert data to floats, exactly, without the scale."""
         if data.dtype in (jnp.uint16, jnp.uint8):
             data = lax.bitcast_convert_type(data, self.kv_dtype)
         return data.astype(self.dot_dtype)
@@ -321,10 +321,19 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
 ):
-    """Online softmax of grouped query rows over the tiles of their sequences.
+    """Compute the online softmax of grouped query rows over the tiles of their sequences.
 
-    rows: [B, K, R, D], R rows of each of the B sequences from `seq` on; visible: i32[B, R or 1],
-    a row sees the last `window` of so many keys. Returns f32[B, K, R, D].
+    Args:
+      rows: [B, K, R, D], R rows of each of the B sequences from `seq` on.
+      visible: i32[B, R or 1], the end of the keys that a row attends to.
+      pool: the cache.
+      seq: the first sequence.
+      sm_scale: the factor on scores.
+      window: how many keys before `visible` a row attends to; None for all.
+      soft_cap: the cap of scores.
+
+    Returns:
+      f32[B, K, R, D].
     """
     B, K, R, D = rows.shape
     longest = visible.max(axis=1)  # i32[B]
@@ -349,7 +358,7 @@ def _attend(
         weights = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
         total = total * decay + weights.sum(axis=-1)
-        # Selected, since 0 * NaN is NaN.
+        # Selected rather than multiplied, because 0 * NaN is NaN.
         exists = (first_key[:, None] <= position) & (position < longest[:, None])
         exists = exists[:, None, :]  # [B, 1, KV_TILE]
         data = jnp.where(exists[..., None], values.data, jnp.zeros((), values.data.dtype))

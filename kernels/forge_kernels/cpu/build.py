@@ -1,9 +1,9 @@
 """Builds the C++ kernels with the platform's compiler, once, into the user's cache.
 
-The library is keyed by its sources, the headers' jaxlib, the compiler and its flags, so a change of
-any of them builds anew, and two versions never meet. Only the user, or root, may write to the
-folder and the library, because it is loaded. Processes that start together wait for the one that
-builds.
+The library's file name has a hash of its sources, jaxlib's version (for its headers), the compiler
+and the flags. A change of any of these builds a new library, and two versions never mix. The
+library is loaded into the process, so only this user or root may write to it and its folder.
+Processes that start together wait for the one that builds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ UNITS = ("kernels.cc", "rounded.cc", "amx.cc")
 
 _AVX2 = "avx2 fma f16c"
 _AVX512 = f"avx512f avx512bw avx512vl avx512dq {_AVX2}"
-# The features that each instruction set needs, as /proc/cpuinfo names them, best first. The
-# compiler's flags follow from them: see `flags_of`.
+# The features that each instruction set needs, as named in /proc/cpuinfo, best first. `flags_of`
+# derives the compiler's flags from them.
 ISAS: dict[str, frozenset[str]] = {
     "avx512_bf16": frozenset(f"{_AVX512} avx512_vnni avx512_bf16".split()),
     "avx512_vnni": frozenset(f"{_AVX512} avx512_vnni".split()),
@@ -43,14 +43,14 @@ ISAS: dict[str, frozenset[str]] = {
     "avx2": frozenset(_AVX2.split()),
 }
 
-# As GCC and Clang say it.
+# The messages of GCC and Clang.
 UNKNOWN_FLAG = re.compile(r"unrecognized command[- ]line option|unknown argument", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """The kernels cannot be had here; the message says why and what would help."""
+    """The kernels are not available on this machine; the message has the cause and a remedy."""
 
 
 class CompilerTooOld(BuildError):
@@ -58,7 +58,7 @@ class CompilerTooOld(BuildError):
 
 
 def cpu_features() -> frozenset[str]:
-    """The CPU's features as Linux names them; empty where /proc/cpuinfo does not tell."""
+    """Return the CPU's features as Linux names them; empty if /proc/cpuinfo has none."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):
@@ -69,7 +69,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_identity() -> str:
-    """The CPU's model and features, as /proc/cpuinfo has them: what a measurement is valid for."""
+    """Return the CPU's model and features from /proc/cpuinfo, for which measurements are valid."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -79,25 +79,25 @@ def cpu_identity() -> str:
 
 
 def runnable_isas(features: Iterable[str]) -> list[str]:
-    """The instruction sets that a CPU with `features` can run, best first.
+    """Return the instruction sets that a CPU with `features` can run, best first.
 
     Raises:
-      BuildError: there is none that the kernels are written for.
+      BuildError: the kernels support none of them.
     """
     features = frozenset(features)
     found = [isa for isa, needed in ISAS.items() if needed <= features]
     if not found:
-        raise BuildError("this CPU does not have AVX2 with FMA and F16C")
+        raise BuildError("the CPU kernels need a CPU with AVX2, FMA and F16C")
     return found
 
 
 def flags_of(isa: str) -> tuple[str, ...]:
-    """The compiler's flags for an instruction set."""
+    """Return the compiler's flags for an instruction set."""
     return (*FLAGS, *(f"-m{name.replace('_', '')}" for name in sorted(ISAS[isa])))
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++ compiler: $CXX, or the first of c++, g++ and clang++.
+    """Return the command of a C++ compiler: $CXX, or the first of c++, g++ and clang++.
 
     Raises:
       BuildError: there is none.
@@ -117,12 +117,13 @@ def default_folder() -> Path:
 
 
 def build(isa: str, folder: Path | None = None) -> Path:
-    """Return the shared library for one instruction set: from the cache, or built now.
+    """Return the shared library for one instruction set, from the cache or built now.
 
-    A library that another user wrote, or can write to, is built again.
+    A library that another user owns or can write to is built again.
 
     Raises:
-      BuildError: no compiler, or it failed, with its last lines; or others can write to the folder.
+      BuildError: there is no compiler, it failed (with its last lines), or others can write to the
+        folder.
     """
     import jax
 
@@ -151,7 +152,7 @@ def build(isa: str, folder: Path | None = None) -> Path:
             built.replace(path)
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be built: {error}") from error
-    log.info("built in %.1f s; the next start finds them in %s", time.perf_counter() - start, path)
+    log.info("built in %.1f s; the next start loads %s", time.perf_counter() - start, path)
     return path
 
 
@@ -166,16 +167,16 @@ def make_cache(folder: Path) -> None:
     fault = foreign_write_fault(folder)
     if fault is not None:
         raise BuildError(
-            f"nothing is loaded from {folder}: {fault} (XDG_CACHE_HOME names its parent)"
+            f"nothing is loaded from {folder}: {fault} (set XDG_CACHE_HOME to move it)"
         )
 
 
 def run_compilers(commands: Iterable[list[str]]) -> None:
-    """Run compilers at the same time.
+    """Run compilers in parallel.
 
     Raises:
-      CompilerTooOld: one does not have a flag.
-      BuildError: one failed; with its last lines.
+      CompilerTooOld: a compiler does not have a flag.
+      BuildError: a compiler failed; the message has its last lines.
     """
     running = [
         (
@@ -205,10 +206,10 @@ def _is_usable(library: Path) -> bool:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Until the process that builds here is done, or has ended."""
+    """Hold a lock on the folder, so that one process builds at a time."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # Where the file system has no locks each process builds; the last library is as good.
+        # On file systems without locks, each process builds, and any of the libraries is good.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -222,7 +223,7 @@ def _key(compiler: list[str], flags: Iterable[str]) -> str:
 
 
 def hash_of(compiler: list[str], parts: Iterable[str], sources: Iterable[str]) -> str:
-    """A short hash of a compiler and its version, of other parts, and of files in `SOURCES`."""
+    """Return a short hash of a compiler and its version, other parts, and files in `SOURCES`."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256()
     for part in (*compiler, version, *parts):

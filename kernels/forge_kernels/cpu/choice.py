@@ -1,11 +1,12 @@
-"""Which instruction set the kernels use on this CPU: measured once, and kept beside the libraries.
+"""The instruction set of the kernels on this CPU: measured once and stored next to the libraries.
 
-The choice decides the bits of bfloat16 products, so it must not change from one start to the next.
-It is measured when there is no record of it, and holds for one CPU, compiler and version of the
-inner loop. A measured difference below `MARGIN` does not count.
+The choice determines the bits of bfloat16 products, so it must not change from one start to the
+next. It is measured if there is no record, and is valid for one CPU, compiler and version of the
+inner loop. A measured difference below `MARGIN` is ignored.
 
-The same holds for the number of rows from which on AMX is used, on CPUs that have it. The kernels
-compare that number with the rows of an executable's shape: an executable has one way to multiply.
+On CPUs with AMX, the number of rows from which AMX is used is measured in the same way. The kernels
+compare this number with the rows of an executable's shape, so an executable always multiplies in
+one way.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from forge_kernels.private_files import open_private
 PROBE = ("probe.cc", "pairs.h", "simd.h")
 TILE_ROWS = (1, 2, 4, 8, 16, 32)
 TILE_ROUNDS = 5
-TILE_SHAPE = (4096, 4096)  # outputs and inputs: more than the caches of a core hold
+TILE_SHAPE = (4096, 4096)  # outputs and inputs; exceeds the caches of a core
 SLOWER = 1.05
-ROUNDS, PRODUCTS = 25, 100  # 5 ms each where a core does 230 GFLOP/s
+ROUNDS, PRODUCTS = 25, 100  # 5 ms each at 230 GFLOP/s per core
 MARGIN = 1.1
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tiles:
-    """From so many rows of activations on AMX multiplies; None: never."""
+    """The number of rows of activations from which AMX multiplies, per format; None: never."""
 
     bf16: int | None
     int8: int | None
@@ -61,10 +62,12 @@ ALL_TILES = Tiles(1, 1)
 
 @dataclass(frozen=True)
 class Choice:
-    """An instruction set, and what led to it.
+    """An instruction set, and the measurements that led to it.
 
-    `gflops` is what a core does in bfloat16 by instruction set; empty if it was not measured.
-    `tiles` is None where AMX cannot be used, or is not to be.
+    Attributes:
+      isa: the instruction set.
+      gflops: bfloat16 GFLOP/s per core by instruction set; empty if not measured.
+      tiles: the use of AMX; None if it is not available or not wanted.
     """
 
     isa: str
@@ -82,11 +85,11 @@ class Choice:
 def choose(features: Iterable[str], folder: Path | None = None) -> Choice:
     """Return the fastest instruction set of a CPU with `features`.
 
-    The dot products of AVX-512 BF16 are faster than FMAs on some CPUs and slower on others, so
-    these two are timed. Everything else is faster with more instructions.
+    The dot products of AVX-512 BF16 are faster than FMAs on some CPUs and slower on others, so both
+    are timed. In all other cases, more instructions are faster.
 
     Raises:
-      BuildError: there is none, no compiler, or the folder cannot be used.
+      BuildError: there is no instruction set or compiler, or the folder cannot be used.
     """
     isas = build.runnable_isas(features)
     if isas[0] != "avx512_bf16":
@@ -103,20 +106,20 @@ def choose(features: Iterable[str], folder: Path | None = None) -> Choice:
         )
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be chosen: {error}") from error
-    except CompilerTooOld:  # for BF16
+    except CompilerTooOld:  # it lacks BF16
         return Choice(isas[1])
     return Choice(fastest(gflops), gflops)
 
 
 def fastest(gflops: dict[str, float]) -> str:
-    """The first instruction set, unless another is faster by more than `MARGIN`."""
+    """Return the first instruction set, unless another is faster by more than `MARGIN`."""
     first = next(iter(gflops))
     best = max(gflops, key=lambda isa: gflops[isa])
     return best if gflops[best] > MARGIN * gflops[first] else first
 
 
 def measure(isas: list[str], folder: Path, compiler: list[str]) -> dict[str, float]:
-    """GFLOP/s of a core in bfloat16, by instruction set: medians of rounds that take turns."""
+    """Return bfloat16 GFLOP/s per core by instruction set: medians of interleaved rounds."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         paths = {isa: str(Path(scratch) / f"{isa}.so") for isa in isas}
         source = str(build.SOURCES / PROBE[0])
@@ -139,12 +142,12 @@ def _is_measurement(found: Any, isas: list[str]) -> bool:
 
 
 def record(path: Path, make: Callable[[], Any], is_valid: Callable[[Any], bool]) -> Any:
-    """What the file at `path` holds as JSON; made and written where there is none that can be used.
+    """Return the JSON in the file at `path`; make and write it if there is no valid one.
 
-    Processes that start together all return what the first has written.
+    Processes that start together all return what the first one wrote.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     found = _read(path, is_valid)
     if found is not None:
@@ -154,7 +157,7 @@ def record(path: Path, make: Callable[[], Any], is_valid: Callable[[Any], bool])
         if found is not None:
             return found
         made = make()
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # for this user alone
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # accessible to this user only
         with os.fdopen(descriptor, "w") as file:
             json.dump(made, file)
         os.replace(temporary, path)
@@ -177,10 +180,12 @@ def _read(path: Path, is_valid: Callable[[Any], bool]) -> Any:
 
 
 def choose_tiles(library: ctypes.CDLL, name: str, folder: Path | None = None) -> Tiles:
-    """Return from how many rows on AMX is the faster way, for a library that may use it.
+    """Return from how many rows on AMX is faster, for a library that may use it.
 
     Args:
-      name: of the library, which the measurement holds for.
+      library: the loaded library.
+      name: the library's name, for which the measurement is valid.
+      folder: the folder of the measurement.
 
     Raises:
       BuildError: the folder cannot be used.
@@ -197,13 +202,13 @@ def choose_tiles(library: ctypes.CDLL, name: str, folder: Path | None = None) ->
 
 
 def crossover(times: dict[str, list[float]]) -> int | None:
-    """The smallest number of rows from which on tiles take at most `SLOWER` times as long.
+    """Return the smallest number of rows from which tiles take at most `SLOWER` times as long.
 
-    A little slower is good enough: where tiles multiply all rows, a row of bfloat16 has the same
-    bits in every executable.
+    Slightly slower is acceptable: if tiles multiply all rows, a bfloat16 row has the same bits in
+    every executable.
 
     Args:
-      times: by number of rows, seconds without tiles and with them.
+      times: seconds without tiles and with them, by number of rows.
     """
     found = None
     for rows, (plain, tiles) in reversed(times.items()):
@@ -214,7 +219,7 @@ def crossover(times: dict[str, list[float]]) -> int | None:
 
 
 def measure_tiles(library: ctypes.CDLL) -> dict[str, dict[str, list[float]]]:
-    """Seconds of one thread, by format and number of rows: without tiles, and with them."""
+    """Return seconds on one thread without tiles and with them, by format and number of rows."""
     time = library.forge_time_linear
     time.restype = ctypes.c_double
     time.argtypes = [ctypes.c_void_p, *(ctypes.c_int64,) * 5]

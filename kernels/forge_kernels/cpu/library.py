@@ -1,4 +1,4 @@
-"""The kernels in this process: loaded and made known to XLA once."""
+"""The kernels' library in this process, loaded and registered with XLA once."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 
 
 def load(isa: str | None = None, folder: Path | None = None) -> str:
-    """Builds the kernels if need be and registers them with XLA; returns the instruction set.
+    """Build the kernels if needed, register them with XLA, and return the instruction set.
 
-    The first call of a process decides: later ones return the same.
+    The first call in a process decides; later calls return the same.
 
     Args:
       isa: a name in `build.ISAS`, without AMX; or "amx", the fastest of these with AMX wherever it
-        can be used. By default what is measured to be the fastest.
-      folder: where built libraries are kept.
+        can be used. The default is the fastest by measurement.
+      folder: the folder of built libraries.
 
     Raises:
-      BuildError: they cannot be had on this machine; the message says why.
+      BuildError: they are not available on this machine; the message has the cause.
     """
     loaded = _library()
     if loaded is None:
@@ -49,7 +49,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
         why, path = _fastest(folder) if named is None else _asked_for(named, folder)
         try:
             loaded = _load_private(path)
-        except OSError as error:  # a file system that nothing may be run from, another libc
+        except OSError as error:  # such as a file system mounted noexec, or another libc
             raise BuildError(f"{path} could not be loaded: {error}") from error
         tiles = _tiles(loaded, path, isa, folder) if named is None else None
         why = dataclasses.replace(why, tiles=tiles)
@@ -66,7 +66,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
 
 
 def _fastest(folder: Path | None) -> tuple[Choice, Path]:
-    """The fastest instruction set that the compiler has flags for, and its library."""
+    """Return the fastest instruction set that the compiler supports, and its library."""
     features = cpu_features()
     fastest = choose(features, folder)
     isas = runnable_isas(features)
@@ -74,17 +74,19 @@ def _fastest(folder: Path | None) -> tuple[Choice, Path]:
         try:
             return (fastest if isa == fastest.isa else Choice(isa)), build(isa, folder)
         except CompilerTooOld as error:
-            log.warning("no %s in the CPU kernels: %s", isa, error)
+            log.warning("the CPU kernels do without %s: %s", isa, error)
             if isa == isas[-1]:
                 raise
-    raise AssertionError("the last instruction set is built or raises")
+    raise AssertionError("the last instruction set is either built or raises")
 
 
 def _tiles(loaded: ctypes.CDLL, path: Path, isa: str | None, folder: Path | None) -> Tiles | None:
-    """Let the library use AMX, if the CPU has it and the system allows it."""
+    """Let the library use AMX if the CPU has it and the system allows it."""
     if not loaded.forge_request_tiles():
         if isa == "amx":
-            raise BuildError("this CPU has no AMX with bfloat16 and int8, or the system forbids it")
+            raise BuildError(
+                "this CPU has no AMX with bfloat16 and int8, or the system does not allow it"
+            )
         return None
     tiles = ALL_TILES if isa == "amx" else choose_tiles(loaded, path.stem, folder)
     rows = (-1 if rows is None else rows for rows in (tiles.bf16, tiles.int8))
@@ -95,17 +97,17 @@ def _tiles(loaded: ctypes.CDLL, path: Path, isa: str | None, folder: Path | None
 def _asked_for(isa: str, folder: Path | None) -> tuple[Choice, Path]:
     runnable = runnable_isas(cpu_features())
     if isa not in runnable:
-        what = f"this CPU does not run {isa}" if isa in ISAS else f"there is no {isa}"
-        raise BuildError(f"{what}: name one of {', '.join(runnable)}")
+        what = f"this CPU does not run {isa}" if isa in ISAS else f"{isa} does not exist"
+        raise BuildError(f"{what}: choose one of {', '.join(runnable)}")
     return Choice(isa), build(isa, folder)
 
 
 def available(isa: str | None = None) -> bool:
-    """True if the kernels can be used here; says once in the log what is lost if not.
+    """Return True if the kernels can be used; otherwise log a warning once.
 
     Raises:
-      BuildError: `isa` is named and cannot be used: the CPU, the compiler, or this process, which
-        has loaded another, do not allow it.
+      BuildError: `isa` is given but cannot be used, because of the CPU, the compiler, or another
+        instruction set that this process has loaded.
     """
     if isa is None:
         return _why_not() is None
@@ -114,7 +116,7 @@ def available(isa: str | None = None) -> bool:
     assert found is not None
     fits = found.tiles == ALL_TILES if isa == "amx" else found.isa == isa and found.tiles is None
     if not fits:
-        raise BuildError(f"this process has loaded {found.isa}: use {isa} in a process of its own")
+        raise BuildError(f"this process has loaded {found.isa}: use {isa} in another process")
     return True
 
 
@@ -123,16 +125,16 @@ def _why_not() -> str | None:
     try:
         load()
     except BuildError as error:
-        log.warning("no CPU kernels, plain XLA is about half as fast: %s", error)
+        log.warning("no CPU kernels, so plain XLA runs at about half the speed: %s", error)
         return str(error)
     return None
 
 
 def _load_private(path: Path) -> ctypes.CDLL:
-    """Load the file that has been checked, whatever has its name by now.
+    """Load the file that was checked, even if its name has been replaced.
 
-    Its descriptor stays open: the loader returns an earlier library of the same name, and this name
-    has the descriptor's number.
+    The descriptor stays open, because the loader returns an earlier library of the same name, and
+    this name contains the descriptor's number.
     """
     descriptor = open_private(path)
     opened = Path(f"/proc/self/fd/{descriptor}")
@@ -143,7 +145,7 @@ def _load_private(path: Path) -> ctypes.CDLL:
         raise
 
 
-# With its name, which says from how many rows on it uses AMX, and why it was chosen.
+# The library, its name (with the rows from which AMX is used), and why it was chosen.
 _loaded: list[tuple[ctypes.CDLL, str, Choice]] = []
 
 
@@ -152,22 +154,22 @@ def _library() -> ctypes.CDLL | None:
 
 
 def identity() -> str | None:
-    """Names what has been loaded: its instruction set, sources, compiler, flags and use of AMX."""
+    """Return a name of the loaded library: instruction set, hash and use of AMX; or None."""
     return _loaded[0][1] if _loaded else None
 
 
 def chosen() -> Choice | None:
-    """The instruction set that has been loaded, and what was measured for it."""
+    """Return the loaded instruction set and its measurements, or None."""
     return _loaded[0][2] if _loaded else None
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library."""
+    """Return the loaded library."""
     loaded = _library()
     assert loaded is not None, "the CPU kernels have not been loaded"
     return loaded
 
 
 def num_threads() -> int:
-    """Threads that this process may run at the same time."""
+    """Return the number of threads that this process may run at the same time."""
     return len(os.sched_getaffinity(0))

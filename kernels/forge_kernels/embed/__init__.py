@@ -1,4 +1,4 @@
-"""Rows of a table, by token."""
+"""The embedding lookup: rows of a table by token."""
 
 from forge_kernels.embed.api import embed
 

@@ -24,30 +24,30 @@ def embed(
     tokens: jax.Array,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Rows of an embedding table.
+    """Return rows of an embedding table.
 
-    16-bit floats are gathered as their bits: XLA:CPU would convert the whole table to float32 to
-    gather from it. Gradients pass as through a plain lookup.
+    16-bit floats are gathered as their bits, because XLA:CPU would convert the whole table to
+    float32 first. Gradients are those of a plain lookup.
 
     Args:
-      table: float[V, d], or the packed matrix of a head that the model shares with its embedding.
-        Or a quantised one in blocks.
-      tokens: i32[T], each in [0, V); what is outside is clipped to it.
-      dtype: of what comes of a quantised one.
+      table: float[V, d], a quantized matrix in blocks, or the packed matrix of a head that the
+        model shares with its embedding.
+      tokens: i32[T]; values outside of [0, V) are clipped.
+      dtype: the type of the result for a matrix in blocks.
 
     Returns:
-      [T, d] of the table's type; bfloat16 of a packed one.
+      [T, d] of the table's type; bfloat16 for a packed table.
     """
     if isinstance(table, QuantizedWeight):
         if table.quantization.blocks is None or dtype is None:
-            raise TypeError("rows of a quantised matrix that is not in blocks")
+            raise TypeError("an embedding must not be a quantized matrix that is not in blocks")
         return quantized_rows(table, tokens, dtype)
     if isinstance(table, PackedWeight):
         return packed_embed(table, tokens)
     if isinstance(table, PlainWeight):
         table = table.weight
     if isinstance(table, OrderedWeight | MixedMatrix):
-        raise TypeError(f"rows of a {type(table).__name__}")
+        raise TypeError(f"an embedding must not be a {type(table).__name__}")
     return _rows(cast(jax.Array, table), tokens)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which compute a token, and what they make of it."""
+"""Mixtures of experts: routing, and the weighted sum of the experts' outputs."""
 
 from forge_kernels.experts.api import Implementation, choose_experts, mix_experts
 

@@ -1,7 +1,7 @@
-"""Mixtures of experts with SwiGLU: the choice by a router's logits, and the sum of what they give.
+"""Mixtures of experts with SwiGLU: the choice by a router's logits, and the weighted sum.
 
-What a token gets is a function of that token alone: every expert that it chose computes it,
-whatever the others chose, and its sum goes by the experts' numbers.
+A token's result depends only on that token. Every expert that it chose computes it, whatever other
+tokens chose, and its sum is in the order of the experts' numbers.
 """
 
 from typing import Literal, cast
@@ -22,22 +22,22 @@ from forge_kernels.linear import (
     QuantizedWeight,
 )
 
-IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats of which the kernels take any two
+IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats that the kernels can combine
 Implementation = Literal["auto", "reference"]
 
 
 def choose_experts(
     logits: jax.Array, per_token: int, *, normalised: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The likeliest experts of each token; of equal ones the first.
+    """Return the most likely experts of each token; ties go to the lower number.
 
     Args:
       logits: f32[T, E], of the router.
       per_token: k.
-      normalised: the weights of a token's experts are made to sum to one.
+      normalised: True to scale the weights of a token's experts to sum to one.
 
     Returns:
-      (experts i32[T, k], weights f32[T, k]): the softmax over all experts at those chosen.
+      (experts i32[T, k], weights f32[T, k]), the weights from the softmax over all experts.
     """
     weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), per_token)
     if normalised:
@@ -56,36 +56,37 @@ def mix_experts(
     num_rows: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """The weighted sum of down(silu(gate(x)) * up(x)) over each token's experts, in float32.
+    """Return the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
-    On a CPU the rows are sorted by expert and multiplied in tiles, packed ones by the C++ kernels:
-    experts that nobody chose are not read. Elsewhere every expert computes every row; where their
-    matrices are quantised, floats of some experts are made at a time.
+    The sum is in float32. On a CPU, rows are sorted by expert and multiplied in tiles, by the C++
+    kernels if packed, so experts without tokens are not read. Elsewhere every expert computes every
+    row; quantized matrices are converted to floats for a few experts at a time.
 
     Args:
       x: float[T, d].
-      gate_up: float[E, 2 I, d] of x's type, gates above ups; or packed as `paired` (then x is
-        bfloat16); or quantised.
-      down: float[E, d, I], or packed, or quantised.
-      experts: i32[T, k], in [0, E), different ones in a row.
+      gate_up: float[E, 2 I, d] of x's type, gates above ups, or quantized, or packed as `paired`,
+        which requires bfloat16 x.
+      down: float[E, d, I], or packed, or quantized.
+      experts: i32[T, k], in [0, E), distinct within a row.
       weights: f32[T, k].
-      order: i32[E, d], the columns of x that those of each expert's quantised gate_up multiply; an
-        `OrderedWeight` has its own.
-      num_rows: i32[], a promise that rows from there on are not needed: they may hold anything.
+      order: i32[E, d], the column of x for each column of a quantized gate_up; an `OrderedWeight`
+        has its own.
+      num_rows: i32[], a promise that the caller ignores rows from there on; they are undefined.
       implementation: "reference" is differentiable.
 
     Returns:
       [T, d] of x's type.
 
     Raises:
-      TypeError, ValueError: types or shapes that do not go together.
+      TypeError: types do not match.
+      ValueError: shapes do not match.
     """
     if isinstance(gate_up, OrderedWeight):
         gate_up, order = gate_up.matrix, gate_up.order
     gate_up, down = _of_experts(gate_up), _of_experts(down)
     _check(x, gate_up, down, experts, weights)
     if order is not None and not isinstance(gate_up, QuantizedWeight | PackedWeight):
-        raise TypeError("an order of the columns of experts that are not quantised")
+        raise TypeError("order requires quantized experts")
     if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
         return packed_experts(x, gate_up, down, experts, weights, order, num_rows)
@@ -110,7 +111,7 @@ def _of_experts(w: jax.Array | MatrixWeight) -> Matrices:
     if isinstance(w, PlainWeight):
         return w.weight
     if isinstance(w, OrderedWeight | MixedMatrix):
-        raise TypeError(f"matrices of experts as a {type(w).__name__}")
+        raise TypeError(f"matrices of experts must not be a {type(w).__name__}")
     return cast(Matrices, w)
 
 
@@ -118,7 +119,7 @@ def _check(
     x: jax.Array, gate_up: Matrices, down: Matrices, experts: jax.Array, weights: jax.Array
 ) -> None:
     if isinstance(gate_up, PackedWeight) != isinstance(down, PackedWeight):
-        raise TypeError("experts with one packed matrix and one that is not")
+        raise TypeError("gate_up and down of experts must both be packed, or neither")
     shapes = []
     for name, w in (("gate_up", gate_up), ("down", down)):
         if isinstance(w, QuantizedWeight):
@@ -127,26 +128,34 @@ def _check(
         elif isinstance(w, PackedWeight):
             packing = w.packing
             if x.dtype != jnp.bfloat16:
-                raise TypeError(f"packed experts with activations of {x.dtype}")
+                raise TypeError(f"packed experts need activations of bfloat16, got {x.dtype}")
             if packing.paired != (name == "gate_up"):
-                raise ValueError("experts need gate_up packed as paired, and only it")
+                raise ValueError("experts must have gate_up packed as paired, and down not")
             shapes.append((packing.experts, packing.outputs, packing.inputs))
         else:
             if w.dtype != x.dtype:
-                raise TypeError(f"experts of {w.dtype} with activations of {x.dtype}")
+                raise TypeError(
+                    f"experts of {w.dtype} need activations of that type, got {x.dtype}"
+                )
             shapes.append(w.shape)
     formats = {w.packing.format for w in (gate_up, down) if isinstance(w, PackedWeight)}
     if len(formats) > 1 and not formats <= IN_BLOCKS:
-        raise TypeError(f"experts packed in {' and '.join(sorted(formats))}")
+        raise TypeError(f"experts must have one packed format, got {' and '.join(sorted(formats))}")
     count, width = shapes[0][0], x.shape[-1]
     if x.ndim != 2 or shapes != [
         (count, *shapes[0][1:2], width),
         (count, width, shapes[0][1] // 2),
     ]:
-        raise ValueError(f"experts {shapes[0]} and {shapes[1]} with x {x.shape}")
+        raise ValueError(
+            f"the shapes of experts {shapes[0]} and {shapes[1]} do not fit x {x.shape}"
+        )
     if experts.shape != weights.shape or experts.ndim != 2 or len(experts) != len(x):
-        raise ValueError(f"experts {experts.shape}, weights {weights.shape}, x {x.shape}")
+        raise ValueError(
+            f"experts {experts.shape} and weights {weights.shape} do not fit x {x.shape}"
+        )
     if experts.shape[1] > (count or 0):
-        raise ValueError(f"{experts.shape[1]} experts of {count}")
+        raise ValueError(f"a token chose {experts.shape[1]} experts, but there are only {count}")
     if weights.dtype != jnp.float32 or experts.dtype != jnp.int32:
-        raise TypeError(f"experts are int32, weights float32; not {experts.dtype}, {weights.dtype}")
+        raise TypeError(
+            f"experts must be int32 and weights float32, got {experts.dtype} and {weights.dtype}"
+        )

@@ -1,4 +1,4 @@
-"""Mixtures of experts on packed weights, by the C++ kernels."""
+"""Mixtures of experts on packed weights by the C++ kernels."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Every expert computes every row in float32, and the chosen ones are added up: the oracle."""
+"""Mixtures of experts in float32, the oracle of the tests: every expert computes every row."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Mixtures of experts in plain XLA: in tiles of rows that have one expert, or all by all.
+"""Mixtures of experts in plain XLA: in tiles of rows with one expert, or all experts for all rows.
 
-Matrices in 8 or 4 bits become floats where they are multiplied: of one expert, or of some.
+Matrices in 8 or 4 bits are converted to floats where they are multiplied, a few experts at a time.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from forge_kernels.linear.quantized import (
 )
 
 Matrices = jax.Array | QuantizedWeight  # [E, N, K]
-CHUNK_BYTES = 256 * 2**20  # of floats that are made of 8 or 4 bits at a time, or one expert's
+CHUNK_BYTES = 256 * 2**20  # of floats made from 8 or 4 bits at once, or one expert's if larger
 
 
 def tile_rows(rows: int, experts: int) -> int:
-    """Rows of a tile: few, where experts have few; at least two, for XLA:CPU is slow at one."""
+    """Return the rows per tile: few if experts have few; at least 2, because 1 is slow on CPUs."""
     if rows >= 32 * experts:
         return 64
     return min(16, max(2, rows))
@@ -37,15 +37,15 @@ def tiled_experts(
     num_rows: jax.Array,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
 ) -> jax.Array:  # [T, d] of x's type
-    """Rows sorted by expert and cut into tiles of one expert each; a loop over those there are.
+    """Compute rows sorted by expert, in tiles of one expert each, in a loop over existing tiles.
 
-    Every tile is a product of the same shape, so a row's bits do not depend on where it lies.
+    Every tile is a product of the same shape, so a row's bits do not depend on its place.
     """
     (T, k), count = experts.shape, num_experts(gate_up)
     rows, size = T * k, tile_rows(T * k, count)
     exists = jnp.arange(T)[:, None] < num_rows
-    chosen = jnp.where(exists, experts, count).reshape(-1)  # those of no expert come last
-    # One sort of single integers: the expert, and below it the place.
+    chosen = jnp.where(exists, experts, count).reshape(-1)  # rows without an expert sort last
+    # One sort of single integers, with the expert in the high part and the place in the low part.
     by_expert = jnp.sort(chosen * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
     counts = jnp.sum(chosen[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
     begin, tiles = jnp.cumsum(counts) - counts, -(-counts // size)
@@ -77,7 +77,7 @@ def all_experts(
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
 ) -> jax.Array:  # [T, d] of x's type
-    """Every expert computes every row, in two products without a loop; the chosen are added up."""
+    """Compute every row with every expert, in two products without a loop, and add the chosen."""
     del num_rows
     count, width, d = gate_up.shape
     is_chosen = experts[:, :, None] == jnp.arange(count)[None, None]  # [T, k, E]
@@ -102,9 +102,9 @@ def experts_by_chunks(
     num_rows: jax.Array | None,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
 ) -> jax.Array:  # [T, d] of x's type
-    """The same with matrices in 8 or 4 bits: floats are made of as many experts at a time.
+    """Compute as `all_experts` with matrices in 8 or 4 bits, converting a chunk of experts at once.
 
-    Without a loop, which would divide the step of a GPU into several command buffers.
+    There is no loop, because it would split a GPU's step into several command buffers.
     """
     del num_rows
     count = num_experts(gate_up)
@@ -112,7 +112,7 @@ def experts_by_chunks(
     step = chunk_of(count, largest)
     y = jnp.zeros(x.shape, jnp.float32)
     for first in range(0, count, step):
-        if first:  # the floats of one chunk are gone before those of the next are made
+        if first:  # the floats of a chunk are freed before those of the next are made
             gate_up, down, y = lax.optimization_barrier((gate_up, down, y))
         up, then = (_some(each, first, step) for each in (gate_up, down))
         rows = x
@@ -129,7 +129,7 @@ def experts_by_chunks(
 
 
 def chunk_of(count: int, one_bytes: int) -> int:
-    """Experts of a chunk: as many as divide all of them, and fit into CHUNK_BYTES."""
+    """Return the experts per chunk: the largest divisor of all that fits into CHUNK_BYTES."""
     most = max(1, CHUNK_BYTES // one_bytes)
     return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
@@ -148,21 +148,21 @@ def _shape(w: Matrices) -> tuple[int, int, int]:
 
 
 def _of_expert(x: jax.Array, w: Matrices, expert: jax.Array) -> jax.Array:
-    """float[T, K] -> f32[T, N]."""
+    """Multiply float[T, K] by one expert's matrix to f32[T, N]."""
     if isinstance(w, QuantizedWeight):
         return expert_product(x, w, expert)
     return _product(x, lax.dynamic_index_in_dim(w, expert, keepdims=False))
 
 
 def _by_expert(x: jax.Array, w: Matrices) -> jax.Array:
-    """float[T, K], or of each float[C, T, K] -> f32[C, T, N]."""
+    """Multiply float[T, K], or float[C, T, K] per expert, by all matrices to f32[C, T, N]."""
     if isinstance(w, QuantizedWeight):
         return products_by_expert(x, w)
     return jax.vmap(_product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
 
 
 def _some(w: Matrices, first: int, count: int) -> Matrices:
-    """`count` experts from the number `first` on."""
+    """Return `count` experts from the number `first` on."""
     if not isinstance(w, QuantizedWeight):
         return w[first : first + count]
     some = jax.tree.map(lambda array: array[first : first + count], w)
@@ -171,14 +171,14 @@ def _some(w: Matrices, first: int, count: int) -> Matrices:
 
 
 def _at(x: jax.Array, index: Any) -> jax.Array:
-    """x[index]; 16-bit floats as their bits, for XLA:CPU would convert all of x."""
+    """Return x[index], with 16-bit floats as bits because XLA:CPU would convert all of x."""
     if x.dtype.itemsize != 2:
         return x[index]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[index], x.dtype)
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """float[T, K], float[N, K] -> f32[T, N]: the form that XLA:CPU is fast at."""
+    """Multiply float[T, K] by float[N, K] to f32[T, N], in the form that XLA:CPU is fast at."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 

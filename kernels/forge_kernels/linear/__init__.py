@@ -1,4 +1,4 @@
-"""Products with weight matrices: plain, as in checkpoints, packed, quantised, and in blocks."""
+"""Products with weight matrices: plain, packed, quantized, and in blocks."""
 
 from forge_kernels.linear.api import Weight, linear
 from forge_kernels.linear.blocks import BlockPacking, pack_blocks

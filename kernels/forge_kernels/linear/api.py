@@ -1,7 +1,7 @@
-"""The linear layer with what stands before and after it in a decoder: norm, SwiGLU, residual.
+"""The linear layer fused with its neighbors in a decoder: norm, SwiGLU and residual.
 
-A plain matrix is multiplied by XLA, in the form that it runs fast on every backend, and so is a
-`QuantizedWeight`; a `PackedWeight` by the CPU kernels, which do all of it in one pass over it.
+XLA multiplies a plain matrix, in the form that is fast on every backend, and a `QuantizedWeight`.
+The CPU kernels multiply a `PackedWeight` and do everything in one pass over it.
 """
 
 import jax
@@ -25,26 +25,26 @@ def linear(
     num_rows: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x times the transpose of w, summed in float32: `residual + swiglu(norm(x) w^T)`.
+    """Return `residual + swiglu(norm(x) w^T)`, summed in float32.
 
     Args:
       x: float[T, K_in].
       w: float[N_out, K_in] of x's type, or a weight of another type, whose `matmul` computes the
-        product. With a packed one x is bfloat16.
-      norm: (weight float[K_in], eps): x is RMS-normalised first.
+        product. A packed weight needs bfloat16 x.
+      norm: (weight float[K_in], eps) of an RMS norm that is applied to x first.
       residual: [T, N_out] of x's type, added to the result; not together with `swiglu`.
       swiglu: the first half of the N_out columns gates the second: silu(gate) * up (Shazeer 2020).
         A packed w must have been packed as `paired`.
-      num_rows: i32[], a promise that rows from there on are not needed: they may hold anything.
+      num_rows: i32[], a promise that the caller ignores rows from there on; they are undefined.
       out_dtype: type of the result; x's by default.
 
     Returns:
       [T, N_out] of `out_dtype`; [T, N_out / 2] with `swiglu`.
 
     Raises:
-      TypeError: types that do not go together: XLA:CPU has no fast product of two types, and the
-        kernels know bfloat16 and, as a result, float32.
-      ValueError: shapes or options that do not fit together.
+      TypeError: types do not match. XLA:CPU has no fast product of two types, and the kernels
+        support only bfloat16, with bfloat16 or float32 results.
+      ValueError: shapes or options do not match.
     """
     weight = w if isinstance(w, Weight) else PlainWeight(w)
     return weight.matmul(

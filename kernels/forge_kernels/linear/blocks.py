@@ -1,7 +1,7 @@
-"""Matrices in blocks, packed for the CPU kernels, where a block of 32 rows is one piece of memory.
+"""Matrices in blocks, packed for the CPU kernels: a block of 32 rows is one piece of memory.
 
-The layout stands in `cpu/src/linear.h`. For plain XLA values, factors, scales and minima are arrays
-of their own (`quantized.py`).
+The layout is defined in `cpu/src/linear.h`. For plain XLA, values, factors, scales and minima are
+separate arrays (`quantized.py`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from forge_kernels.blocks import Blocks, BlockValues
 from forge_kernels.linear.panels import PANEL, aligned_empty, rows_of_panels
 from forge_kernels.threads import for_each
 
-CHUNK = 2**20  # values that a thread packs at a time
-MIDDLE = 8  # what 4-bit values without minima are stored above
+CHUNK = 2**20  # values per thread and call
+MIDDLE = 8  # the offset of stored 4-bit values without minima
 
 
 @dataclass(frozen=True)
 class BlockPacking:
-    """How a matrix [outputs, inputs] in blocks lies for the CPU kernels.
+    """The layout of a matrix [outputs, inputs] in blocks for the CPU kernels.
 
-    `paired` and `experts` as in `Packing`.
+    `paired` and `experts` are as in `Packing`.
 
     Attributes:
-      activations: "int8": rows of x are rounded to int8, each 32 values to a scale of their own,
-        and multiplied as whole numbers. None: values become bfloat16, and the result has the bits
-        of a bfloat16 matrix. The bytes of the weight are the same.
+      activations: if "int8", rows of x are rounded to int8 with a scale per 32 values, and
+        multiplied as integers. If None, values become bfloat16, and the result has the bits of a
+        bfloat16 matrix. The bytes of the weight are the same.
     """
 
     blocks: Blocks
@@ -45,10 +45,10 @@ class BlockPacking:
         if self.activations is None:
             return
         if self.experts is not None:
-            raise ValueError("experts in blocks take activations that are not rounded")
+            raise ValueError("activations of experts in blocks cannot be rounded")
         if self.blocks.group not in (16, 32):
             raise ValueError(
-                f"rounded activations with groups of {self.blocks.group}, not 16 or 32"
+                f"groups must have 16 or 32 values for rounded activations, got {self.blocks.group}"
             )
 
     @property
@@ -72,11 +72,11 @@ class BlockPacking:
         return None
 
 
-Read = Callable[[np.ndarray], BlockValues]  # rows by their numbers, of several threads
+Read = Callable[[np.ndarray], BlockValues]  # returns rows by their numbers; thread-safe
 
 
 def pack_blocks(read: Read, packing: BlockPacking) -> np.ndarray:
-    """Packs a matrix on the host, some rows at a time -> u8 of `packing.weight`."""
+    """Pack a matrix on the host, some rows at a time, to u8 of `packing.weight`."""
     weight = aligned_empty(packing.weight.shape, packing.weight.dtype)
     rows = rows_of_panels(packing.outputs, packing.panels, packing.paired)
     step = max(1, CHUNK // (PANEL * packing.inputs))
@@ -92,7 +92,7 @@ def pack_blocks(read: Read, packing: BlockPacking) -> np.ndarray:
 def _pack_panels(
     rows: BlockValues, exists: np.ndarray, packing: BlockPacking, out: np.ndarray
 ) -> None:
-    """`exists`: bool[rows]; those that do not become zeros."""
+    """Pack some panels; rows whose `exists`, bool[rows], is false become zeros."""
     blocks, (panels, count, _) = packing.blocks, out.shape
     at = 0
 
@@ -102,7 +102,7 @@ def _pack_panels(
         at += array.shape[2]
 
     def by_column(array: np.ndarray) -> np.ndarray:
-        """[rows, count * n] -> [panels, count, n * 32]."""
+        """Transpose [rows, count * n] to [panels, count, n * 32]."""
         split = array.reshape(panels, PANEL, count, -1).transpose(0, 2, 3, 1)
         return np.ascontiguousarray(split).reshape(panels, count, -1).view(np.uint8)
 
@@ -114,7 +114,7 @@ def _pack_panels(
             put(by_column(scale))
     values = rows.values
     if blocks.values == "int8":
-        put(by_column(values.view(np.int16)))  # two that follow each other stay together
+        put(by_column(values.view(np.int16)))  # keeps two consecutive values together
         return
     numbers = values.view(np.uint8) if blocks.minima else (values + np.int8(MIDDLE)).view(np.uint8)
     eights = numbers.reshape(panels * 2, 2, 8, -1)  # 8 columns, and the next 8

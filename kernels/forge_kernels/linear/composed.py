@@ -1,4 +1,4 @@
-"""Weights made of others: several matrices below each other, or columns in another order."""
+"""Weights made of others: several stacked matrices, or a matrix with reordered columns."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forge_kernels.linear.operands import MatmulOptions, MatrixWeight
 
 @dataclass(frozen=True)
 class MixedMatrix:
-    """A matrix whose rows are stored in several ways: each piece is multiplied by itself."""
+    """A matrix whose rows are stored in several ways; each piece is multiplied separately."""
 
-    pieces: tuple[MatrixWeight, ...]  # one below the other
+    pieces: tuple[MatrixWeight, ...]  # stacked
 
     def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
-        """x times the transpose of the matrix: see `linear`."""
+        """Return x times the transpose of the matrix; see `linear`."""
         residual, swiglu = options.pop("residual", None), options.pop("swiglu", False)
-        if swiglu:  # of gates and ups that have not been rounded, as where they are one matrix
+        if swiglu:  # of gate and up before rounding, as in a single matrix
             options["out_dtype"] = jnp.float32
         y = jnp.concatenate([piece.matmul(x, **options) for piece in self.pieces], axis=1)
         if swiglu:
@@ -34,20 +34,20 @@ class MixedMatrix:
 class OrderedWeight:
     """A matrix whose columns are stored in another order than those of x (GPTQ's desc_act).
 
-    A norm must be applied to x before: its weights are in the order of x.
+    A norm must be applied to x beforehand, because its weights are in the order of x.
     """
 
     matrix: MatrixWeight
-    order: jax.Array  # i32[K_in], or i32[E, K_in]: the column of x for each of the matrix
+    order: jax.Array  # i32[K_in] or i32[E, K_in], the column of x for each column of the matrix
 
     @classmethod
     def abstract(cls, matrix: Any, inputs: int, experts: int | None = None) -> OrderedWeight:
-        """The weight with shapes and types in place of arrays."""
+        """Return the weight with shapes and types for arrays."""
         shape = (inputs,) if experts is None else (experts, inputs)
         return cls(matrix, cast(Any, jax.ShapeDtypeStruct(shape, jnp.int32)))
 
     def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
-        """x times the transpose of the matrix: see `linear`."""
+        """Return x times the transpose of the matrix; see `linear`."""
         assert options.get("norm") is None, "a norm in the order of x"
         return self.matrix.matmul(_columns(x, self.order), **options)
 
@@ -57,7 +57,7 @@ jax.tree_util.register_dataclass(OrderedWeight, data_fields=["matrix", "order"],
 
 
 def _columns(x: jax.Array, order: jax.Array) -> jax.Array:
-    """x[:, order]; 16-bit floats as their bits, because XLA:CPU would convert all of x."""
+    """Return x[:, order], with 16-bit floats as bits because XLA:CPU would convert all of x."""
     if x.dtype.itemsize != 2:
         return x[:, order]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[:, order], x.dtype)

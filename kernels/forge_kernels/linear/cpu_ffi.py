@@ -18,7 +18,7 @@ _STORE, _RESIDUAL, _SWIGLU = range(3)
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix as the kernels want it; a pytree whose leaves are `weight` and `scale`."""
+    """A matrix in the kernels' layout, a pytree of the leaves `weight` and `scale`."""
 
     weight: jax.Array  # see Packing.weight
     scale: jax.Array | None  # see Packing.scale
@@ -26,20 +26,22 @@ class PackedWeight:
 
     @classmethod
     def abstract(cls, packing: Packing | BlockPacking) -> PackedWeight:
-        """The weight with shapes and types in place of arrays."""
+        """Return the weight with shapes and types for arrays."""
         return cls(cast(Any, packing.weight), cast(Any, packing.scale), packing)
 
     def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
-        """x (bfloat16) times the transpose of the matrix: see `linear`. One pass over it."""
+        """Return x (bfloat16) times the transpose of the matrix in one pass; see `linear`."""
         packing, given = self.packing, Operands(**options)
         norm, residual, swiglu = given.norm, given.residual, given.swiglu
         dtype = jnp.dtype(given.out_dtype or x.dtype)
         shape = packing.outputs, packing.inputs
         check(x, given, kind=f"packed ({packing.format})", dtype=jnp.bfloat16, shape=shape)
         if dtype not in (jnp.bfloat16, jnp.float32):
-            raise TypeError(f"linear with a packed weight gives bfloat16 or float32, not {dtype}")
+            raise TypeError(
+                f"the result of a packed weight must be bfloat16 or float32, got {dtype}"
+            )
         if swiglu != packing.paired:
-            raise ValueError("swiglu needs a weight that was packed as paired, and only it does")
+            raise ValueError("swiglu must be set if and only if the weight was packed as paired")
         nothing = jnp.zeros(0, jnp.bfloat16)
         columns = packing.outputs // 2 if swiglu else packing.outputs
         weight, eps = (nothing, 0.0) if norm is None else norm
@@ -64,7 +66,7 @@ jax.tree_util.register_dataclass(
 
 
 def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:
-    """Rows of a packed matrix: i32[T] -> bf16[T, K_in]; tokens are clipped into it."""
+    """Return rows of a packed matrix, bf16[T, K_in], for i32[T]; tokens are clipped."""
     packing = w.packing
     out = jax.ShapeDtypeStruct((tokens.shape[0], packing.inputs), jnp.bfloat16)
     return jax.ffi.ffi_call("forge_embed", out)(
@@ -79,9 +81,9 @@ def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:
 def format_attributes(
     packing: Packing | BlockPacking, *, rounds_rows: bool = False
 ) -> dict[str, np.int64]:
-    """What tells the kernels how to read a weight: `Format` and `Blocks` of `cpu/src/linear.h`.
+    """Return the kernels' format of a weight: `Format` and `Blocks` of `cpu/src/linear.h`.
 
-    `rounds_rows`: the operation has rows of activations, which blocks may ask to be rounded.
+    `rounds_rows` is true for operations with activations, which some blocks require rounded.
     """
     if isinstance(packing, Packing):
         return _attributes(FORMATS.index(packing.format), 0, 0, False)

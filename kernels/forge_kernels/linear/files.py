@@ -1,7 +1,7 @@
-"""Matrices read from files and packed on the way, in C++: no thread holds Python's lock meanwhile.
+"""Matrices read from files and packed in C++, without holding the GIL.
 
-A start traces its steps in Python while weights are read. A thread that returns to Python for each
-piece of a file then waits for the lock, milliseconds each time.
+While weights are read, the process traces its steps in Python. A thread that returned to Python for
+each piece of a file would wait milliseconds for the GIL each time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from forge_kernels.linear.panels import PANEL, aligned_empty
 from forge_kernels.threads import for_each
 
 TYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))  # as `Stored` in read.h
-CHUNK_BYTES = 4 * 2**20  # of a plain matrix, that a thread reads at once
+CHUNK_BYTES = 4 * 2**20  # of a plain matrix, per thread and read
 _PLAIN = -1
 
 
 class ShortFileError(Exception):
-    """A file ends before the rows that it should have."""
+    """A file ends before its last row."""
 
     def __init__(self, file: Path):
         super().__init__(f"{file} is too short")
@@ -38,7 +38,7 @@ class ShortFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows of a matrix that lie one after the other in a file."""
+    """Consecutive rows of a matrix in a file."""
 
     file: Path
     dtype: np.dtype
@@ -48,21 +48,21 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class PackedInFiles:
-    """Matrices [outputs, inputs] of a packing, one or those of its experts, in any of `TYPES`."""
+    """Matrices [outputs, inputs] to be packed, one or those of experts, in any of `TYPES`."""
 
     packing: Packing
-    matrices: Sequence[Sequence[Stretch]]  # each by its rows, from the first on
+    matrices: Sequence[Sequence[Stretch]]  # each by its rows, from the first
 
     @property
     def num_bytes(self) -> int:
-        """Of what it becomes, without scales."""
+        """The bytes of the packed weight, without scales."""
         weight = self.packing.weight
         return weight.size * weight.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PlainInFiles:
-    """An array of `shape`, whose rows (or numbers, of a vector) have the type that it has."""
+    """An array of `shape`, whose rows (or numbers, for a vector) are stored in its own type."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -73,13 +73,13 @@ class PlainInFiles:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Read = tuple[np.ndarray, np.ndarray | None]  # weight and scale as `pack` gives them
+Read = tuple[np.ndarray, np.ndarray | None]  # weight and scale, as returned by `pack`
 
 
 def read_files(arrays: Sequence[PackedInFiles | PlainInFiles]) -> list[Read]:
-    """Reads all of them by as many threads as there are cores, in memory that XLA:CPU can adopt.
+    """Read all arrays with one thread per core, into memory that XLA:CPU can adopt.
 
-    float16 and float32 are rounded to bfloat16 for a packing, to the nearest.
+    For a packing, float16 and float32 are rounded to the nearest bfloat16.
 
     Raises:
       ShortFileError: a file ends before the last row.
@@ -95,18 +95,18 @@ def read_files(arrays: Sequence[PackedInFiles | PlainInFiles]) -> list[Read]:
 
 
 class _Work:
-    """The tables that `forge_read_files` works through; the structs are those of `read.h`."""
+    """The tables that `forge_read_files` processes; the structs are those of `read.h`."""
 
     def __init__(self, opened: ExitStack):
         self._opened = opened
         self._numbers: dict[Path, int] = {}
-        self._files: list[Path] = []  # of the stretches
+        self._files: list[Path] = []  # one per stretch
         self._stretches: list[tuple[int, int, int, int]] = []
         self._matrices: list[tuple[int, ...]] = []
         self._num_items = 0
 
     def add(self, array: PackedInFiles | PlainInFiles) -> Read:
-        """Memory for it, which `run` fills."""
+        """Return memory for an array, which `run` fills."""
         if isinstance(array, PlainInFiles):
             return self._add_plain(array), None
         packing = array.packing

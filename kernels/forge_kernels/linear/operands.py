@@ -1,8 +1,8 @@
 """The parts of a product that do not depend on how its matrix is stored.
 
 Every weight type has one method, `matmul(x, **options)`. `MatmulOptions` lists the options, and
-`Operands` has their defaults. `check` refuses operands that do not fit together, and `around`
-computes norm, SwiGLU and residual in plain XLA for the types whose product XLA computes.
+`Operands` has their defaults. `check` rejects operands that do not match. `around` computes norm,
+SwiGLU and residual in plain XLA for the types whose product XLA computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forge_kernels.norm import rms_norm
 
 
 class MatmulOptions(TypedDict, total=False):
-    """The options of `matmul`: `linear` documents them."""
+    """The options of `matmul`, documented at `linear`."""
 
     norm: tuple[jax.Array, float] | None
     residual: jax.Array | None
@@ -38,10 +38,10 @@ class Operands(NamedTuple):
 
 
 class MatrixWeight(Protocol):
-    """A matrix [N_out, K_in] in one way of storing it: a pytree of its arrays."""
+    """A matrix [N_out, K_in] in some storage format, a pytree of its arrays."""
 
     def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
-        """x times the transpose of the matrix, as `linear` documents it."""
+        """Return x times the transpose of the matrix; see `linear`."""
         ...
 
 
@@ -51,28 +51,32 @@ def check(
     """Raise TypeError or ValueError unless the operands fit a matrix of this kind and shape.
 
     Args:
+      x: the activations.
+      given: the options.
       kind: name of the matrix's storage, for messages.
-      dtype: type that x must have.
+      dtype: the type that x must have.
       shape: (N_out, K_in).
     """
     (outputs, inputs), norm, residual = shape, given.norm, given.residual
     if x.dtype != dtype:
-        raise TypeError(f"linear of {x.dtype} activations with {kind} weights")
+        raise TypeError(f"{kind} weights do not support activations of {x.dtype}")
     for name, array in (("norm", norm and norm[0]), ("residual", residual)):
         if array is not None and array.dtype != x.dtype:
-            raise TypeError(f"linear of {x.dtype} activations with a {name} of {array.dtype}")
+            raise TypeError(f"{name} must be {x.dtype} like the activations, got {array.dtype}")
     if x.ndim != 2 or x.shape[1] != inputs:
-        raise ValueError(f"linear of x {x.shape} with a weight [{outputs}, {inputs}]")
+        raise ValueError(f"x {x.shape} does not fit a weight [{outputs}, {inputs}]")
     if norm is not None and norm[0].shape != (inputs,):
-        raise ValueError(f"a norm {norm[0].shape} for rows of {inputs}")
+        raise ValueError(f"norm {norm[0].shape} does not fit rows of {inputs}")
     if given.swiglu and residual is not None:
-        raise ValueError("linear takes swiglu or a residual, not both")
+        raise ValueError("linear accepts swiglu or a residual, not both")
     if residual is not None and residual.shape != (x.shape[0], outputs):
-        raise ValueError(f"residual {residual.shape} for a result [{x.shape[0]}, {outputs}]")
+        raise ValueError(
+            f"residual {residual.shape} does not fit a result [{x.shape[0]}, {outputs}]"
+        )
 
 
 def around(x: jax.Array, product: Callable[[jax.Array], jax.Array], given: Operands) -> jax.Array:
-    """`residual + swiglu(product(norm(x)))`, in plain XLA."""
+    """Return `residual + swiglu(product(norm(x)))` in plain XLA."""
     if given.norm is not None:
         with jax.named_scope("norm"):
             x = rms_norm(x, *given.norm)

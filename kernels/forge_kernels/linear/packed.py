@@ -1,8 +1,8 @@
-"""Weights packed for the CPU kernels: in panels of 32 columns, as bfloat16, int8, int4 or blocks.
+"""Weights packed for the CPU kernels in panels of 32 columns, as bfloat16, int8, int4 or blocks.
 
-int8 has one scale per column and quantises the rows of x at run time, to the nearest of 255 steps;
-int4 has one float16 scale for each 32 values of a column. The layouts stand in `cpu/src/linear.h`;
-they are the same for every instruction set.
+An int8 matrix has one scale per column. Rows of x are quantized at run time to the nearest of 255
+steps. An int4 matrix has one float16 scale per 32 values of a column. The layouts are defined in
+`cpu/src/linear.h` and are the same for every instruction set.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from forge_kernels.threads import for_each
 
 Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
-LAYOUT = "panels-of-32"  # its name in files; one that differs in any byte gets another
-GROUP = 32  # values of an int4 scale
-CHUNK_BYTES = 512 * 2**10  # of rows that a thread packs at once: they stay in its cache
+LAYOUT = "panels-of-32"  # the layout's name in files; any change of its bytes needs a new name
+GROUP = 32  # values per int4 scale
+CHUNK_BYTES = 512 * 2**10  # of rows that a thread packs at once, so that they stay in its cache
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How one matrix [outputs, inputs] is packed; with `paired` its halves are gates and ups.
+    """The packing of one matrix [outputs, inputs]; if `paired`, its halves are gate and up.
 
-    With `experts` it is so many matrices, each packed by itself, one after the other.
+    If `experts` is set, there are so many matrices, packed separately, one after the other.
     """
 
     format: Format
@@ -73,20 +73,20 @@ class Packing:
 
 
 class Rows(Protocol):
-    """A matrix whose rows are had when they are wanted, by several threads at the same time."""
+    """A matrix whose rows are read on demand, by several threads at the same time."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read_rows(self, out: np.ndarray, first: int) -> None:
-        """Writes the rows from the number `first` on into `out`, [rows, columns], in its type."""
+        """Copy the rows from `first` on into `out`, [rows, columns], cast to its type."""
         ...
 
 
 def pack(w: np.ndarray | Rows, packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
-    """Packs bf16[outputs, inputs] on the host -> (weight, scale) of the packing's shapes.
+    """Pack bf16[outputs, inputs] on the host, and return weight and scale.
 
-    Rows that are read need no room besides: each thread has those of some panels.
+    `Rows` are read in parts, so they need no memory for the whole matrix.
     """
     assert packing.experts is None
     weight, scale = empty(packing)
@@ -97,7 +97,7 @@ def pack(w: np.ndarray | Rows, packing: Packing) -> tuple[np.ndarray, np.ndarray
 def pack_experts(
     matrices: Sequence[Rows] | np.ndarray, packing: Packing
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The same for the matrices of `packing.experts`, bf16[outputs, inputs] each."""
+    """Pack the matrices of `packing.experts`, bf16[outputs, inputs] each, as `pack` does."""
     weight, scale = empty(packing)
     _pack_all(matrices, packing, weight, scale)
     return weight, scale
@@ -106,14 +106,15 @@ def pack_experts(
 def pack_values(
     values: np.ndarray, scale: np.ndarray, packing: Packing
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Packs what is quantised already, without rounding it again -> (weight, scale).
+    """Pack values that are already quantized, without rounding, and return weight and scale.
 
     Args:
-      values: int8[outputs, inputs]; of int4 from -8 to 7.
-      scale: f32[outputs], or of int4 f32[outputs, groups of 32].
+      values: int8[outputs, inputs]; from -8 to 7 for int4.
+      scale: f32[outputs]; for int4, f32[outputs, groups of 32].
+      packing: int8 or int4.
 
     Raises:
-      ValueError: a scale that float16 does not hold, with int4.
+      ValueError: float16 cannot represent an int4 scale.
     """
     assert packing.format != "bf16" and packing.experts is None
     rows = rows_of_panels(packing.outputs, packing.panels, packing.paired)
@@ -130,7 +131,7 @@ def pack_values(
         return weight, scale_out
     narrow = scale.astype(np.float16)
     if not np.array_equal(narrow.astype(np.float32), scale):
-        raise ValueError("a scale is not a float16 number")
+        raise ValueError("a scale cannot be represented in float16")
     words = (columns + 8).astype(np.uint8).reshape(panels, PANEL, -1, 2, 4, 4)
     words = (words[:, :, :, 0] | words[:, :, :, 1] << 4).transpose(0, 2, 3, 1, 4)
     weight[...] = words.reshape(weight.shape)
@@ -139,7 +140,7 @@ def pack_values(
 
 
 def empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
-    """Memory for (weight, scale), which XLA:CPU can adopt."""
+    """Return memory for (weight, scale) that XLA:CPU can adopt."""
     weight, scale = packing.weight, packing.scale
     memory = aligned_empty(weight.shape, weight.dtype)
     return memory, None if scale is None else aligned_empty(scale.shape, scale.dtype)
@@ -151,10 +152,10 @@ def _pack_all(
     weight: np.ndarray,
     scale: np.ndarray | None,
 ) -> None:
-    """`weight` and `scale` have an axis of matrices before the others."""
+    """Pack several matrices; `weight` and `scale` have a leading axis of matrices."""
     assert len(matrices) == len(weight), (len(matrices), packing)
     step = max(1, CHUNK_BYTES // (PANEL * packing.inputs * 2))
-    own = threading.local()  # taken once by each thread: new memory costs more than packing
+    own = threading.local()  # allocated once per thread; new memory costs more than packing
 
     def work(place: tuple[int, int]) -> None:
         number, panel = place
@@ -177,7 +178,7 @@ def _pack_all(
 def _rows_of(
     w: np.ndarray | Rows, packing: Packing, panel: int, end: int, room: np.ndarray
 ) -> np.ndarray:
-    """bf16[rows, inputs], in `room`: of these panels; if paired the gates, below them the ups."""
+    """Return rows of some panels as bf16[rows, inputs] in `room`; if paired, gates above ups."""
     assert w.shape == (packing.outputs, packing.inputs), (w.shape, packing)
     width, half = (PANEL // 2, packing.outputs // 2) if packing.paired else (PANEL, packing.outputs)
     first, last = panel * width, min(end * width, half)
@@ -195,7 +196,7 @@ def _rows_of(
 def _pack_panels(
     rows: np.ndarray, packing: Packing, weight: np.ndarray, scale: np.ndarray | None
 ) -> None:
-    """Packs all rows of some panels; of int4 the rows of `scale` may lie apart."""
+    """Pack all rows of some panels; the rows of an int4 `scale` may be strided."""
     assert rows.flags.c_contiguous and weight.flags.c_contiguous
     apart = 0 if scale is None else scale.strides[0] // scale.itemsize
     library().forge_pack(

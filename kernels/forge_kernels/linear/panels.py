@@ -1,4 +1,4 @@
-"""What all packed layouts share: panels of columns, in memory that XLA:CPU can adopt."""
+"""The common parts of all packed layouts: panels of columns in memory that XLA:CPU can adopt."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 PANEL = 32  # columns
-ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copying it
+ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer with this alignment instead of copying it
 
 
 def rows_of_panels(outputs: int, panels: int, paired: bool) -> np.ndarray:
-    """i64[columns of all panels]: the row of the matrix that each is, or -1; as in `pack.h`."""
+    """Return i64, the matrix row of each column of all panels, or -1; the same as in `pack.h`."""
     place = np.arange(panels * PANEL)
     if not paired:
         return np.where(place < outputs, place, -1)
@@ -22,7 +22,7 @@ def rows_of_panels(outputs: int, panels: int, paired: bool) -> np.ndarray:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An uninitialised array that XLA:CPU can adopt without a copy."""
+    """Return an uninitialized array that XLA:CPU can adopt without a copy."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)

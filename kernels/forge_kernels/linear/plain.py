@@ -1,4 +1,4 @@
-"""Plain weights: a matrix of floats as checkpoints have it, multiplied by XLA."""
+"""Plain weights: a matrix of floats as in checkpoints, multiplied by XLA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_kernels.linear.operands import MatmulOptions, Operands, around, check
 
 @dataclass(frozen=True)
 class PlainWeight:
-    """A matrix of floats, or those of experts: a pytree of one array."""
+    """A matrix of floats, or those of experts; a pytree of one array."""
 
     weight: jax.Array  # float[N_out, K_in], or float[E, N_out, K_in]
 
@@ -24,12 +24,12 @@ class PlainWeight:
     def abstract(
         cls, outputs: int, inputs: int, dtype: DTypeLike, experts: int | None = None
     ) -> PlainWeight:
-        """The weight with a shape and a type in place of the array."""
+        """Return the weight with a shape and a type for the array."""
         shape = (outputs, inputs) if experts is None else (experts, outputs, inputs)
         return cls(cast(Any, jax.ShapeDtypeStruct(shape, dtype)))
 
     def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
-        """x times the transpose of the matrix: see `linear`. XLA computes all rows."""
+        """Return x times the transpose of the matrix; see `linear`. XLA computes all rows."""
         w, given = self.weight, Operands(**options)
         dtype, (outputs, inputs) = jnp.dtype(given.out_dtype or x.dtype), w.shape
         check(x, given, kind=str(w.dtype), dtype=w.dtype, shape=(outputs, inputs))
@@ -43,16 +43,16 @@ class PlainWeight:
 jax.tree_util.register_dataclass(PlainWeight, data_fields=["weight"], meta_fields=[])
 
 
-# Traced and lowered once for all the layers of a model.
+# Traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnums=2)
 def _multiply(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """float[T, K_in], float[N_out, K_in] -> [T, N_out] of `out_dtype`, summed in float32."""
+    """Multiply float[T, K_in] by float[N_out, K_in] to [T, N_out], summed in float32."""
     contract = (((1,), (1,)), ((), ()))
 
     def by_way_of_float32(x: jax.Array, w: jax.Array) -> jax.Array:
         rows = x.shape[0]
         if rows == 1 and x.dtype.itemsize == 2:
-            # XLA:CPU computes a 16-bit matrix-vector product 10 times slower than one of two rows.
+            # XLA:CPU is 10 times slower at a 16-bit matrix-vector product than at two rows.
             x = jnp.pad(x, ((0, 1), (0, 0)))
         y = lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)[:rows]
         return y.astype(out_dtype)
@@ -60,5 +60,5 @@ def _multiply(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     def directly(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.dot_general(x, w, contract, preferred_element_type=out_dtype)
 
-    # XLA:CPU is 10 times slower at 16-bit results. On GPUs cuBLAS would write float32 to memory.
+    # XLA:CPU is 10 times slower with 16-bit results. On GPUs, cuBLAS would write float32 to memory.
     return lax.platform_dependent(x, w, cpu=by_way_of_float32, default=directly)

@@ -1,9 +1,9 @@
-"""Weights that stay as a quantised checkpoint has them, in 8 or 4 bits, for plain XLA everywhere.
+"""Weights that stay quantized as in the checkpoint, in 8 or 4 bits, for plain XLA everywhere.
 
-Rows of a matrix are divided into groups that share a scale (and a zero). They become floats where
-they are multiplied: on a CPU a tile of rows at a time, elsewhere in the compiler's fusion. What a
-row of x gives depends on that row alone: where activations are rounded, too, each row has scales
-of its own.
+Rows of a matrix are divided into groups that share a scale (and a zero). Values are converted to
+floats where they are multiplied: a tile of rows at a time on a CPU, in the compiler's fusion
+elsewhere. The result for a row of x depends on that row only. If activations are rounded too, each
+row has its own scales.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ from forge_kernels.threads import for_each
 Values = Literal["int8", "fp8", "int4"]
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = 448.0
-TILE = 256  # rows of a matrix that XLA:CPU makes floats of at a time
+TILE = 256  # rows of a matrix that XLA:CPU converts to floats at once
 PART = 2**15  # the same elsewhere
-CHUNK = 2**20  # values that a thread arranges at a time
+CHUNK = 2**20  # values per thread and call
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How one matrix [outputs, inputs] is kept.
+    """The storage of one matrix [outputs, inputs].
 
     Attributes:
-      values: int8; FP8 (E4M3) as its bits, for XLA:CPU would make floats of all of an array to take
-        a part of it; or int4: from 0 to 15, two in a byte, the first half of a group in the low
-        bits and the second in the high ones.
-      group: values of a row that share a scale; the last may be shorter, but of int4.
-      zeros: whether each group has a zero of its own; without, that of int4 is 8.
-      activations: the rows of x are rounded to that type, to the scale of each row, or with several
-        groups, of each group of each row; `static`: to one scale that is given.
-      axis: of a mesh whose devices have parts of the inputs, so that the scale of a row of x is
-        that of its parts on all of them; None: the rows are here, or their groups are.
-      blocks: of a matrix of GGUF's: then scales are float16 factors and int8 numbers.
-      experts: it is so many matrices, which all arrays have on an axis before the others.
+      values: int8, FP8 (E4M3) or int4. FP8 is stored as its bits, because XLA:CPU would convert a
+        whole array to floats to read a part of it. int4 is from 0 to 15, two per byte. The low bits
+        have the first half of a group, the high bits the second.
+      outputs: rows of the matrix.
+      inputs: columns of the matrix.
+      group: values of a row that share a scale; the last group may be shorter, except for int4.
+      zeros: True if each group has its own zero; without it, the zero of int4 is 8.
+      activations: the type that rows of x are rounded to. Each row has a scale, or each group of a
+        row if there are several.
+      static: True if activations are rounded to one given scale instead.
+      axis: a mesh axis whose devices have parts of the inputs, all covered by the scale of a row of
+        x. None if whole rows or whole groups are local.
+      blocks: of a GGUF matrix, whose scales are float16 factors and int8 numbers.
+      experts: the number of matrices; all arrays have a leading axis of experts.
     """
 
     values: Values
@@ -79,7 +82,7 @@ class Quantization:
 
     @property
     def one(self) -> Quantization:
-        """That of the matrix of one expert."""
+        """The storage of one expert's matrix."""
         return dataclasses.replace(self, experts=None)
 
     @property
@@ -94,7 +97,7 @@ class Quantization:
 
     @property
     def scale(self) -> jax.ShapeDtypeStruct:
-        """Of blocks their factors."""
+        """The scales; for blocks, their factors."""
         if self.blocks is not None:
             return self._factor
         return self._shape((self.outputs, self.groups), jnp.float32)
@@ -141,7 +144,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix in 8 or 4 bits, or those of experts: a pytree of arrays as `quantization` says."""
+    """A matrix in 8 or 4 bits, or those of experts; a pytree of the arrays of `quantization`."""
 
     weight: jax.Array
     scale: jax.Array
@@ -154,12 +157,12 @@ class QuantizedWeight:
 
     @classmethod
     def abstract(cls, quantization: Quantization) -> QuantizedWeight:
-        """The weight with shapes and types in place of arrays."""
+        """Return the weight with shapes and types for arrays."""
         shapes: dict[str, Any] = {name: getattr(quantization, name) for name in ARRAYS}
         return cls(**shapes, quantization=quantization)
 
     def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
-        """x times the transpose of the matrix: see `linear`. XLA computes all rows."""
+        """Return x times the transpose of the matrix; see `linear`. XLA computes all rows."""
         kept, given = self.quantization, Operands(**options)
         dtype = jnp.dtype(given.out_dtype or x.dtype)
         check(x, given, kind=kept.values, dtype=x.dtype, shape=(kept.outputs, kept.inputs))
@@ -177,19 +180,19 @@ jax.tree_util.register_dataclass(
 
 
 def pack_int4(values: np.ndarray, group: int) -> np.ndarray:
-    """uint8[N, K], from 0 to 15 -> uint8[N, K / 2], as `Quantization.values` says."""
+    """Pack uint8[N, K] from 0 to 15 as uint8[N, K / 2], in the order of `Quantization.values`."""
     halves = values.reshape(len(values), -1, 2, group // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(values), -1)
 
 
 def unpack_int4(packed: np.ndarray, group: int) -> np.ndarray:
-    """What `pack_int4` was given."""
+    """Invert `pack_int4`."""
     halves = packed.reshape(len(packed), -1, 1, group // 2)
     return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(packed), -1)
 
 
 def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarray]:
-    """The arrays of a matrix in blocks, on the host, of `read`'s rows, some at a time."""
+    """Return the arrays of a matrix in blocks, made on the host from some rows at a time."""
     assert quantization.blocks is not None
     four, minima = quantization.values == "int4", quantization.blocks.minima
     shapes = {name: getattr(quantization, name) for name in ARRAYS}
@@ -216,23 +219,23 @@ def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarr
     return out
 
 
-# Traced and lowered once for all the layers of a model.
+# Traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="out_dtype")
 def quantized_product(x: jax.Array, w: QuantizedWeight, out_dtype: DTypeLike) -> jax.Array:
-    """float[T, K_in] times the transpose of w, summed in float32 -> out_dtype[T, N_out]."""
+    """Multiply float[T, K_in] by the transpose of w, summed in float32, to out_dtype[T, N_out]."""
     x, row_scale = _round_rows(x, w)
     y = lax.platform_dependent(x, w, cpu=_in_tiles, default=_in_parts)
     return (y if row_scale is None else y * row_scale).astype(out_dtype)
 
 
 def expert_product(x: jax.Array, w: QuantizedWeight, expert: jax.Array) -> jax.Array:
-    """float[T, K_in] times the transpose of one expert's matrix -> f32[T, N_out].
+    """Multiply float[T, K_in] by the transpose of one expert's matrix to f32[T, N_out].
 
-    For CPUs: of the matrix a tile at a time is taken out, and made floats.
+    For CPUs: a tile of the matrix at a time is read and converted to floats.
     """
     one = w.quantization.one
 
-    def flat(array: jax.Array) -> jax.Array:  # all rows below each other
+    def flat(array: jax.Array) -> jax.Array:  # the rows of all experts, stacked
         return array.reshape(-1, *array.shape[2:])
 
     scale = None if w.input_scale is None else w.input_scale[expert]
@@ -243,7 +246,7 @@ def expert_product(x: jax.Array, w: QuantizedWeight, expert: jax.Array) -> jax.A
 
 
 def products_by_expert(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-    """float[T, K_in], or of each expert float[E, T, K_in], times all of w -> f32[E, T, N_out]."""
+    """Multiply float[T, K_in], or float[E, T, K_in] per expert, by all of w to f32[E, T, N_out]."""
 
     def product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
         w = dataclasses.replace(w, quantization=w.quantization.one)
@@ -255,7 +258,7 @@ def products_by_expert(x: jax.Array, w: QuantizedWeight) -> jax.Array:
 
 
 def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-    """A vocabulary's rows are not made floats of all at a time; without a loop, for GPUs."""
+    """Multiply in parts to bound the floats of a vocabulary; without a loop, for GPUs."""
     outputs = w.quantization.outputs
     if outputs <= PART:
         return _product(x, w)
@@ -263,7 +266,7 @@ def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     for start in range(0, outputs, PART):
         end = min(start + PART, outputs)
         part = _map_rows(w, lambda array, start=start, end=end: array[start:end])
-        if parts:  # the floats of one part are gone before those of the next are made
+        if parts:  # the floats of a part are freed before those of the next are made
             scale, parts[-1] = lax.optimization_barrier((part.scale, parts[-1]))
             part = dataclasses.replace(part, scale=scale)
         parts.append(_product(x, part))
@@ -271,10 +274,10 @@ def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
 
 
 def _in_tiles(x: jax.Array, w: QuantizedWeight, first: jax.Array | int = 0) -> jax.Array:
-    """With the rows of w from the number `first` on: it may have those of other matrices."""
+    """Multiply by the rows of w from `first` on, in tiles; w may contain other matrices too."""
     rows, outputs = x.shape[0], w.quantization.outputs
     if rows == 1 and x.dtype.itemsize < 4:
-        x = jnp.pad(x, ((0, 1), (0, 0)))  # XLA:CPU is 10 times slower at one row
+        x = jnp.pad(x, ((0, 1), (0, 0)))  # XLA:CPU is 10 times slower with one row
 
     def tile_of(start: jax.Array | int, size: int) -> QuantizedWeight:
         if size == len(w.weight):
@@ -282,7 +285,7 @@ def _in_tiles(x: jax.Array, w: QuantizedWeight, first: jax.Array | int = 0) -> j
         at = first + start
         return _map_rows(w, lambda array: lax.dynamic_slice_in_dim(array, at, size))
 
-    if x.dtype == jnp.int8 or outputs <= TILE:  # nothing becomes floats, or little
+    if x.dtype == jnp.int8 or outputs <= TILE:  # few or no values are converted to floats
         return _product(x, tile_of(0, outputs))[:rows]
 
     def add_tile(start: jax.Array | int, size: int, y: jax.Array) -> jax.Array:
@@ -298,9 +301,9 @@ def _in_tiles(x: jax.Array, w: QuantizedWeight, first: jax.Array | int = 0) -> j
 
 
 def _map_rows(w: QuantizedWeight, some: Callable[[jax.Array], jax.Array]) -> QuantizedWeight:
-    """What `some` makes of all arrays of rows.
+    """Apply `some` to all arrays of rows.
 
-    Float16 goes as its bits: XLA:CPU would convert all of it.
+    float16 is passed as its bits, because XLA:CPU would convert all of it.
     """
 
     def taken(array: jax.Array) -> jax.Array:
@@ -315,7 +318,7 @@ def _map_rows(w: QuantizedWeight, some: Callable[[jax.Array], jax.Array]) -> Qua
 
 
 def quantized_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows of a matrix in blocks, i32[T], each within it -> dtype[T, K_in], rounded once."""
+    """Return rows i32[T] of a matrix in blocks as dtype[T, K_in], rounded once."""
     quantization = w.quantization
     assert quantization.blocks is not None
     taken = _map_rows(w, lambda array: array.at[rows].get(mode="clip"))
@@ -330,7 +333,7 @@ def quantized_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax
 
 
 def _scales(w: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
-    """f32[n, G], and the minima, where there are some."""
+    """Return the scales, f32[n, G], and the minima if there are any."""
     blocks = w.quantization.blocks
     if blocks is None:
         return w.scale, None
@@ -347,7 +350,7 @@ def _scales(w: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _zero(w: QuantizedWeight) -> int:
-    """What is taken off all 4-bit values that have no zeros of their own."""
+    """Return the number to subtract from 4-bit values that have no zeros of their own."""
     return 0 if w.minimum is not None else MIDDLE
 
 
@@ -367,7 +370,7 @@ def _floats(
 
 
 def _product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-    """x [T, K] in its own or a quantised type, some rows of w [n, K] -> f32[T, n]."""
+    """Multiply x [T, K], rounded or not, by some rows of w [n, K] to f32[T, n]."""
     quantization = w.quantization
     if x.dtype == jnp.int8:
         return _dot(x, w.weight, jnp.int32).astype(jnp.float32) * w.scale[:, 0][None]
@@ -377,7 +380,7 @@ def _product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
         return _scaled_product(x, w.weight, scale, minimum, group)
     if quantization.values == "fp8":
         return _scaled_product(x, lax.bitcast_convert_type(w.weight, FP8), scale, None, group)
-    # A dot for each half of the bytes: nothing has to be interleaved.
+    # One dot for each half of the bytes, so that nothing has to be interleaved.
     halves = x.reshape(len(x), quantization.groups, 2, group // 2)
     zero = jnp.full((1, 1), _zero(w), jnp.uint8) if w.zero is None else w.zero
     zero = jnp.repeat(zero.astype(jnp.int8), group // 2 if zero.shape[1] > 1 else 1, axis=1)
@@ -397,7 +400,7 @@ def _scaled_product(
     group: int,
 ) -> jax.Array:  # f32[T, n]
     if scale.shape[1] == 1 and minimum is None:
-        # The values are exact in any type of x.
+        # Any type of x represents the values exactly.
         return _dot(x, w.astype(x.dtype), jnp.float32) * scale[:, 0][None]
     return _dot(x, _floats(w, scale, minimum, group).astype(x.dtype), jnp.float32)
 
@@ -410,7 +413,7 @@ def _dot(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _round_rows(x: jax.Array, w: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
-    """x as it is multiplied, and what its products are then scaled by, f32[T, 1]."""
+    """Return x as it is multiplied, and the scale of its products, f32[T, 1]."""
     quantization = w.quantization
     if quantization.activations is None:
         return x, None
@@ -425,7 +428,7 @@ def _round_rows(x: jax.Array, w: QuantizedWeight) -> tuple[jax.Array, jax.Array 
         return blocks.reshape(len(x), -1)[:, : quantization.inputs].astype(x.dtype), None
     scale = _row_scale(x32, most, quantization.axis)
     if w.input_scale is not None:
-        # What is not finite stays so, instead of being cut to the largest value.
+        # Non-finite values stay so instead of being clipped to the largest value.
         scale = jnp.where(jnp.isfinite(scale), w.input_scale, jnp.nan)
     if quantization.activations == "int8":
         low = -128.0 if quantization.static else -127.0
@@ -437,19 +440,19 @@ _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
 
 def _row_scale(x: jax.Array, most: float, axis: str | None = None) -> jax.Array:
-    """f32[..., K] -> f32[..., 1]: what makes `most` of the largest value; NaN if there is one."""
+    """Return the scales f32[..., 1] that map the largest values to `most`; NaN if a row has one."""
     top = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     if axis is not None:
         with jax.named_scope("row_scale"):
-            # Some libraries leave NaN out of a maximum: whose own it is keeps it.
+            # Some libraries ignore NaN in a maximum, so each device keeps its own NaN.
             top = jnp.where(jnp.isnan(top), top, lax.pmax(top, axis))
     return jnp.where(top == 0, 1.0, top / most)
 
 
 def round_to_fp8(x: jax.Array) -> jax.Array:
-    """float32 rounded to the nearest FP8 (E4M3) value, at most 448, as float32.
+    """Round float32 to the nearest FP8 (E4M3) value, at most 448, as float32.
 
-    By arithmetic: XLA may leave out a conversion there and back.
+    It uses arithmetic, because XLA may remove a conversion to FP8 and back.
     """
     x = jnp.clip(x, -FP8_MAX, FP8_MAX)
     bits = lax.bitcast_convert_type(x, jnp.int32)

@@ -1,4 +1,4 @@
-"""The linear layer computed in float32 throughout: the oracle."""
+"""The linear layer in float32 throughout, the oracle of the tests."""
 
 import jax
 import jax.numpy as jnp

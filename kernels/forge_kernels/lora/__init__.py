@@ -1,4 +1,4 @@
-"""What low-rank adapters add to a linear layer."""
+"""The contribution of low-rank adapters to a linear layer."""
 
 from forge_kernels.lora.api import lora
 

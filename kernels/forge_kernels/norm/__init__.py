@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Normalization layers."""
 
 from forge_kernels.norm.api import rms_norm
 

@@ -14,16 +14,16 @@ def rms_norm(
     in_float32: bool = False,
     axis_name: str | None = None,
 ) -> jax.Array:
-    """Divides by the root mean square over the last axis, computed in float32.
+    """Divide by the root mean square over the last axis, computed in float32.
 
     Args:
       x: float[..., d].
       weight: float[d], of x's type.
       eps: added to the mean square.
       offset: added to the weight, in float32 (1 in Gemma).
-      in_float32: multiply with the weight before the cast back to x's type, as with an offset;
+      in_float32: multiply by the weight before the cast back to x's type, as with an offset;
         otherwise after it, as in Llama.
-      axis_name: of a mesh, whose devices have equal parts of the last axis: the mean is over all.
+      axis_name: a mesh axis whose devices have equal parts of the last axis, to average over.
 
     Returns:
       [..., d] of x's type.

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021), in Hugging Face's convention: two halves."""
+"""Rotary position embeddings (Su et al. 2021) in Hugging Face's convention of two halves."""
 
 import math
 
@@ -8,13 +8,13 @@ import numpy as np
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """f32[head_dim / 2]: radians per position of each of the rotated pairs."""
+    """Return f32[head_dim / 2], radians per position of each rotated pair."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     return (theta**-exponents).astype(np.float32)
 
 
 def linear_scaling(frequencies: np.ndarray, factor: float) -> np.ndarray:
-    """Position interpolation (Chen et al. 2023): every position counts as `position / factor`."""
+    """Return frequencies for position interpolation (Chen et al. 2023): `position / factor`."""
     return (frequencies / factor).astype(np.float32)
 
 
@@ -26,9 +26,9 @@ def llama3_scaling(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> np.ndarray:
-    """Llama 3.1's scaling: slow pairs are interpolated, fast ones kept, those between are blended.
+    """Return Llama 3.1's frequencies: slow pairs interpolated, fast ones kept, others blended.
 
-    As in Hugging Face's `_compute_llama3_parameters`.
+    The same as Hugging Face's `_compute_llama3_parameters`.
     """
     frequencies = frequencies.astype(np.float64)
     turns = original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -38,13 +38,13 @@ def llama3_scaling(
 
 
 def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, f32[T, head_dim / 2] each, of the angles at `positions` (i32[T])."""
+    """Return cos and sin, f32[T, head_dim / 2] each, of the angles at `positions` (i32[T])."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + D / 2) of each head; computed in float32.
+    """Rotate the pairs (i, i + D / 2) of each head, computed in float32.
 
     Args:
       x: float[T, heads, D].

@@ -1,6 +1,6 @@
-"""Sampling: noise by (seed, position), logit processors, filters without a sort, logprobs.
+"""Sampling: noise by (seed, position), logit processors, filters without a sort, and logprobs.
 
-And drafts by rejection sampling: `propose` draws them, `sample` verifies them.
+For rejection sampling of drafts, `propose` draws them and `sample` verifies them.
 """
 
 from forge_kernels.sampling.api import (

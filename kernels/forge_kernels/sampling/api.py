@@ -1,7 +1,7 @@
-"""From logits to tokens. Every function works row by row: a row's result depends on that row only.
+"""Sampling of tokens from logits. A row's result depends on that row only, in every function.
 
-Nothing here sorts the vocabulary: thresholds are found by a search over the bits of the floats (see
-`search`), which on a CPU is some hundred times cheaper than a sort.
+No function sorts the vocabulary. Thresholds are found by a search over the bits of the floats (see
+`search`). On a CPU, this is about a hundred times cheaper than a sort.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from forge_kernels.sampling.noise import gumbel
 from forge_kernels.sampling.rejection import Drafts, verify
 from forge_kernels.sampling.search import from_order_key, largest_key, order_key
 
-IN_PROMPT = 1 << 30  # this bit of a count says that the token stands in the prompt
-CHUNK = 64  # tokens of which the best is looked at first
+IN_PROMPT = 1 << 30  # the bit of a count that marks tokens in the prompt
+CHUNK = 64  # tokens whose maximum is compared first
 
 
 def apply_penalties(
@@ -28,11 +28,13 @@ def apply_penalties(
     frequency: jax.Array,
     repetition: jax.Array,
 ) -> jax.Array:
-    """Repetition penalty over prompt and output (arXiv:1909.05858), then OpenAI's over the output.
+    """Apply the repetition penalty to prompt and output (arXiv:1909.05858), then OpenAI's.
+
+    OpenAI's penalties apply to the output only.
 
     Args:
       logits: f32[R, V].
-      counts: i32[R, V], how often each token stands in the output, plus `IN_PROMPT`.
+      counts: i32[R, V], how often each token is in the output, plus `IN_PROMPT`.
       presence, frequency, repetition: f32[R]; 0, 0 and 1 change nothing.
     """
     in_output = counts & (IN_PROMPT - 1)
@@ -44,7 +46,7 @@ def apply_penalties(
 
 
 def suppress(logits: jax.Array, token_ids: jax.Array, active: jax.Array) -> jax.Array:
-    """Forbids `token_ids: i32[R, K]` (out of range: none) in rows that are `active: bool[R]`."""
+    """Forbid `token_ids: i32[R, K]` (out of range: none) in rows that are `active: bool[R]`."""
     vocab_size = logits.shape[1]
     ids = jnp.where(active[:, None], token_ids, vocab_size)
     rows = jnp.arange(logits.shape[0])[:, None]
@@ -52,7 +54,7 @@ def suppress(logits: jax.Array, token_ids: jax.Array, active: jax.Array) -> jax.
 
 
 def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:
-    """Forbids each row's tokens whose bit is not set.
+    """Forbid each row's tokens whose bit is not set.
 
     Args:
       logits: f32[R, V].
@@ -66,9 +68,9 @@ def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:
 def filter_threshold(
     scaled: jax.Array, *, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    """The smallest scaled logit that top-k, then top-p, then min-p leave standing.
+    """Return the smallest scaled logit that passes top-k, then top-p, then min-p.
 
-    Tokens that tie with the last one kept are kept too.
+    Tokens that tie with the last one kept are also kept.
 
     Args:
       scaled: f32[R, V], logits over temperature.
@@ -91,7 +93,7 @@ def filter_threshold(
         mass = jnp.exp(scaled - highest[:, None])
         mass = jnp.where(key >= by_k[:, None], mass, 0.0)
         found = largest_key(key, mass, top_p * mass.sum(axis=1))
-        # A top_p that underflows is met by no mass at all: the likeliest token always stays.
+        # No mass reaches a top_p that underflows, but the most likely token always stays.
         return jnp.where(nucleus, jnp.minimum(found, order_key(highest)), jnp.uint32(0))
 
     everything = jnp.zeros(highest.shape, jnp.uint32)
@@ -118,20 +120,23 @@ def sample(  # noqa: PLR0913
     drafts: Drafts | None = None,
     implementation: Literal["xla", "cpu"] = "xla",
 ) -> jax.Array:
-    """One token per row: the argmax at temperature 0, else Gumbel-max over the filtered logits.
+    """Sample one token per row: argmax at temperature 0, else Gumbel-max over the filtered logits.
 
     Args:
       logits: f32[R, V], after penalties and bias.
-      temperature, top_p, min_p: f32[R]; top_k: i32[R].
-      seed: u32[R, 2]; position: i32[R], the absolute position of the sampled token.
-      any_random, any_filter: bool[], false where no row needs that work. With `any_filter=False`
-        filters are not compiled.
-      num_rows: i32[], a promise that rows from there on are not needed.
-      drafts: rows verify them by rejection, see `verify`: such a row's token is its draft exactly
-        where that is accepted. Rows at temperature 0 do not: what they sample is the same anyway.
-      implementation: `cpu` is the C++ kernels', where they have been loaded. It draws from the same
-        random bits; its logarithms may differ in the last place. It cannot verify: where a row
-        does, all are sampled in XLA.
+      temperature, top_p, min_p: f32[R]
+      top_k: i32[R].
+      seed: u32[R, 2].
+      position: i32[R], the absolute position of the sampled token.
+      any_random, any_filter: bool[], false if no row needs that work. Filters are not compiled if
+        `any_filter` is the constant False.
+      num_rows: i32[], a promise that the caller ignores rows from there on.
+      drafts: drafts that rows verify by rejection, see `verify`. Such a row's token is its draft
+        exactly if the draft is accepted. Rows at temperature 0 skip this, because they sample the
+        same token anyway.
+      implementation: `cpu` is the C++ kernels, if they are loaded. They draw from the same random
+        bits, but logarithms may differ in the last place. They cannot verify: if any row does, XLA
+        samples all rows.
 
     Returns:
       i32[R].
@@ -183,10 +188,10 @@ def sample(  # noqa: PLR0913
 def where_needed(
     needed: jax.Array | bool, work: Callable[[], jax.Array], otherwise: jax.Array
 ) -> jax.Array:
-    """`work()` if it is needed, else `otherwise`.
+    """Return `work()` if it is needed, else `otherwise`.
 
-    XLA computes both sides of a condition where it thinks both cheap, and it thinks so of sums over
-    a vocabulary; but never where one side only passes on an operand that is no constant.
+    If XLA considers both sides of a condition cheap, it computes both, and it considers sums over a
+    vocabulary cheap. It never does so if one side only passes on an operand that is not a constant.
     """
     otherwise = jax.lax.optimization_barrier(otherwise)
     return jax.lax.cond(needed, lambda _: work(), lambda given: given, otherwise)
@@ -195,12 +200,14 @@ def where_needed(
 def token_logprobs(
     logits: jax.Array, token_ids: jax.Array, num_top: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Logprob and rank of one token per row, and the `num_top` likeliest tokens, best first.
+    """Return logprob and rank of one token per row, and the `num_top` most likely tokens.
 
-    The rank is one more than the number of likelier tokens.
+    The rank is one more than the number of more likely tokens. The most likely token is first.
 
     Args:
-      logits: f32[R, V]; token_ids: i32[R].
+      logits: f32[R, V].
+      token_ids: i32[R].
+      num_top: the number of tokens.
 
     Returns:
       (f32[R], i32[R], i32[R, num_top], f32[R, num_top]).
@@ -213,10 +220,10 @@ def token_logprobs(
 
 
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k`, which is a sort on GPUs, in one pass and two sorts of little.
+    """Return `jax.lax.top_k` without a full sort on GPUs: one pass and two small sorts.
 
-    The `count` best tokens stand in the `count` chunks with the best maxima; of equal ones, in both
-    cases, the first.
+    The `count` best tokens are in the `count` chunks with the best maxima. Ties go to the lower
+    index in both cases.
     """
     rows, vocab_size = logits.shape
     chunks = -(-vocab_size // CHUNK)
@@ -226,7 +233,7 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     padding = ((0, 0), (0, chunks * CHUNK - vocab_size))
     padded = jnp.pad(logits, padding, constant_values=-jnp.inf)
     _, chosen = jax.lax.top_k(padded.reshape(rows, chunks, CHUNK).max(axis=2), count)
-    chosen = jnp.sort(chosen.astype(jnp.int32), axis=1)  # so that tokens stay in their order
+    chosen = jnp.sort(chosen.astype(jnp.int32), axis=1)  # keeps tokens in their order
     ids = (chosen[:, :, None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)).reshape(rows, -1)
     row = jnp.arange(rows)[:, None]
     some = logits.at[row, ids].get(mode="fill", fill_value=-jnp.inf)

@@ -1,4 +1,4 @@
-"""Sampling by the C++ kernels: `forge_kernels.sampling.sample` for rows that exist."""
+"""Sampling by the C++ kernels: `forge_kernels.sampling.sample` for the first `num_rows` rows."""
 
 import jax
 import jax.numpy as jnp

@@ -1,27 +1,27 @@
-"""Counter-based Gumbel noise: a function of (seed, position, token) and of nothing else.
+"""Counter-based Gumbel noise, a function of (seed, position, token) only.
 
-Neither the row of the batch nor the number of the step enters, so a sample does not depend on the
-company it keeps, and a token that is verified draws the same noise as one that is decoded.
+It depends neither on the row nor on the step. A sample is therefore the same in every batch
+composition, and verifying a token draws the same noise as decoding it.
 
-One Threefry block (Salmon et al., SC'11) makes a 64-bit key of each row's seed and position; a
-32-bit finaliser (Wellons' `lowbias32`) applied twice with the key mixed in spreads it over the
+One Threefry block (Salmon et al., SC'11) makes a 64-bit key from each row's seed and position. A
+32-bit finalizer (Wellons' `lowbias32`), applied twice with the key mixed in, spreads it over the
 vocabulary. Threefry over the whole vocabulary would cost about four times as much.
 
-What else needs noise has a purpose, whose noise is independent of the samples' and of every other
-purpose's. Positions are below 2**31 and purposes are not, so no two of them share a key.
+Other uses of noise have a purpose, whose noise is independent of the samples' and of every other
+purpose's. Positions are below 2**31 and purposes are not, so their keys never coincide.
 """
 
 import jax
 import jax.numpy as jnp
 
-ACCEPTANCE = 1 << 31  # whether a draft is accepted
-DRAFT = ACCEPTANCE + 1  # what is drafted; one more for each place in the draft
+ACCEPTANCE = 1 << 31  # for accepting a draft
+DRAFT = ACCEPTANCE + 1  # for drafting; one more for each place in the draft
 
 
 def row_keys(
     seed: jax.Array, position: jax.Array, purpose: int | jax.Array | None = None
 ) -> jax.Array:
-    """`seed: u32[R, 2]`, `position: i32[R]` -> `u32[R, 2]`; without a purpose, of the samples."""
+    """Return keys u32[R, 2] for `seed: u32[R, 2]` and `position: i32[R]`; by default of samples."""
     keys = jax.random.wrap_key_data(seed, impl="threefry2x32")
     if purpose is not None:
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(purpose))
@@ -35,12 +35,13 @@ def gumbel(
     vocab_size: int,
     purpose: int | jax.Array | None = None,
 ) -> jax.Array:
-    """Standard Gumbel noise.
+    """Return standard Gumbel noise.
 
     Args:
       seed: u32[R, 2], each row's 64-bit seed.
       position: i32[R], the absolute position of the token to be sampled.
-      purpose: see above.
+      vocab_size: V.
+      purpose: see the module's docstring.
 
     Returns:
       f32[R, V], finite, between about -2.8 and 16.6.
@@ -53,12 +54,12 @@ def gumbel(
 
 
 def uniform(seed: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
-    """f32[R], above 0 and below 1; the arguments are those of `gumbel`."""
+    """Return f32[R] between 0 and 1, exclusive; the arguments are those of `gumbel`."""
     return _uniform(row_keys(seed, position, purpose)[:, 0])
 
 
 def _uniform(bits: jax.Array) -> jax.Array:
-    # 23 bits and a half: exact in float32, so never 0 and never 1.
+    # 23 bits plus a half are exact in float32, so the result is never 0 or 1.
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
 

@@ -1,4 +1,4 @@
-"""Drawing drafts for rejection sampling, from a distribution that is small enough to be kept."""
+"""Drafts for rejection sampling, drawn from a distribution small enough to be stored."""
 
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ from forge_kernels.sampling.noise import DRAFT, gumbel
 
 
 class Proposal(NamedTuple):
-    """One token per row, and what it was drawn from, see `Drafts`."""
+    """One token per row, and the distribution that it was drawn from, see `Drafts`."""
 
     token: jax.Array  # i32[R]
-    token_ids: jax.Array  # i32[R, K], the likeliest first
+    token_ids: jax.Array  # i32[R, K], the most likely first
     probability: jax.Array  # f32[R, K]
 
 
@@ -31,22 +31,24 @@ def propose(
     ahead: jax.Array,
     any_filter: jax.Array | bool = True,
 ) -> Proposal:
-    """Samples from the `support` likeliest tokens alone, after the row's temperature and filters.
+    """Sample from the `support` most likely tokens, after the row's temperature and filters.
 
-    The noise is independent of the target's, and of what was drafted when less of the sequence was
-    known: how many drafts are verified may depend on all of that. A row whose logits are not finite
-    is as if its token had been certain, which is right for any token.
+    The noise is independent of the target's and of earlier drafts of the same positions. The number
+    of drafts to verify may depend on these. If a row's logits are not finite, its token counts as
+    certain, which is correct for any token.
 
     Args:
       logits: f32[R, V].
-      temperature, top_p, min_p: f32[R]; top_k: i32[R].
+      support: the number of tokens to sample from.
+      temperature, top_p, min_p: f32[R]
+      top_k: i32[R].
       seed: u32[R, 2].
       known: i32[R], position of the last known token of the row's sequence.
       ahead: i32[], drafts between it and this one.
-      any_filter: bool[], false where no row filters.
+      any_filter: bool[], false if no row filters.
 
     Returns:
-      K is `support`, or the vocabulary where that is smaller.
+      The drafts, with K the smaller of `support` and the vocabulary.
     """
     vocab_size = logits.shape[1]
     top, ids = likeliest(logits, min(support, vocab_size))

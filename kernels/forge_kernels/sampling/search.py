@@ -1,9 +1,9 @@
 """A search over the bits of floats instead of a sort, row by row.
 
-To compare a row with a threshold, and to sum, is one pass over it. The CPU's form settles one bit a
-pass, in a loop: there the arithmetic takes the time. The other is unrolled, for a loop would break
-a step's command buffer in pieces, and settles `DIGIT` bits a pass: as many sums as there are
-thresholds to choose from, in one reduction that reads the row once.
+Comparing a row with a threshold and summing takes one pass over it. The CPU form settles one bit
+per pass in a loop, because arithmetic dominates there. The other form is unrolled, because a loop
+would split a step's command buffer, and settles `DIGIT` bits per pass. It computes as many sums as
+there are thresholds in one reduction, which reads the row once.
 """
 
 import functools
@@ -12,24 +12,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-DIGIT = 3  # bits; with more, a GPU's arithmetic takes longer than its reading
+DIGIT = 3  # bits; with more, a GPU's arithmetic takes longer than its reads
 
 
 def order_key(x: jax.Array) -> jax.Array:
-    """u32 that compare as the floats do."""
+    """Return u32 that compare in the order of the floats."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(0x80000000))
 
 
 def from_order_key(key: jax.Array) -> jax.Array:
-    """The inverse of `order_key`; 0, which is below all floats, gives -inf."""
+    """Invert `order_key`; 0, which is below all floats, gives -inf."""
     bits = jnp.where(key >> 31, key & jnp.uint32(0x7FFFFFFF), ~key)
     x = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(key == 0, -jnp.inf, x)
 
 
 def largest_key(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest threshold at and above which there is enough of a row.
+    """Return the largest threshold at which enough of a row is left.
 
     Args:
       key: u32[R, V].
@@ -37,13 +37,13 @@ def largest_key(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Arr
       wanted: [R] of weight's type.
 
     Returns:
-      u32[R]: the largest t for which the `weight` of `key >= t` add up to `wanted`; 0 if none does.
+      u32[R], the largest t such that the `weight` of `key >= t` add up to `wanted`; 0 if none does.
     """
     return lax.platform_dependent(key, weight, wanted, cpu=by_bits, default=by_digits)
 
 
 def by_bits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """`largest_key` in a loop of 32 passes."""
+    """Compute `largest_key` in a loop of 32 passes."""
 
     def settle(i: jax.Array, found: jax.Array) -> jax.Array:
         candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
@@ -54,8 +54,9 @@ def by_bits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 def by_digits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """`largest_key` without a loop, `DIGIT` bits a pass."""
-    # In lax, not jnp: this is traced for every executable, and is as much as ten layers.
+    """Compute `largest_key` without a loop, `DIGIT` bits per pass."""
+    # lax rather than jnp, because this is traced for every executable and costs as much as ten
+    # layers.
     weight = jnp.broadcast_to(weight, key.shape)
     zero, zeros = weight.dtype.type(0), jnp.zeros(key.shape, weight.dtype)
     found = jnp.zeros(key.shape[:1], jnp.uint32)
@@ -69,7 +70,7 @@ def by_digits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array
             above = lax.ge(key, lax.broadcast_in_dim(candidate, key.shape, (0,)))
             kept.append(lax.select(above, weight, zeros))
         sums = lax.reduce(tuple(kept), (zero,) * len(kept), _add, (1,))
-        # As many hold as the digit says, for what holds for a threshold holds for those below it.
+        # If a threshold holds, all lower ones do, so the number that hold is the digit.
         held = [lax.convert_element_type(lax.ge(s, wanted), jnp.uint32) for s in sums]
         digit = functools.reduce(lax.add, held)
         found = lax.bitwise_or(found, lax.shift_left(digit, lax.full_like(digit, low)))

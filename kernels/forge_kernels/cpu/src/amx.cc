@@ -6,7 +6,7 @@
 
 #include "tiles.h"
 
-// Compilers before these may come with an assembler that does not know the instructions.
+// Older compilers may come with an assembler that lacks the instructions.
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 
 #include "tile_instructions.h"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr long kStepBytes = kTileWords * 128;  // of a panel: 16 words of 32 columns
 
-// `first` rows in the upper tiles, `second` in the lower ones.
+// `first` rows in the upper tiles, `second` rows in the lower ones.
 void configure(long first, long second) {
   TileConfig config;
   auto set = [&](int tile, long rows) {
@@ -41,7 +41,7 @@ inline void dot() {
   }
 }
 
-// 16 words of k.
+// Multiplies 16 words of k.
 template <bool integer, bool lower>
 inline void step(const uint32_t* upper_x, const uint32_t* lower_x, const uint8_t* w) {
   tile_load<6>(w, 128);
@@ -56,8 +56,8 @@ inline void step(const uint32_t* upper_x, const uint32_t* lower_x, const uint8_t
   }
 }
 
-// `first` rows, and after them `second` if `lower`. `tail` is the last step of weights where they are
-// not whole; else null.
+// Multiplies `first` rows, and `second` rows after them if `lower`. If the weights are not a multiple
+// of a step, `tail` is the last step, else null.
 template <bool integer, bool lower>
 void multiply_block(const TileProduct& product, const uint32_t* x, long first, long second,
                     const uint8_t* tail, const char* ahead, long ahead_lines,

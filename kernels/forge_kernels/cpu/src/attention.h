@@ -1,14 +1,14 @@
-// Causal attention over the paged cache, in bfloat16 kept as its bits or in 8 bits with a scale per
-// row; the rotation and the write that come before it.
+// Causal attention over the paged cache, and the RoPE and write that precede it. The cache is in
+// bfloat16, stored as bits, or in 8 bits with a scale per row.
 //
-// Decode rows, drafts and prompt chunks are computed alike: a work item is a few query rows of one
-// sequence and one key/value head, and walks the keys in tiles of 64 at absolute positions 0, 64,
-// 128, ... Tiles are summed up in chunks of 512 keys, at absolute positions too, and the sums of
-// chunks are merged in their order, whether one thread computes them or several. So a row's bits
-// depend on its own query and keys only: not on its place in an item, on the other rows, or on the
-// number of threads. Keys that a row does not see get the weight 0, and keys and values that no row
-// of the item sees are replaced by zeros before they are used, for what the cache holds there may
-// be NaN.
+// Decode rows, drafts and prefill chunks are computed in the same way. A work item is a few query rows
+// of one sequence and one key/value head. It processes the keys in tiles of 64 at absolute positions 0,
+// 64, 128, ... Tiles are summed in chunks of 512 keys, also at absolute positions. The sums of chunks
+// are merged in order, whether one thread computes them or several. A row's bits therefore depend only
+// on its own query and keys. Its place in an item, other rows and the number of threads do not matter.
+//
+// Keys outside a row's range get the weight 0. If no row of an item attends to a key, the key and its
+// value are replaced by zeros, because the cache may contain NaN there.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +21,9 @@
 
 namespace forge {
 
-constexpr int kKeys = 64;        // of a tile
+constexpr int kKeys = 64;        // per tile
 constexpr long kChunkTiles = 8;  // 512 keys
-constexpr long kItemRows[] = {256, 128, 64};  // rows of an item, about
+constexpr long kItemRows[] = {256, 128, 64};  // approximate rows per item
 constexpr int kMaxHeadDim = 256;
 constexpr int kRowTile = kMaxRowsWide;
 constexpr float kNoScore = -1e30f;  // finite, so that e^(-inf - kNoScore) is 0
@@ -33,7 +33,7 @@ enum class KVType { kBf16, kInt8, kFp8 };  // float8_e4m3fn
 struct Attention {
   const uint16_t* q;   // bf16[T, H, D]
   const void* kv;      // bits [N, 2, K, bs, D]
-  const float* scale;  // [N, 2, K, bs], of caches in 8 bits
+  const float* scale;  // [N, 2, K, bs], for caches in 8 bits
   KVType type;
   const int32_t* block_tables;
   const int32_t* kv_lens;
@@ -42,27 +42,27 @@ struct Attention {
   long num_seqs, max_blocks;
   long heads, kv_heads, head_dim, block_size;
   float sm_scale;
-  long window;     // keys that a row sees at most
+  long window;     // the maximum number of keys that a row attends to
   float soft_cap;  // 0: none
 };
 
 struct AttentionItem {
   long seq, head, first, rows;  // query rows first, first + 1, ... of the sequence
-  long first_chunk, chunks;     // that it walks
+  long first_chunk, chunks;     // to process
 };
 
-// The first key that a row sees which sees the keys before `visible`.
+// The first key of a row that attends to keys before `visible`.
 inline long first_key(const Attention& op, long visible) {
   return std::max(0L, visible - op.window);
 }
 
-// The keys before which row `row` of a sequence stops.
+// The end of the keys that row `row` of a sequence attends to.
 inline long visible_keys(const Attention& op, long seq, long row) {
   return op.kv_lens[seq] - (op.cu_q_lens[seq + 1] - op.cu_q_lens[seq]) + row + 1;
 }
 
-// The keys of 64 positions of one sequence and head: rows of the cache, or -1 where no row of the
-// item sees one. The values are `kv_heads * block_size` rows behind.
+// The cache rows of the keys at 64 positions of one sequence and head. A row is -1 if no row of the
+// item attends to the key. Values are `kv_heads * block_size` rows after their keys.
 struct KVTile {
   long at[kKeys];
 };
@@ -89,7 +89,7 @@ const uint8_t* kv_row(const Attention& op, long at) {
   return static_cast<const uint8_t*>(op.kv) + at * op.head_dim * (type == KVType::kBf16 ? 2 : 1);
 }
 
-// Blocks lie anywhere in memory, so that the hardware does not foresee what is read next.
+// Blocks are anywhere in memory, so the hardware's prefetcher cannot predict the next read.
 template <KVType type>
 void prefetch_row(const Attention& op, long at) {
   const uint8_t* row = kv_row<type>(op, at);
@@ -97,7 +97,7 @@ void prefetch_row(const Attention& op, long at) {
   for (long i = 0; i < bytes; i += 64) prefetch(row + i);
 }
 
-// A row as bf16, which holds 8 bits exactly. `room`: [D].
+// Returns a row as bf16, which represents 8 bits exactly. `room`: [D].
 template <KVType type>
 const uint16_t* bf16_row(const Attention& op, long at, uint16_t* room) {
   const uint8_t* row = kv_row<type>(op, at);
@@ -107,7 +107,7 @@ const uint16_t* bf16_row(const Attention& op, long at, uint16_t* room) {
   return room;
 }
 
-// 64 keys -> [D/2][64] words of two neighbours in d; reads `next` into the cache meanwhile.
+// Packs 64 keys to [D/2][64] words of two neighbors in d, and prefetches `next`.
 template <KVType type>
 void pack_keys(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
   alignas(64) uint16_t room[16][type == KVType::kBf16 ? 1 : kMaxHeadDim];
@@ -128,7 +128,7 @@ void pack_keys(const Attention& op, const KVTile& tile, const KVTile* next, uint
   }
 }
 
-// 64 values -> [32][D] words of two neighbouring keys; reads `next` into the cache meanwhile.
+// Packs 64 values to [32][D] words of two neighboring keys, and prefetches `next`.
 template <KVType type>
 void pack_values(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
   alignas(64) static const uint16_t nothing[kMaxHeadDim] = {};
@@ -147,7 +147,7 @@ void pack_values(const Attention& op, const KVTile& tile, const KVTile* next, ui
   }
 }
 
-// The scales of 64 keys, then of their values; 0 where there are none.
+// Loads the scales of 64 keys, then of their values; 0 for keys that are not used.
 inline void load_scales(const Attention& op, const KVTile& tile, float* out) {
   long behind = op.kv_heads * op.block_size;
   for (long i = 0; i < kKeys; ++i) {
@@ -164,7 +164,7 @@ void pack_tile(const Attention& op, const KVTile& tile, const KVTile* next, uint
   if (type != KVType::kBf16) load_scales(op, tile, scales);
 }
 
-// acc[r][c] += sum over w of x[r][w] * y[w][c]: R rows, 4 x 16 columns.
+// acc[r][c] += sum over w of x[r][w] * y[w][c] for R rows and 4 x 16 columns.
 template <int R>
 inline void multiply64(const uint32_t* x, long x_stride, const uint32_t* y, long y_stride,
                        long words, F16 acc[R][4]) {
@@ -190,8 +190,8 @@ inline void multiply16(const uint32_t* x, long x_stride, const uint32_t* y, long
   }
 }
 
-// Sums over some of the keys: of each row the largest score, the sum of the weights relative to it,
-// and the sum of the values by these weights.
+// The sums of each row over some of the keys. These are the largest score, the sum of the weights
+// relative to it, and the sum of the values with these weights.
 struct SoftmaxSums {
   float* top;    // [rows]
   float* total;  // [rows]
@@ -207,7 +207,7 @@ struct SoftmaxSums {
   }
 };
 
-// Adds the sums of the next chunk. Of one that a row does not see, nothing changes.
+// Adds the sums of the next chunk. A chunk outside a row's range changes nothing.
 inline void merge(const SoftmaxSums& sums, const SoftmaxSums& next, long rows, long D) {
   for (long i = 0; i < rows; ++i) {
     float top = std::max(sums.top[i], next.top[i]);
@@ -221,7 +221,7 @@ inline void merge(const SoftmaxSums& sums, const SoftmaxSums& next, long rows, l
   }
 }
 
-// What one thread works with.
+// The buffers of one thread.
 struct AttentionScratch {
   const uint16_t** q;  // [rows]
   long* visible;       // [rows]
@@ -311,7 +311,7 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
   }
 }
 
-// The tiles of an item that exist, in one of its chunks: [first, last).
+// The existing tiles of an item in one of its chunks: [first, last).
 struct TileRange {
   long first, last;
 };
@@ -361,13 +361,13 @@ void attend_tile(const Attention& op, const AttentionScratch& s, long tile, long
   }
 }
 
-// A tile of an item; of none if it has no item.
+// A tile of an item, or nothing if `item` is null.
 struct TileOf {
   const AttentionItem* item;
   long tile;
 };
 
-// The sums of an item's rows over one of its chunks. `after` is read into the cache at the end.
+// Computes the sums of an item's rows over one of its chunks. `after` is prefetched at the end.
 inline void attend_chunk(const Attention& op, const AttentionItem& item,
                          const AttentionScratch& s, long chunk, const TileOf& after,
                          const SoftmaxSums& sums) {
@@ -409,7 +409,7 @@ inline void write_rows(const Attention& op, const AttentionItem& item, const Sof
   }
 }
 
-// All chunks of an item, by one thread. `next` is what it may get to next.
+// Computes all chunks of an item on one thread. `next` is the likely next item.
 inline void attend_item(const Attention& op, const AttentionItem& item, const AttentionItem* next) {
   long D = op.head_dim, rows = item.rows * (op.heads / op.kv_heads);
   AttentionScratch s = prepare(op, item);
@@ -429,7 +429,7 @@ inline void attend_item(const Attention& op, const AttentionItem& item, const At
   write_rows(op, item, sums);
 }
 
-// Items of at most `item_rows` rows, heads of one key/value head counted.
+// Returns items of at most `item_rows` rows, counting the heads of one key/value head.
 inline std::vector<AttentionItem> attention_items(const Attention& op, long item_rows) {
   long most = std::max(1L, item_rows / (op.heads / op.kv_heads));
   std::vector<AttentionItem> items;
@@ -446,7 +446,7 @@ inline std::vector<AttentionItem> attention_items(const Attention& op, long item
   return items;
 }
 
-// The chunks of all items as work of their own, for a few long contexts on many threads.
+// Computes the chunks of all items as separate tasks, for a few long contexts on many threads.
 inline void attend_in_chunks(xla::ffi::ThreadPool& pool, const Attention& op,
                              const std::vector<AttentionItem>& items) {
   struct Task {
@@ -487,10 +487,10 @@ inline void attend_in_chunks(xla::ffi::ThreadPool& pool, const Attention& op,
 }
 
 inline void run_attention(xla::ffi::ThreadPool& pool, const Attention& op) {
-  constexpr long kEach = 4;  // items of a thread, at least, so that all end at about the same time
+  constexpr long kEach = 4;  // minimum items per thread, so that all finish at about the same time
   long enough = kEach * std::max<long>(1, pool.num_threads());
   std::vector<AttentionItem> items;
-  for (long item_rows : kItemRows) {  // many rows of an item unpack the cache less often
+  for (long item_rows : kItemRows) {  // more rows per item unpack the cache less often
     items = attention_items(op, item_rows);
     if (long(items.size()) >= enough) break;
   }
@@ -507,13 +507,13 @@ inline void run_attention(xla::ffi::ThreadPool& pool, const Attention& op) {
   Team(pool, count).run(phase(count, attend));
 }
 
-// ---- rotation and write -----------------------------------------------------------------------
+// ---- RoPE and write ---------------------------------------------------------------------------
 
 struct RotateWrite {
   const uint16_t* qkv;  // bf16[T, H + 2K, D]
   const float* cos;     // f32[T, D / 2]
   const float* sin;
-  const int32_t* slot_mapping;  // [T], at or beyond N * bs: not written
+  const int32_t* slot_mapping;  // [T], not written if at or beyond N * bs
   uint16_t* q;                  // bf16[T, H, D]
   uint16_t* kv;
   long tokens, num_blocks;
@@ -540,7 +540,7 @@ inline void rotate(const uint16_t* x, const float* cos, const float* sin, long D
 
 inline void run_rotate_write(xla::ffi::ThreadPool& pool, const RotateWrite& op) {
   long H = op.heads, K = op.kv_heads, D = op.head_dim, bs = op.block_size;
-  constexpr long kTokens = 16;  // of an item
+  constexpr long kTokens = 16;  // per item
   auto body = [&](long item) {
     for (long t = item * kTokens; t < std::min(op.tokens, (item + 1) * kTokens); ++t) {
       const uint16_t* row = op.qkv + t * (H + 2 * K) * D;

@@ -1,13 +1,13 @@
-// A mixture of experts on packed weights: y = sum of weight * down(silu(gate(x)) * up(x)) over the
-// experts that each row of x has chosen.
+// A mixture of experts on packed weights: y = sum of weight * down(silu(gate(x)) * up(x)) over each
+// row's chosen experts.
 //
-// Rows are gathered by expert; an expert multiplies those that it has, whatever their number, and
-// one that has none is not read. Sums are in float32, in the order of the experts' numbers: the
-// bits of a row depend on that row alone, as those of `run_linear` do.
+// Rows are gathered by expert. An expert multiplies its rows, however many, and an expert without rows
+// is not read. Sums are in float32, in the order of the experts' numbers. The bits of a row depend on
+// that row only, as in `run_linear`.
 //
-// All experts share four phases, so that threads wait for each other four times and not at every
-// expert: rows of x are packed; multiplied with gates and ups; packed again; and multiplied with
-// down, where an item is a panel of columns of all experts, one after the other.
+// All experts share four phases, so that threads synchronize four times and not at every expert. The
+// phases are packing rows of x, multiplying by gate and up, packing again, and multiplying by down. In
+// the last phase, an item is a panel of columns of all experts, one after the other.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,14 @@
 
 namespace forge {
 
-// So many packed matrices, one after the other.
+// Several packed matrices, one after the other.
 struct Matrices {
   const void* w;
   const void* scale;  // int8: f32, int4: f16
   long N, K;
-  Blocks blocks;  // of those formats
+  Blocks blocks;  // if `w` is in blocks
 
-  // The fields of `op` that say which matrix it multiplies with.
+  // Sets the fields of `op` that select the matrix of an expert.
   void select(Format format, long expert, Linear& op) const {
     long panels = (N + kPanel - 1) / kPanel, groups = (K + kGroup - 1) / kGroup;
     op.w = static_cast<const char*>(w) + expert * panels * panel_bytes_of(format, K, blocks);
@@ -43,21 +43,21 @@ struct Experts {
   Matrices down;      // [E, d, inner]
   const int32_t* chosen;  // [rows, per_token]
   const float* weights;   // [rows, per_token]
-  const int32_t* order;   // [E, d], the columns of x that those of gate_up are for; or null
+  const int32_t* order;   // [E, d], the column of x for each column of gate_up; or null
   uint16_t* y;            // bf16[rows, d]
   long rows, per_token, count;
   bool in_tiles = false;  // of AMX
 };
 
-// An expert that has rows, and its two products.
+// An expert that has rows, with its two products.
 struct Part {
   Linear up, down;
-  PackedRows packed;  // of x, then of what gates and ups gave
+  PackedRows packed;  // of x, then of the output of gate and up
   Tiles tiles;
   long first_tile;
 };
 
-// All tiles of a part times `count` panels from `panel` on; `ahead` is what is read next.
+// Multiplies all tiles of a part by `count` panels from `panel` on; `ahead` is prefetched.
 template <Format format>
 void multiply_part(const Part& part, const Linear& op, long panel, long count, const char* ahead,
                    long lines) {
@@ -72,7 +72,7 @@ void multiply_part(const Part& part, const Linear& op, long panel, long count, c
   }
 }
 
-// Of the matrices in blocks gates and ups may have other values than down; rows are packed alike.
+// In blocks, gate and up may have other value types than down; rows are packed in the same way.
 template <Format format, Format down_format = format>
 void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
   static_assert(format == down_format || (in_blocks(format) && in_blocks(down_format)));
@@ -80,7 +80,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
   long d = op.down.N, inner = op.down.K, places = op.rows * op.per_token;
   auto in_range = [&](int32_t expert) { return expert >= 0 && expert < op.count; };
 
-  // Sorted by expert, and among equals by row: begin[e] is where the rows of expert e start.
+  // Sorted by expert, then by row: begin[e] is where the rows of expert e start.
   int32_t* begin = scratch<int32_t>(5, op.count + 1 + places);
   int32_t* rows = begin + op.count + 1;
   float* sum = scratch<float>(6, op.rows * d + places);
@@ -89,7 +89,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
   for (long p = 0; p < places; ++p)
     if (in_range(op.chosen[p])) ++begin[op.chosen[p] + 1];
   for (long e = 0; e < op.count; ++e) begin[e + 1] += begin[e];
-  for (long p = 0; p < places; ++p) {  // afterwards begin[e] is where those of expert e end
+  for (long p = 0; p < places; ++p) {  // afterwards, begin[e] is the end of the rows of expert e
     if (!in_range(op.chosen[p])) continue;
     long at = begin[op.chosen[p]]++;
     rows[at] = int32_t(p / op.per_token);
@@ -133,7 +133,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
   auto panels_of = [](const Matrices& m) { return (m.N + kPanel - 1) / kPanel; };
   long up_panels = panels_of(op.gate_up), down_panels = panels_of(op.down);
   Team team(pool, std::max({num_tiles, num_parts * up_panels, down_panels}));
-  // Two panels at a time give more independent sums; few of them would divide badly.
+  // Two panels at a time give more independent sums. Few panels would divide badly.
   auto together = [&](long panels, long items) {
     return panels % 2 == 0 && items >= 16L * team.threads() ? 2L : 1L;
   };

@@ -1,4 +1,4 @@
-// The handlers that XLA calls: they check nothing that the Python side has checked by shape.
+// The handlers that XLA calls. They do not repeat the Python side's checks of shapes.
 
 #include <chrono>
 #include <limits>
@@ -26,8 +26,8 @@ uint16_t* bits(ffi::Result<BF16>& buffer) {
   return reinterpret_cast<uint16_t*>(buffer->untyped_data());
 }
 
-// x, norm weight, packed weight, scales, residual, num_rows -> y. `norm` and `residual` have no
-// elements where there are none.
+// x, norm weight, packed weight, scales, residual, num_rows -> y. `norm` and `residual` are empty if
+// they are not used.
 ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi::AnyBuffer scale,
                   BF16 residual, I32 num_rows, ffi::Result<ffi::AnyBuffer> y, int64_t format,
                   int64_t epilogue, int64_t columns, float eps, int64_t block, int64_t group,
@@ -70,7 +70,7 @@ void run_experts_in_blocks(ffi::ThreadPool& pool, const forge::Experts& op, forg
     case forge::Format::kBlocks4:
       forge::run_experts<format, forge::Format::kBlocks4>(pool, op);
       break;
-    default: break;  // the caller knows
+    default: break;  // excluded by the caller
   }
 }
 
@@ -114,7 +114,7 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
   return ffi::Error::Success();
 }
 
-// `scale` has no elements for a cache of 16 bits. A window of 0 and a soft cap of 0 are none.
+// `scale` is empty for a cache of 16 bits. A window or soft cap of 0 means none.
 ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::AnyBuffer kv, ffi::Buffer<ffi::F32> scale,
                      I32 block_tables, I32 kv_lens, I32 cu_q_lens, I32 num_seqs,
                      ffi::Result<BF16> out, float sm_scale, int64_t window, float soft_cap) {
@@ -141,7 +141,7 @@ ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::AnyBuffer kv, ffi::Buffe
   return ffi::Error::Success();
 }
 
-// The cache is written in place: the result `kv_out` is the same memory as `kv`.
+// Writes the cache in place: the result `kv_out` is the same memory as `kv`.
 ffi::Error rotate_write(ffi::ThreadPool pool, BF16 qkv, ffi::Buffer<ffi::F32> cos,
                         ffi::Buffer<ffi::F32> sin, I32 slot_mapping, I32 num_tokens,
                         ffi::Buffer<ffi::U16> kv, ffi::Result<BF16> q,
@@ -180,7 +180,7 @@ ffi::Error embed(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer scale, I
   op.panels = w.dimensions()[0];
   op.format = static_cast<forge::Format>(format);
   op.blocks = {block, group, minima != 0};
-  constexpr long kTokens = 8;  // of an item
+  constexpr long kTokens = 8;  // per item
   auto body = [&](long item) {
     long last = std::min(op.tokens_count, (item + 1) * kTokens);
     for (long t = item * kTokens; t < last; ++t) forge::embed_row(op, t);
@@ -209,7 +209,7 @@ ffi::Error sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
   return ffi::Error::Success();
 }
 
-// Nothing is written: memory that is new to the process has its pages when each is first used.
+// Writes nothing, so that new memory gets its pages only when each is first used.
 ffi::Error untouched(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
 
 }  // namespace
@@ -218,16 +218,16 @@ extern "C" {
 
 const char* forge_isa() { return FORGE_ISA; }
 
-// Whether this process may use AMX.
+// Returns 1 if this process may use AMX.
 int forge_request_tiles() { return forge::request_tiles(); }
 
-// From so many rows of x on products are made in tiles of AMX; negative: never.
+// Sets the numbers of rows of x from which AMX tiles are used; negative: never.
 void forge_use_tiles(int64_t bf16_rows, int64_t int8_rows) {
   forge::tiles_from[0] = bf16_rows < 0 ? forge::kNoTiles : bf16_rows;
   forge::tiles_from[1] = int8_rows < 0 ? forge::kNoTiles : int8_rows;
 }
 
-// Seconds that one thread takes for `rows` rows times a packed matrix of bfloat16, or of int8.
+// Returns the seconds that one thread takes to multiply `rows` rows by a packed matrix.
 double forge_time_linear(const void* w, int64_t is_int8, int64_t rows, int64_t outputs,
                          int64_t inputs, int64_t in_tiles) {
   std::vector<uint16_t> x(rows * inputs, 0x3f80);
@@ -250,8 +250,8 @@ double forge_time_linear(const void* w, int64_t is_int8, int64_t rows, int64_t o
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// bf16[N, K] -> panels; `scale` is f32 or f16 or unused, as the format says, and of int4 so many
-// columns apart. All memory is the caller's, who has threads of his own.
+// Packs bf16[N, K] into panels. `scale` is f32, f16 or unused, depending on the format; rows of int4
+// scales are `scale_columns` apart. All memory is the caller's, who runs several threads.
 void forge_pack(const uint16_t* w, int64_t rows, int64_t columns, int64_t paired, int64_t format,
                 void* out, void* scale, int64_t scale_columns) {
   forge::Packing op;
@@ -268,7 +268,7 @@ void forge_pack(const uint16_t* w, int64_t rows, int64_t columns, int64_t paired
   for (long panel = 0; panel < panels; ++panel) forge::pack_panel(op, panel);
 }
 
-// Files -> panels, or bytes as they are. Called by as many threads as are to share the work.
+// Reads files into panels, or as plain bytes. Called by each of the threads that share the work.
 void forge_read_files(const forge::MatrixInFiles* matrices, int64_t count,
                       const forge::Stretch* stretches, forge::Progress* progress) {
   forge::read_files(matrices, count, stretches, progress);

@@ -2,22 +2,24 @@
 //
 // Weights are packed in panels of 32 columns, so that a panel is one stream of memory:
 //   bf16  u16[N/32, K/2, 32, 2]
-//   int8  u8 [N/32, K/4, 32, 4]  the value + 128, and f32[N] scales
-//   int4  u8 [N/32, K/32, 8, 64] two values + 8 in a byte, and f16[K/32, N] scales (groups of 32)
-//   blocks u8[N/32, K/size, bytes] of `size` values of 32 columns, as GGUF's types have them (`Blocks`)
-// N is rounded up to 32 and K to 2, 4 and 32 with zeros. Values of blocks become the bfloat16 numbers
-// that they would be in the first format, in registers, and are multiplied in the same order: what
-// comes out is the same bits. Or they are multiplied as whole numbers with rows of x that are rounded
-// to int8. Rows of x are packed in tiles of at most
-// kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too. Where
-// bfloat16 is multiplied by FMAs, it is float32 there, [K, rows].
+//   int8  u8 [N/32, K/4, 32, 4]  value + 128, and f32[N] scales
+//   int4  u8 [N/32, K/32, 8, 64] two values + 8 per byte, and f16[K/32, N] scales (groups of 32)
+//   blocks u8[N/32, K/size, bytes] of `size` values of 32 columns, as in GGUF's types (`Blocks`)
+// N is padded to 32, and K to 2, 4 and 32, with zeros.
 //
-// Every element of y is one chain of sums over k, in order, whatever the number of rows, their
-// place, or the number of threads: the bits of a row depend on that row alone.
+// Values of blocks become the bfloat16 numbers of the first format, in registers. They are multiplied
+// in the same order, so the results have the same bits. Alternatively, they are multiplied as integers
+// with rows of x that are rounded to int8.
 //
-// Where the CPU has AMX, products with bfloat16, int8 and exact blocks are made in tiles (tiles.h) from
-// some number of rows on. That is the number of rows that x has, not of those that are in use: an
-// executable has one path. So a row's bits depend on that row and the shape of x.
+// Rows of x are packed in tiles of at most kMaxRows, so that a tile is a stream too. A tile has words
+// of 2 bfloat16 or 4 int8, [K/2 or K/4, rows]. If FMAs multiply bfloat16, it is float32, [K, rows].
+//
+// Every element of y is one chain of sums over k, in order. The number of rows, their place and the
+// number of threads do not matter: the bits of a row depend on that row only.
+//
+// On CPUs with AMX, products with bfloat16, int8 and exact blocks are made in tiles (tiles.h) from some
+// number of rows on. This is the number of rows of x, not of rows in use, so an executable has one
+// path. A row's bits then depend on that row and the shape of x.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +33,7 @@
 
 namespace forge {
 
-// The last two have the blocks of the two before, and rows of x rounded to int8.
+// The last two have the blocks of the previous two, with rows of x rounded to int8.
 enum class Format {
   kBf16 = 0,
   kInt8 = 1,
@@ -55,21 +57,23 @@ constexpr bool has_4_bits(Format format) {
   return format == Format::kBlocks4 || format == Format::kRounded4;
 }
 
-// What a block of 32 columns holds, in this order:
+// The contents of a block of 32 columns, in this order:
 //   f16[32]               a factor
-//   f16[32]               with minima: their factor
-//   s8[size / group, 32]  in two levels: the groups' scales; a scale is its factor times this
-//   s8[size / group, 32]  the same of minima
-//   s8[size / 2, 32, 2] values; or u8[size / 2, 2, 16], two in a byte: in the low bits those of 8
-//   columns, of each two that follow each other in k, and in the high bits those of the next 8
-// A value is value * scale + minimum; of 4 bits without minima (value - 8) * scale.
+//   f16[32]               the minima's factor, if minima
+//   s8[size / group, 32]  the groups' scales, if two levels: a scale is the factor times this
+//   s8[size / group, 32]  the same for the minima
+//   s8[size / 2, 32, 2]   the values of 8 bits, or
+//   u8[size / 2, 2, 16]   the values of 4 bits, two per byte
+// The low bits of a byte have 8 columns, with each two that are consecutive in k. The high bits have
+// the next 8 columns. A value is value * scale + minimum, or (value - 8) * scale for 4 bits without
+// minima.
 struct Blocks {
   long size = 0, group = 0;
   bool minima = false;
 
   bool two_levels() const { return group < size; }
   long groups() const { return size / group; }
-  // Where the values of a block begin.
+  // The offset of the values in a block.
   long values() const { return (minima ? 2 : 1) * kPanel * (2 + (two_levels() ? groups() : 0)); }
   long bytes(Format format) const {
     return values() + size * kPanel / (has_4_bits(format) ? 2 : 1);
@@ -90,18 +94,18 @@ struct Linear {
   long rows, K, N;           // N: columns of W
   long x_stride;
   Epilogue epilogue;
-  Blocks blocks{};                 // of those formats
-  long first_panel = 0;            // that `w` has, in bfloat16
-  const int32_t* from = nullptr;   // the row of x that each row is, or null: all in order
+  Blocks blocks{};                 // if `w` is in blocks
+  long first_panel = 0;            // of `w`, in bfloat16
+  const int32_t* from = nullptr;   // the row of x for each row, or null if in order
   const int32_t* to = nullptr;     // the row of y
-  const int32_t* order = nullptr;  // [K]: the column of x that each is, or null: all in order
-  const float* weight = nullptr;   // f32[rows]: kAddWeighted adds so many times the row to y32
+  const int32_t* order = nullptr;  // [K], the column of x for each column, or null if in order
+  const float* weight = nullptr;   // f32[rows], the factor of each row that kAddWeighted adds to y32
   bool in_tiles = false;           // of AMX: see `tiles_from`
 
   const uint16_t* x_row(long row) const { return x + (from ? from[row] : row) * x_stride; }
 };
 
-// How the rows are cut into tiles: as even as possible.
+// The division of rows into tiles, as evenly as possible.
 struct Tiles {
   long count, rows;
   explicit Tiles(long total, long most) {
@@ -109,7 +113,7 @@ struct Tiles {
     rows = (total + count - 1) / count;
     count = (total + rows - 1) / rows;
   }
-  // So many rows each, and the last what is left.
+  // Tiles of `rows` rows each, and the rest in the last.
   static Tiles of(long total, long rows) {
     Tiles tiles(total, rows);
     tiles.rows = rows;
@@ -120,7 +124,7 @@ struct Tiles {
 
 // ---- packing of x ---------------------------------------------------------------------------
 
-// One row of x as float32, normalised if there is a norm. `out` has room for K rounded up to 32.
+// Reads a row of x as float32, normalized if there is a norm. `out` has room for K rounded up to 32.
 inline void read_row(const Linear& op, long row, float* out) {
   const uint16_t* x = op.x_row(row);
   long K = op.K, K16 = K / 16 * 16;
@@ -157,7 +161,7 @@ inline void read_row(const Linear& op, long row, float* out) {
   for (long k = K; k < (K + 31) / 32 * 32; ++k) out[k] = 0.0f;
 }
 
-// Whether rows of x are multiplied as bfloat16.
+// True if rows of x are multiplied as bfloat16.
 constexpr bool has_plain_rows(Format format) {
   return format == Format::kBf16 || format == Format::kBlocks8 || format == Format::kBlocks4;
 }
@@ -167,14 +171,14 @@ inline long words_of(Format format, long K) {
                                                                         : (K + 31) / 32 * 8;
 }
 
-// Words of 4 bytes of a row of x.
+// The number of 4-byte words in a packed row of x.
 inline long row_words_of(Format format, long K, bool in_tiles) {
   long words = words_of(format, K);
   if (in_tiles) return (words + kTileWords - 1) / kTileWords * kTileWords;
   return words * (has_plain_rows(format) ? kPairWords : 1);
 }
 
-// From so many rows of x on products are made in tiles: of bfloat16, and of int8.
+// The numbers of rows of x from which tiles are used, for bfloat16 and for int8.
 constexpr long kNoTiles = 1L << 62;
 inline long tiles_from[2] = {kNoTiles, kNoTiles};
 
@@ -185,19 +189,19 @@ inline bool uses_tiles(Format format, long rows) {
   return allows_tiles(format) && rows >= tiles_from[format == Format::kInt8];
 }
 
-// Of one panel of w.
+// The bytes of one panel of w.
 inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
   if (in_blocks(format)) return blocks.panel_bytes(format, K);
   return format == Format::kInt4 ? (K + kGroup - 1) / kGroup * 512 : words_of(format, K) * 128;
 }
 
 struct PackedRows {
-  uint32_t* words;  // [tiles][row_words_of][rows of the tile], or as tiles.h has them
-  float* scales;    // int8 and int4: [rows]; rounded: [tiles][K / 32][rows of the tile]
-  int32_t* sums;    // int8: [rows]; int4: [tiles][K / 32][rows]; rounded: [tiles][groups][rows]
-  float* minima;    // rounded, with minima: the same
+  uint32_t* words;  // [tiles][row_words_of][rows of the tile], or as in tiles.h
+  float* scales;    // int8 and int4: [rows]. Rounded: [tiles][K / 32][rows of the tile]
+  int32_t* sums;    // int8: [rows]. int4: [tiles][K / 32][rows]. Rounded: [tiles][groups][rows]
+  float* minima;    // rounded, with minima: like `sums`
 
-  // How many numbers there are of a row of x.
+  // The number of scales, and of sums, per row of x.
   static long scales_of(Format format, long K) { return has_rounded_rows(format) ? groups_of(K) : 1; }
   static long sums_of(Format format, long K, const Blocks& blocks) {
     if (has_rounded_rows(format)) return K / blocks.group;
@@ -215,15 +219,15 @@ inline void quantise_row(const float* x, long K32, int8_t* out, float* scale) {
   for (long k = 0; k < K32; k += 16) store_s8(out + k, to_int(mul(load(x + k), inverse)));
 }
 
-// What integer sums of products begin with: values are stored so much above the number they are.
+// The offset of stored values, for which integer sums of products must be corrected.
 constexpr int offset_of(Format format, const Blocks& blocks) {
   return format == Format::kRounded8 ? kSignedBias : blocks.minima ? 0 : 8;
 }
 
-// Rounds a row to int8, 32 values to a scale: that by which the largest becomes 127. Values that are
-// all below 1e-30 become 0. Of each group of the weights' blocks it gives what sums begin with and,
-// where there are minima, by what they are multiplied: the sum of the row's values there. Numbers
-// that follow each other are `stride` apart.
+// Rounds a row to int8 with a scale per 32 values, which maps the largest to 127. If all values are
+// below 1e-30, they become 0. For each group of the weights' blocks, it also returns the initial value
+// of the sums. If there are minima, it returns their factor, which is the sum of the row's values in
+// the group. Consecutive results are `stride` apart.
 inline void round_groups(const float* x, const Linear& op, Format format, int8_t* out, float* scales,
                          int32_t* starts, float* minima, long stride) {
   long K32 = PackedRows::groups_of(op.K) * kGroup, groups = op.K / op.blocks.group;
@@ -247,7 +251,7 @@ inline void round_groups(const float* x, const Linear& op, Format format, int8_t
   }
 }
 
-// A row of words where the tiles of AMX have it; what it needs of zeros is put behind it.
+// Copies a row of words to its place in the tiles of AMX, padded with zeros.
 inline void put_in_tile(uint16_t* row, long words, long number, long rows, uint32_t* out) {
   long steps = (words + kTileWords - 1) / kTileWords, upper = number / kTileRows * kTileRows;
   std::memset(row + 2 * words, 0, (steps * kTileWords - words) * 4);
@@ -257,8 +261,8 @@ inline void put_in_tile(uint16_t* row, long words, long number, long rows, uint3
     std::memcpy(out + s * together * kTileWords, row + 2 * s * kTileWords, 4 * kTileWords);
 }
 
-// Packs the rows of one tile. A row that is not finite keeps a scale that is not, so that its
-// products are not either.
+// Packs the rows of one tile. A row that is not finite gets a scale that is not, so that its products
+// are not finite either.
 inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long tile,
                       PackedRows& packed) {
   long first = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - first);
@@ -367,7 +371,7 @@ inline void write_panel(const Linear& op, long row, long panel, F16 first, F16 s
   if (column + 16 < op.N) write16(op, row, column + 16, op.N - column - 16, op.N, second);
 }
 
-// Integer sums of a row and a panel of int8.
+// Writes the integer sums of a row and a panel of int8.
 inline void write_int8(const Linear& op, const PackedRows& packed, long row, long panel, I16 first,
                        I16 second) {
   I16 offset = isplat(128 * packed.sums[row]);
@@ -379,7 +383,7 @@ inline void write_int8(const Linear& op, const PackedRows& packed, long row, lon
 
 // ---- tiles: R rows times P panels -------------------------------------------------------------
 
-// `ahead` is read into the L2 cache meanwhile, `ahead_lines` lines of it.
+// `ahead_lines` lines from `ahead` on are prefetched into the L2 cache.
 template <int R, int P>
 void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
                const char* ahead, long ahead_lines) {
@@ -491,13 +495,13 @@ void tile_int4(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
   }
 }
 
-// Of a group of 16 columns: what values are multiplied with, and what is then added, each for the
-// vectors of 8 columns with two values.
+// The factors and the addends of the values of 16 columns, in vectors of 8 columns with two values
+// each.
 struct Factors {
   F16 scale[2], minimum[2];
 };
 
-// `lane` is 0 or 16. `block` of 32 columns.
+// `block` has 32 columns, and `lane` is 0 or 16.
 template <Format format>
 inline Factors factors_of(const Blocks& blocks, const uint8_t* block, long group, int lane) {
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
@@ -513,7 +517,7 @@ inline Factors factors_of(const Blocks& blocks, const uint8_t* block, long group
   return {{twice_low(scale), twice_high(scale)}, {twice_low(minimum), twice_high(minimum)}};
 }
 
-// 32 values of 16 columns, two for each, as the first format has them. `at` is of a word of a block.
+// Returns 32 values of 16 columns, two each, as in the first format. `at` is a word of a block.
 template <Format format>
 inline I16 word_of(const uint8_t* at, const Factors& factors) {
   F16 low, high;
@@ -582,7 +586,7 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
       write_panel(op, row + r, panel + p, load(out[r][2 * p]), load(out[r][2 * p + 1]));
 }
 
-// A panel in the first format: where many rows are multiplied, that is done once for all of them.
+// Unpacks a panel to the first format, once for all rows if there are many.
 template <Format format>
 void unpack_panel(const Linear& op, long panel, uint16_t* out) {
   const Blocks& blocks = op.blocks;
@@ -605,18 +609,17 @@ void unpack_panel(const Linear& op, long panel, uint16_t* out) {
 
 // ---- blocks times rows rounded to int8 ----------------------------------------------------------
 //
-// Of each 32 values of k, in order:
-//   t = t + (sum of value * x, in whole numbers) * scale, of each group, one or two
-//   y = y + minimum * (sum of x, in whole numbers, * scale of x), of the same
+// Each 32 values of k are added in order:
+//   t = t + (integer sum of value * x) * scale       once per group, of which there are one or two
+//   y = y + minimum * (integer sum of x * scale of x)   once per group
 //   y = y + t * scale of x
-// where a product and the sum that it is added to are rounded once. Both sets of instructions give
-// the same bits.
+// A product and the sum that it is added to are rounded once. Both instruction sets give the same bits.
 
 
-// So many rows have all their sums in registers; groups that share a scale of x have more of them.
+// The rows whose sums all fit in registers. Groups that share a scale of x need more of them.
 constexpr int rows_in_registers(int together) { return kMaxRows < 6 ? 1 : together == 1 ? 6 : 4; }
 
-// The order of columns in two vectors, by fours, as `pair_columns` gives it.
+// The order of columns in two vectors, by fours, as `pair_columns` returns it.
 constexpr int kOrder8[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 constexpr int kOrder4[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
@@ -626,15 +629,15 @@ constexpr const int (&order_of())[8] {
   return kOrder8;
 }
 
-// A group's factors of 32 columns, in that order.
+// The factors of 32 columns of a group, in that order.
 struct Columns {
   F16 scale[2], minimum[2];
 };
 
-// Reads a panel in the order of k, as it lies in memory.
+// Reads a panel in the order of k, which is its order in memory.
 template <Format format>
 struct BlockReader {
-  static constexpr int kAhead = has_4_bits(format) ? 1 : 2;  // lines of a word
+  static constexpr int kAhead = has_4_bits(format) ? 1 : 2;  // lines per word
   const Blocks& blocks;
   const uint8_t* block;
   const uint8_t* values;
@@ -652,7 +655,7 @@ struct BlockReader {
       load_f16_in(order_of<format>(), block + 64, factors.minimum[0], factors.minimum[1]);
   }
 
-  // Four values of each column: those of the word with this number from the next one on.
+  // Four values of each column: word number `number` from the current position on.
   void word(int number, I16& first, I16& second) const {
     if constexpr (has_4_bits(format)) {
       I16 both = pair_columns(values + 64 * number);
@@ -665,7 +668,7 @@ struct BlockReader {
     }
   }
 
-  // The factors of a group whose words have been read. After the `last` of a panel nothing follows.
+  // Returns the factors of a group whose words have been read. `last` means the last of a panel.
   template <int words>
   Columns end_group(bool last) {
     Columns found = factors;
@@ -690,11 +693,11 @@ struct BlockReader {
   }
 };
 
-// Reads a panel that `unpack_rounded` has made, where many rows are multiplied.
+// Reads a panel that `unpack_rounded` has made for many rows.
 template <int words>
 struct UnpackedReader {
   static constexpr int kAhead = 0;
-  const uint8_t* values;  // [groups, words of a group, 2, 64]: words as products take them
+  const uint8_t* values;  // [groups, words of a group, 2, 64], words in the order of products
   const float* factors;   // [groups, 2 or 4, 16]
   bool minima;
 
@@ -743,7 +746,7 @@ void unpack_rounded(const Linear& op, const uint8_t* panel, uint8_t* out) {
   }
 }
 
-// What is read into the cache meanwhile. Where nothing is left, the last line again.
+// Memory to prefetch. If no lines are left, the last line is prefetched again.
 struct Ahead {
   const char* at;
   long lines;
@@ -757,8 +760,8 @@ struct Ahead {
   }
 };
 
-// R x 2 sums in registers; or in memory that the compiler cannot see through, where products need all
-// registers: a sum is touched once in 32 values of k.
+// R x 2 sums in registers, or in memory that is opaque to the compiler if products need all registers.
+// A sum is accessed once per 32 values of k.
 template <int R, bool in_memory>
 struct Sums {
   F16 sums[R][2];
@@ -775,10 +778,10 @@ struct Sums<R, true> {
   void set(int r, int j, F16 x) { store(at + 32 * r + 16 * j, x); }
 };
 
-// R rows of x on their way along a panel.
+// R rows of x while they are multiplied by a panel.
 template <Format format, int R, int words, bool minima>
 struct RoundedRows {
-  static constexpr int kTogether = kGroup / (4 * words);  // groups to a scale of x
+  static constexpr int kTogether = kGroup / (4 * words);  // groups per scale of x
   static constexpr bool kInMemory = R > rows_in_registers(kTogether);
   Sums<R, kInMemory> y, t;
   const uint32_t* x;
@@ -801,7 +804,7 @@ struct RoundedRows {
     return has_4_bits(format) ? dot4_nibbles(acc, w, x) : dot4_signed(acc, w, x);
   }
 
-  // Adds groups that share scales of x; `last` of the panel.
+  // Adds groups that share scales of x. `last` means the last of the panel.
   template <int groups, class Reader>
   inline __attribute__((always_inline)) void add(Reader& reader, Ahead& ahead, bool last) {
 #pragma GCC unroll 2
@@ -881,7 +884,7 @@ void tile_rounded(const Linear& op, const PackedRows& packed, const uint32_t* x,
   multiply(op, packed, reader, x, row, panel, {ahead, ahead_lines});
 }
 
-// `op.w` is one panel, unpacked.
+// `op.w` is one unpacked panel.
 template <Format format, int R>
 void tile_unpacked(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
                    long panel, const char* ahead, long ahead_lines) {
@@ -922,9 +925,9 @@ TileFunction pick(long rows, std::index_sequence<R...>) {
 
 constexpr int kMaxRowsInt4 = kMaxRows < 6 ? kMaxRows : 6;
 constexpr int kMaxRowsRounded = kMaxRows < 12 ? kMaxRows : 12;
-constexpr int kMaxRowsBlocks = kMaxRows < 12 ? kMaxRows : 12;  // values need registers, too
+constexpr int kMaxRowsBlocks = kMaxRows < 12 ? kMaxRows : 12;  // values need registers too
 
-// Whether a group has sums of its own, and only one panel is multiplied at a time.
+// True if a group has its own sums, so that only one panel is multiplied at a time.
 constexpr bool sums_by_group(Format format) {
   return format == Format::kInt4 || has_rounded_rows(format);
 }
@@ -934,8 +937,8 @@ constexpr int max_rows(Format format) {
   return format == Format::kInt4 ? kMaxRowsInt4 : in_blocks(format) ? kMaxRowsBlocks : kMaxRows;
 }
 
-// A few rounded rows are multiplied at once, so that the weight is read once; many by tiles whose sums
-// stay in registers.
+// A few rounded rows are multiplied together, so that the weight is read once. Many rows are split into
+// tiles whose sums stay in registers.
 inline long tile_rows(Format format, long rows, const Blocks& blocks) {
   if (!has_rounded_rows(format) || rows <= kMaxRowsRounded) return max_rows(format);
   return rows_in_registers(int(kGroup / blocks.group));
@@ -964,10 +967,10 @@ TileFunction pick(long rows, int panels) {
 
 // ---- the whole --------------------------------------------------------------------------------
 
-constexpr long kTilesUnpacked = 2;  // from so many on a panel of blocks is unpacked for all of them
+constexpr long kTilesUnpacked = 2;  // the number of tiles from which a panel of blocks is unpacked
 
-// The tiles from `first` to `last` times a panel, or two if `wide` is 2. `choose` gives the function
-// for so many rows.
+// Multiplies the tiles from `first` to `last` by a panel, or by two if `wide` is 2. `choose` returns
+// the function for a number of rows.
 template <Format format, class Choose>
 void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, const char* ahead, long lines, Choose choose) {
@@ -988,7 +991,7 @@ void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& til
                          [wide](long rows) { return pick<format>(rows, wide); });
 }
 
-// The rows of tiles from `first` to `last` times a panel, by AMX.
+// Multiplies the rows of tiles from `first` to `last` by a panel, with AMX.
 template <Format format>
 void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                        long last, long panel, const char* ahead, long lines) {
@@ -1031,8 +1034,8 @@ void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& 
   }
 }
 
-// The same, of blocks by way of a panel in another form where there are many: of bfloat16, or for
-// rounded rows of words that need no shuffling.
+// Multiplies tiles by a panel. For many tiles, a panel of blocks is converted first: to bfloat16, or
+// for rounded rows to words that need no shuffling.
 template <Format format>
 void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, int wide, const char* ahead, long lines) {
@@ -1069,7 +1072,7 @@ void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& til
   multiply_tiles<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
 }
 
-// Memory of the calling thread for all rows of x.
+// Returns memory of the calling thread for all rows of x.
 template <Format format>
 PackedRows packed_rows_of(const Linear& op) {
   long words = row_words_of(format, op.K, op.in_tiles);
@@ -1082,7 +1085,7 @@ PackedRows packed_rows_of(const Linear& op) {
   return packed;
 }
 
-// Two panels at a time give more independent sums; few of them would divide badly among threads.
+// Two panels at a time give more independent sums. Few panels would divide badly among threads.
 template <Format format>
 int panels_together(const Linear& op, long panels, long threads) {
   bool few_rows = !sums_by_group(format) && !op.in_tiles && op.rows <= kMaxRowsWide;
@@ -1098,7 +1101,7 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   long panel_bytes = panel_bytes_of(format, op.K, op.blocks);
   PackedRows packed = packed_rows_of<format>(op);
 
-  // Many rows are cut into groups of tiles too, so that every thread finds work.
+  // Many rows are also split into groups of tiles, so that every thread has work.
   Team team(pool, std::max(panels / wide, tiles.count));
   long units = panels / wide, row_groups = 1;
   while (row_groups * 2 <= tiles.count / 4 && units * row_groups < 8L * team.threads())
@@ -1110,12 +1113,12 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   auto multiply = [&](long item) {
     long unit = item % units, group = item / units, panel = unit * wide;
     long first = group * group_tiles, last = std::min(tiles.count, first + group_tiles);
-    // The next panel is read into the cache while this one is in use.
+    // The next panel is prefetched while this one is multiplied.
     const char* ahead = static_cast<const char*>(op.w) + (panel + wide) * panel_bytes;
     long lines = panel + wide < panels ? wide * panel_bytes / 64 : 0;
     multiply_panel<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
   };
-  if (tiles.count == 1) {  // a few rows: packed before the others are called
+  if (tiles.count == 1) {  // a few rows: packed before the other threads are woken
     pack(0);
     team.run(phase(units, multiply));
   } else {
@@ -1123,7 +1126,7 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   }
 }
 
-// The same in the calling thread alone.
+// Does the same in the calling thread only.
 template <Format format>
 void run_linear_alone(const Linear& op) {
   long panels = (op.N + kPanel - 1) / kPanel, panel_bytes = panel_bytes_of(format, op.K, op.blocks);
@@ -1138,7 +1141,7 @@ void run_linear_alone(const Linear& op) {
   }
 }
 
-// In rounded.cc, which is compiled at the same time as everything else.
+// These are in rounded.cc, which compiles in parallel with the rest.
 extern template void run_linear<Format::kRounded8>(xla::ffi::ThreadPool&, const Linear&);
 extern template void run_linear<Format::kRounded4>(xla::ffi::ThreadPool&, const Linear&);
 

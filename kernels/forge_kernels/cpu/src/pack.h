@@ -1,4 +1,4 @@
-// Packs weights from the checkpoint's form, bf16[N, K], into panels (see linear.h).
+// Packs weights from the checkpoint's layout, bf16[N, K], into panels (see linear.h).
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace forge {
 struct Packing {
   const uint16_t* w;  // bf16[N, K]
   long N, K;
-  bool paired;  // the upper and lower half of the rows are gates and their ups
+  bool paired;  // the two halves of the rows are gate and up
   Format format;
   uint8_t* out;
   float* scale;       // int8: f32[columns of all panels]
@@ -21,7 +21,7 @@ struct Packing {
   long scale_columns;
 };
 
-// The row of W that is column `lane` of a panel, or -1.
+// Returns the row of W for column `lane` of a panel, or -1.
 inline long source_row(const Packing& op, long panel, int lane) {
   if (!op.paired) {
     long row = panel * kPanel + lane;
@@ -38,8 +38,8 @@ inline uint16_t f32_to_f16(float value) {
 }
 inline float f16_to_f32(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
 
-// Eight words of eight rows each, from the word `k` on: lane i of `out` and of what follows in steps of
-// kPanel is row i.
+// Transposes eight words of eight rows, from the word `k` on: lane i of `out`, and of each kPanel words
+// after it, is row i.
 inline void transpose_words(const uint16_t* const* rows, long k, uint32_t* out) {
   __m256i a[8], b[8];
   for (int i = 0; i < 8; ++i)
@@ -61,7 +61,7 @@ inline void transpose_words(const uint16_t* const* rows, long k, uint32_t* out) 
   }
 }
 
-// Pairs of neighbours of 32 rows: a matrix of words, transposed.
+// Packs pairs of neighbors of 32 rows, which is a transposed matrix of words.
 inline void pack_panel_bf16(const Packing& op, long panel) {
   long words = words_of(op.format, op.K), whole = op.K / 2;
   uint32_t* out = reinterpret_cast<uint32_t*>(op.out) + panel * words * kPanel;
@@ -72,7 +72,7 @@ inline void pack_panel_bf16(const Packing& op, long panel) {
     rows[lane] = source < 0 ? nullptr : op.w + source * op.K;
     complete &= source >= 0;
   }
-  long first = complete ? whole / 8 * 8 : 0;  // of the words that are left
+  long first = complete ? whole / 8 * 8 : 0;  // the first word that is not transposed by eights
   for (long k = 0; k < first; k += 8)
     for (int lane = 0; lane < kPanel; lane += 8)
       transpose_words(rows + lane, k, out + k * kPanel + lane);
@@ -108,7 +108,7 @@ inline void pack_panel(const Packing& op, long panel) {
         out[k / 4 * 128 + k % 4] =
             uint8_t(128 + int(k < op.K ? std::nearbyint(row[k] * inverse) : 0.0f));
     } else {
-      // As llama.cpp's Q4_0: the value of largest magnitude becomes -8.
+      // As in llama.cpp's Q4_0, the value of largest magnitude becomes -8.
       uint8_t* out = op.out + panel * groups * 512 + lane % 16 * 4 + lane / 16 * 64;
       for (long g = 0; g < groups; ++g) {
         const float* x = row.data() + g * kGroup;
@@ -132,7 +132,7 @@ inline void pack_panel(const Packing& op, long panel) {
   }
 }
 
-// ---- rows of a packed matrix: the embedding of a model that shares it with its head -------------
+// ---- rows of a packed matrix, for a model whose embedding is its head ---------------------------
 
 struct PackedEmbedding {
   const void* w;
@@ -145,7 +145,7 @@ struct PackedEmbedding {
   Blocks blocks;
 };
 
-// A row of a matrix in blocks, rounded as the products round it.
+// Writes a row of a matrix in blocks, rounded as in the products.
 inline void embed_row_of_blocks(const PackedEmbedding& op, const uint8_t* panel, long lane,
                                 uint16_t* out) {
   const Blocks& blocks = op.blocks;

@@ -1,14 +1,14 @@
-// The inner loop of products in bfloat16: R packed rows of x times P panels of weights.
+// The inner loop of bfloat16 products: R packed rows of x times P panels of weights.
 //
-// On its own, because it is also what decides between instruction sets: `probe.cc` times it.
+// It is separate because the choice of the instruction set depends on it: `probe.cc` times it.
 #pragma once
 
 #include "simd.h"
 
 namespace forge {
 
-// `w` is u16[P, words, 32, 2] and `x` the packed rows, as linear.h describes them. Meanwhile `ahead`
-// is read into the cache, `ahead_lines` lines of it.
+// `w` is u16[P, words, 32, 2] and `x` the packed rows, as described in linear.h. `ahead_lines` lines
+// from `ahead` on are prefetched.
 template <int R, int P>
 inline __attribute__((always_inline)) void multiply_pairs(const uint16_t* w, long words,
                                                           const uint32_t* x, const char* ahead,

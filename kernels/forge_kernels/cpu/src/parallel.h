@@ -1,8 +1,8 @@
-// Work on XLA's own thread pool, in phases: a phase starts when the one before it is complete.
+// Work on XLA's own thread pool in phases, each of which starts when the previous one is complete.
 //
-// The calling thread takes part, and takes what nobody else does, so nothing waits for a pool
-// thread to start. Each thread has a range of its own to work through in order (its memory stream
-// stays a stream) and then helps with the other ranges.
+// The calling thread takes part and does all unclaimed work, so nothing waits for a pool thread to
+// start. Each thread first works through its own range in order, which keeps its memory access a
+// stream, and then helps with the other ranges.
 #pragma once
 
 #include <atomic>
@@ -27,10 +27,10 @@ namespace forge {
 constexpr int kMaxThreads = 64;
 
 class Phase {
-  static constexpr int kSpins = 256;  // some microseconds
+  static constexpr int kSpins = 256;  // a few microseconds
 
  public:
-  // `body(context, item)` for each item below `count`.
+  // Calls `body(context, item)` for each item below `count`.
   Phase(long count, void* context, void (*body)(void*, long), int threads)
       : count_(count), context_(context), body_(body), threads_(threads), ranges_(threads) {
     for (int t = 0; t < threads; ++t) {
@@ -51,7 +51,7 @@ class Phase {
       }
     }
     if (mine) done_.fetch_add(mine, std::memory_order_acq_rel);
-    // A helper that has an item but no core (another process is on it) gets this one.
+    // If a helper has an item but no core, because another process runs there, it gets this one.
     for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
       if (spins < kSpins) {
         FORGE_PAUSE();
@@ -84,11 +84,11 @@ class Job {
     threads_ = threads;
   }
 
-  // The calling thread's part: when this returns, everything is done.
+  // Does the calling thread's part. When this returns, everything is done.
   void lead() { work(0); }
 
-  // Another thread's part. One that starts late finds nothing to claim: it never touches what has
-  // gone out of scope.
+  // Does another thread's part. A thread that starts late finds nothing to claim, so it never accesses
+  // anything that has gone out of scope.
   void help() {
     int thread = joined_.fetch_add(1, std::memory_order_relaxed);
     if (thread < threads_) work(thread);
@@ -104,11 +104,11 @@ class Job {
   std::atomic<int> joined_{1};
 };
 
-// Where threads of the pool wait for the next job. To wake a sleeping thread takes longer than
-// most jobs do, so a thread that has finished one stays awake for a moment: within a step the next
-// follows in a few microseconds. Meanwhile it lets others have the core if there are any, such as
-// the host's thread: one that spins is taken for busy, and whoever is to run waits for its slice
-// of a millisecond or two.
+// The place where threads of the pool wait for the next job. Waking a sleeping thread takes longer than
+// most jobs do. A thread that has finished a job therefore stays awake for a moment, because the next
+// job of a step follows within microseconds. Meanwhile it yields the core to others, such as the host's
+// thread. If it only spun, the kernel would treat it as busy, and others would wait a time slice of one
+// or two milliseconds.
 class Lobby {
  public:
   static Lobby& instance() {
@@ -116,7 +116,7 @@ class Lobby {
     return lobby;
   }
 
-  // Makes the job known to the threads that wait here; returns how many there are.
+  // Announces the job to the threads that wait here, and returns how many there are.
   int publish(const std::shared_ptr<Job>& job) {
     lock();
     job_ = job;
@@ -125,7 +125,7 @@ class Lobby {
     return waiting_.load(std::memory_order_acquire);
   }
 
-  // Works on the job, then on those that follow within kLinger.
+  // Works on the job, then on jobs that follow within kLinger.
   void serve(std::shared_ptr<Job> job) {
     for (;;) {
       long seen = published_.load(std::memory_order_acquire);
@@ -168,7 +168,7 @@ class Lobby {
   std::atomic<int> waiting_{0};
 };
 
-// Runs each body over its count of items, one phase after the other.
+// Runs each body over its number of items, one phase after the other.
 class Team {
  public:
   Team(xla::ffi::ThreadPool& pool, long most_items) : pool_(pool) {
@@ -208,7 +208,7 @@ std::pair<long, F*> phase(long count, F& body) {
   return {count, &body};
 }
 
-// Memory of the calling thread that lasts until its next use of the same `slot`.
+// Returns memory of the calling thread that is valid until its next use of the same `slot` and type.
 template <class T>
 T* scratch(int slot, size_t count) {
   struct Buffer {

@@ -1,4 +1,4 @@
-// Times the inner loop of products in bfloat16 with the instruction set that this is compiled for.
+// Times the inner loop of bfloat16 products with the instruction set that this is compiled for.
 
 #include <time.h>
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr long kWords = 256;  // K = 512: a panel and its rows fit into the cache of a core
+constexpr long kWords = 256;  // K = 512: a panel and its rows fit into a core's cache
 alignas(64) uint16_t weights[kWords * 64];
 alignas(64) uint32_t rows[kWords * forge::kPairWords * forge::kMaxRows];
 alignas(64) float sums[forge::kMaxRows][2][16];
@@ -19,7 +19,7 @@ double now() {
 
 }  // namespace
 
-// GFLOP/s of one core, over so many products.
+// Returns GFLOP/s of one core over `products` products.
 extern "C" double forge_probe(long products) {
   constexpr int R = forge::kMaxRows;
   for (long i = 0; i < kWords * 64; ++i) weights[i] = uint16_t(0x3f80 | (i * 37 & 0x7f));

@@ -1,5 +1,5 @@
-// Reads matrices from files and packs them on the way, by several threads: no memory but the result
-// and a piece of each thread's that stays in its cache.
+// Reads matrices from files and packs them, with several threads. The only memory is the result and a
+// piece per thread, which stays in its cache.
 #pragma once
 
 #include <cerrno>
@@ -11,7 +11,7 @@ namespace forge {
 
 enum class Stored { kBf16 = 0, kF16 = 1, kF32 = 2 };
 
-// Rows of a matrix that lie one after the other in a file. As in `linear/files.py`, as is the next.
+// Consecutive rows of a matrix in a file. The same as in `linear/files.py`, like the next struct.
 struct Stretch {
   int64_t file;  // its descriptor
   int64_t type;  // of its numbers: Stored
@@ -19,27 +19,27 @@ struct Stretch {
   int64_t rows;
 };
 
-constexpr int64_t kPlain = -1;  // in place of a Format: bytes are copied as they are
+constexpr int64_t kPlain = -1;  // instead of a Format: bytes are copied unchanged
 
 struct MatrixInFiles {
   int64_t rows;
-  int64_t columns;  // of a plain one: bytes of a row
+  int64_t columns;  // for a plain matrix: bytes per row
   int64_t paired, format;
   uint8_t* out;
   uint8_t* scale;
   int64_t scale_columns;
   int64_t first_stretch;
-  int64_t step;      // of an item: panels, or rows of a plain one
+  int64_t step;      // per item: panels, or rows of a plain matrix
   int64_t last_item;  // of this matrix and all before it
 };
 
 struct Progress {
   int64_t next;   // item
   int64_t fault;  // -1, or the stretch that could not be read
-  int64_t error;  // why: an errno; 0: the file ends before it
+  int64_t error;  // its errno, or 0 if the file ends too early
 };
 
-// Reads `bytes` bytes, or says why not: an errno, or -1 for the end of the file.
+// Reads `bytes` bytes. Returns 0, an errno, or -1 for the end of the file.
 inline int read_fully(int file, uint8_t* out, size_t bytes, int64_t at) {
   while (bytes) {
     ssize_t got = pread(file, out, bytes, at);
@@ -53,8 +53,8 @@ inline int read_fully(int file, uint8_t* out, size_t bytes, int64_t at) {
   return 0;
 }
 
-// Eight float32 numbers as bfloat16, to the nearest and of two the even one, denormal ones too; of
-// NaN the quiet one of its sign. In the low half of each lane.
+// Rounds eight float32 numbers to the nearest bfloat16, ties to even, including denormals. NaN becomes
+// the quiet NaN of its sign. The results are in the low half of each lane.
 inline __m256i nearest_bf16(__m256i bits) {
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
@@ -71,7 +71,7 @@ inline __m256i load_as_f32(const uint8_t* in, Stored type) {
   return _mm256_castps_si256(_mm256_cvtph_ps(half));
 }
 
-// `count` numbers, of which `in` has room for eight more.
+// Converts `count` numbers; `in` must have room for eight more.
 inline void to_bf16(const uint8_t* in, Stored type, long count, uint16_t* out) {
   int size = type == Stored::kF32 ? 4 : 2;
   for (long i = 0; i < count; i += 8) {
@@ -88,15 +88,15 @@ inline void to_bf16(const uint8_t* in, Stored type, long count, uint16_t* out) {
   }
 }
 
-// What one thread does of all matrices.
+// One thread's work on all matrices.
 class FileReader {
-  static constexpr long kPiece = 32 * 1024;  // numbers that are made bfloat16 at a time
+  static constexpr long kPiece = 32 * 1024;  // numbers converted to bfloat16 at a time
 
  public:
   FileReader(const Stretch* stretches, Progress* progress)
       : stretches_(stretches), progress_(progress) {}
 
-  // One item. False: nothing more is to be done, by nobody.
+  // Does one item. Returns false if all threads should stop.
   bool work(const MatrixInFiles& matrix, long item) {
     if (matrix.format == kPlain) {
       long first = item * matrix.step, last = std::min<long>(first + matrix.step, matrix.rows);
@@ -134,7 +134,7 @@ class FileReader {
     if (room.size() < size) room.resize(size);
   }
 
-  // Rows `first` to `last`: bytes of a plain matrix, else bfloat16.
+  // Reads rows `first` to `last`: bytes of a plain matrix, else bfloat16.
   bool read(const MatrixInFiles& matrix, long first, long last, uint8_t* out) {
     long begin = 0;  // the first row of the stretch
     for (const Stretch* s = stretches_ + matrix.first_stretch; first < last; ++s) {
@@ -181,7 +181,7 @@ class FileReader {
   std::vector<uint8_t> wide_;
 };
 
-// Takes items until none are left or one has failed, as other threads do with the same `progress`.
+// Takes items until none are left or one has failed; all threads share `progress`.
 inline void read_files(const MatrixInFiles* matrices, long count, const Stretch* stretches,
                        Progress* progress) {
   FileReader reader(stretches, progress);

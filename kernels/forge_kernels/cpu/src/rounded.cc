@@ -1,4 +1,4 @@
-// Blocks times rows rounded to int8: half of what there is to compile.
+// Blocks times rows rounded to int8, which take half of the compile time.
 
 #include "linear.h"
 

@@ -1,8 +1,9 @@
-// One token for each row of logits: argmax, or Gumbel-max over what top-k, top-p and min-p leave.
+// Samples one token per row of logits: argmax, or Gumbel-max over the tokens that pass top-k, top-p and
+// min-p.
 //
-// The same function of (logits, parameters, key) as the plain form in sampling/api.py: the same
-// random bits, thresholds by the same bisection over the bits of the floats. Logarithms and sums
-// may differ in their last place. A row's token depends on that row alone.
+// The result is the same function of (logits, parameters, key) as in sampling/api.py. It has the same
+// random bits, and thresholds from the same bisection over the bits of the floats. Logarithms and sums
+// may differ in their last place. A row's token depends on that row only.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +30,7 @@ struct Sampling {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-inline uint32_t order_key(float x) {  // compares as the floats do
+inline uint32_t order_key(float x) {  // compares in the order of the floats
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -42,7 +43,7 @@ inline float from_order_key(uint32_t key) {
   return x;
 }
 
-// The largest threshold for which `holds` (true for the lowest, monotone).
+// Returns the largest threshold for which `holds` is true; it is monotone and true for the lowest.
 template <class F>
 float bisect(F&& holds) {
   uint32_t found = 0;
@@ -81,7 +82,7 @@ inline float threshold(const float* scaled, long padded, float highest, long voc
         kept = add(kept, keep_at_least(load(mass + i), load(scaled + i), t));
       return sum(kept) >= wanted;
     });
-    // A top_p that underflows is met by no mass at all: the likeliest token always stays.
+    // No mass reaches a top_p that underflows, but the most likely token always stays.
     lowest = std::max(lowest, std::min(by_p, highest));
   }
   if (min_p > 0.0f) lowest = std::max(lowest, highest + std::log(min_p));
@@ -106,7 +107,7 @@ struct Best {
   int32_t token = 0;
 };
 
-// The largest of one vector after another, with its index; the first of equals.
+// The largest of a sequence of vectors, with its index; ties go to the first.
 class Champion {
  public:
   void offer(F16 value, I16 token) { take_greater(value_, token_, value, token); }
@@ -154,7 +155,7 @@ inline Best search(const Sampling& op, long row, float lowest, long first, long 
 }
 
 inline void run_sampling(xla::ffi::ThreadPool& pool, const Sampling& op) {
-  constexpr long kChunk = 8192;  // tokens of an item
+  constexpr long kChunk = 8192;  // tokens per item
   long chunks = (op.vocab + kChunk - 1) / kChunk, padded = (op.vocab + 15) / 16 * 16;
   std::vector<float> lowest(op.rows, kNothing);
   std::vector<Best> bests(op.rows * chunks);

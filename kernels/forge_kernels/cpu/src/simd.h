@@ -1,10 +1,10 @@
-// Sixteen lanes of float32 or int32, for AVX-512 and for AVX2 with FMA. Both use VNNI where the
-// compiler may, and AVX-512 also BF16.
+// Sixteen lanes of float32 or int32, for AVX-512 and for AVX2 with FMA. Both use VNNI if the compiler
+// flags allow it, and AVX-512 also uses BF16.
 //
-// All forms promise the same results up to rounding. `dot2` sums two bfloat16 products into each
-// float lane, `dot4` four products of u8 and s8 into each int lane: the inner steps of every matrix
-// product here. Integer sums have the same bits in all forms. `dot2` has the same bits wherever it is
-// made of two FMAs, which is everywhere but with BF16.
+// All forms give the same results up to rounding. `dot2` and `dot4` are the inner steps of every matrix
+// product here. `dot2` sums two bfloat16 products into each float lane. `dot4` sums four products of u8
+// and s8 into each int lane. Integer sums have the same bits in all forms. `dot2` has the same bits in
+// all forms that use two FMAs, which is all except BF16.
 #pragma once
 
 #include <immintrin.h>
@@ -14,8 +14,8 @@
 
 namespace forge {
 
-// Reads a line into the cache. Written as assembly: GCC takes a function that only prefetches for
-// one without effects, and drops its calls.
+// Prefetches a line. This is assembly, because GCC considers a function that only prefetches to have no
+// effects, and drops calls to it.
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*(const char*)p)); }
 
 inline float bf16_to_f32(uint16_t bits) {
@@ -60,7 +60,7 @@ inline F16 load_bf16(const uint16_t* p) {
 #if defined(__AVX512BF16__)
 inline __m256i narrow_bf16(F16 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 #else
-inline __m256i narrow_bf16(F16 x) {  // to nearest even
+inline __m256i narrow_bf16(F16 x) {  // rounds ties to even
   __m512i bits = _mm512_castps_si512(x);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_srli_epi32(
@@ -78,7 +78,7 @@ inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
 inline F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
 inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
 inline F16 abs(F16 a) { return _mm512_abs_ps(a); }
-// The magnitude of a positive number, the sign of another.
+// Returns the magnitude of a positive number with the sign of another.
 inline F16 copy_sign(F16 magnitude, F16 sign) {
   I16 bit = _mm512_and_si512(_mm512_castps_si512(sign), _mm512_set1_epi32(int(0x80000000)));
   return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), bit));
@@ -94,12 +94,12 @@ inline int32_t isum(I16 a) { return _mm512_reduce_add_epi32(a); }
 inline void store_s8(int8_t* p, I16 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
 }
-// Lanes from `count` on become `other`.
+// Replaces lanes from `count` on by `other`.
 inline F16 keep_first(F16 x, int count, float other) {
   __mmask16 kept = count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
   return _mm512_mask_blend_ps(kept, _mm512_set1_ps(other), x);
 }
-// Lanes before `count` become `other`.
+// Replaces lanes before `count` by `other`.
 inline F16 drop_first(F16 x, int count, float other) {
   __mmask16 dropped = count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
   return _mm512_mask_blend_ps(dropped, x, _mm512_set1_ps(other));
@@ -111,14 +111,14 @@ inline F16 load_s8(const void* p) {
   __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
-// Sixteen bytes: what their low and their high four bits are.
+// Returns the numbers for the low and the high four bits of sixteen bytes.
 inline void load_u4(const void* p, F16& low, F16& high) {
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-  low = _mm512_permutexvar_ps(bytes, numbers);  // looks at four bits of an index
+  low = _mm512_permutexvar_ps(bytes, numbers);  // uses only four bits of an index
   high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
 }
-// Lanes 0 to 7, or 8 to 15, each two times.
+// Repeats each of lanes 0 to 7, or 8 to 15, twice.
 inline F16 twice_low(F16 x) {
   const __m512i at = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   return _mm512_permutexvar_ps(at, x);
@@ -128,7 +128,7 @@ inline F16 twice_high(F16 x) {
       _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
   return _mm512_permutexvar_ps(at, x);
 }
-// Both rounded to bfloat16, one after the other.
+// Rounds both to bfloat16, one after the other.
 #if defined(__AVX512BF16__)
 inline I16 to_bf16(F16 a, F16 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 #else
@@ -136,7 +136,7 @@ inline I16 to_bf16(F16 a, F16 b) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bf16(a)), narrow_bf16(b), 1);
 }
 #endif
-// 2^n * x for whole n.
+// Returns 2^n * x for integer n.
 inline F16 scale_by_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 inline F16 round_nearest(F16 x) { return _mm512_roundscale_ps(x, 0); }
 
@@ -159,11 +159,11 @@ inline F16 dot2(F16 acc, I16 w, uint32_t x) {
 inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   return _mm512_dpbusd_epi32(acc, w_u8, _mm512_set1_epi32(int32_t(x_s8)));
 }
-// Products of u8 up to 15 and s8.
+// Sums products of u8 up to 15 and s8.
 inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
 #else
 inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
-  // Even and odd bytes apart: pairs of u8 * s8 would overflow the 16 bits of maddubs.
+  // Even and odd bytes separately, because pairs of u8 * s8 would overflow the 16 bits of maddubs.
   __m512i x = _mm512_set1_epi32(int32_t(x_s8));
   __m512i even = _mm512_madd_epi16(_mm512_and_si512(w_u8, _mm512_set1_epi16(0x00ff)),
                                    _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
@@ -177,25 +177,25 @@ inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
 #endif
 inline I16 low_nibbles(I16 x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-// Products of s8 and s8, for weights that have been through `signed_words`: each adds kSignedBias
-// times the s8 of x too.
+// Sums products of s8 and s8, for weights from `signed_words`. Each product also adds kSignedBias times
+// the s8 of x.
 constexpr int kSignedBias = 128;
 inline I16 signed_words(I16 w_s8) { return _mm512_xor_si512(w_s8, _mm512_set1_epi8(-128)); }
 inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
-// Two rows of 32 values of 16 bits -> the pairs of each column together; columns in the order of
-// `kOrder8`, in fours.
+// Combines two rows of 32 16-bit values to pairs of each column, with columns in the order of
+// `kOrder8`, by fours.
 inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
   I16 x = load_bits(a), y = load_bits(b);
   first = _mm512_unpacklo_epi16(x, y);
   second = _mm512_unpackhi_epi16(x, y);
 }
-// The same for two rows of 16 such values that follow each other; columns as in `kOrder4`.
+// Does the same for two consecutive rows of 16 such values, with columns in the order of `kOrder4`.
 inline I16 pair_columns(const void* p) {
   const __m512i at = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 23, 7, 22, 6, 21, 5, 20, 4,
                                       27, 11, 26, 10, 25, 9, 24, 8, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(at, load_bits(p));
 }
-// 32 values as float32, the fours of them in an order.
+// Loads 32 values as float32, their fours in the given order.
 inline void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
   const int* o = order;
   __m512i at = _mm512_setr_epi64(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
@@ -212,7 +212,7 @@ inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& se
   second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
 }
 
-// Puts fours of 32 values that are in this order into that of their numbers.
+// Sorts the fours of 32 values from the given order.
 inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
   int at[8];
   for (int i = 0; i < 8; ++i) at[order[i]] = 4 * i;
@@ -226,7 +226,7 @@ inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
   first = low;
 }
 
-// 16 rows of 16 words each -> their transpose, in place.
+// Transposes 16 rows of 16 words in place.
 inline void transpose16(I16 r[16]) {
   I16 t[16];
   for (int i = 0; i < 8; ++i) {
@@ -253,7 +253,7 @@ inline void transpose16(I16 r[16]) {
   }
 }
 
-// 16-bit values a0 b0 a1 b1 ... of two rows of 16.
+// Interleaves the 16-bit values of two rows of 16: a0 b0 a1 b1 ...
 inline I16 interleave16(const uint16_t* a, const uint16_t* b) {
   __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
   __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
@@ -266,7 +266,7 @@ template <int bits>
 inline I16 shift_right(I16 a) {
   return _mm512_srli_epi32(a, bits);
 }
-// Lanes whose `value` is greater take it, and its token.
+// Replaces lanes, and their tokens, by those of `value` where it is greater.
 inline void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
   __mmask16 greater = _mm512_cmp_ps_mask(value, best, _CMP_GT_OQ);
   best = _mm512_mask_blend_ps(greater, best, value);
@@ -275,16 +275,16 @@ inline void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
 inline int count_at_least(F16 x, float t) {
   return __builtin_popcount(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ));
 }
-// `y` where x >= t, else 0.
+// Returns `y` where x >= t, else 0.
 inline F16 keep_at_least(F16 y, F16 x, float t) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ), y);
 }
-// `y` where x >= t, else -inf.
+// Returns `y` where x >= t, else -inf.
 inline F16 mask_below(F16 y, F16 x, float t) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ),
                               splat(-__builtin_inff()), y);
 }
-// x = 2^exponent * mantissa, mantissa in [1, 2).
+// x = 2^exponent * mantissa, with mantissa in [1, 2).
 inline void split(F16 x, F16& exponent, F16& mantissa) {
   exponent = _mm512_getexp_ps(x);
   mantissa = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
@@ -333,7 +333,7 @@ inline __m256 widen_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 inline F16 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
-inline __m256i round_bf16(__m256 x) {  // to nearest even, in the low half of each word
+inline __m256i round_bf16(__m256 x) {  // ties to even, in the low half of each word
   __m256i bits = _mm256_castps_si256(x);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i rounded = _mm256_srli_epi32(
@@ -459,7 +459,7 @@ inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
 }
 #else
 inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
-  // Even and odd bytes apart: pairs of u8 * s8 would overflow the 16 bits of maddubs.
+  // Even and odd bytes separately, because pairs of u8 * s8 would overflow the 16 bits of maddubs.
   __m256i byte = _mm256_set1_epi16(0x00ff);
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, byte),
                                    _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
@@ -478,7 +478,7 @@ inline I16 high_nibbles(I16 x) {
 }
 constexpr int kSignedBias = 0;
 inline I16 signed_words(I16 w_s8) { return w_s8; }
-// Products of u8 and s8 whose pairs stay within 16 bits.
+// Sums products of u8 and s8 whose pairs fit in 16 bits.
 #if defined(__AVXVNNI__)
 inline __m256i dot4_small(__m256i acc, __m256i w, __m256i x) { return dot4_half(acc, w, x); }
 #else
@@ -487,7 +487,7 @@ inline __m256i dot4_small(__m256i acc, __m256i w, __m256i x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 #endif
-// Pairs are 2 * 128 * 127 at most, where x is not -128.
+// Pairs are at most 2 * 128 * 127, provided that x is not -128.
 inline __m256i signed_half(__m256i acc, __m256i w, __m256i x) {
   return dot4_small(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 }
@@ -602,8 +602,8 @@ inline F16 select_greater(F16 x, float t, F16 yes, F16 no) {
 #error "these kernels need AVX2 with FMA and F16C, or AVX-512 with BW, DQ and VL"
 #endif
 
-// How a pair of neighbours of a row of x lies in memory: a word of two bfloat16; or two float32, a
-// `stride` apart, where products are made of FMAs that read them as they are.
+// The layout of two neighbors in a row of x: a word of two bfloat16, or two float32 that are `stride`
+// apart. The latter is for products with FMAs, which read them directly.
 #if defined(FORGE_FLOAT_PAIRS)
 constexpr int kPairWords = 2;
 struct Pair {
@@ -633,9 +633,9 @@ inline uint16_t f32_to_bf16(float value) {
   return bits[0];
 }
 
-// e^x for x <= 0 (and a little above), to about 2 units in the last place; e^-inf is 0.
+// Returns e^x for x <= 0 (and slightly above), to about 2 units in the last place; e^-inf is 0.
 inline F16 exp(F16 x) {
-  x = max(splat(-104.0f), x);  // in this order a NaN stays one
+  x = max(splat(-104.0f), x);  // this order of arguments preserves NaN
   F16 t = mul(x, splat(1.44269504088896341f));
   F16 n = round_nearest(t);
   F16 f = fma(n, splat(-0.693145751953125f), x);  // ln 2 in two parts
@@ -650,15 +650,15 @@ inline F16 exp(F16 x) {
   return scale_by_power(p, n);
 }
 
-// tanh x, to about 1e-7 of 1.
+// Returns tanh x, with an absolute error of about 1e-7.
 inline F16 tanh(F16 x) {
   F16 e = exp(mul(abs(x), splat(-2.0f)));
   F16 y = div(sub(splat(1.0f), e), add(splat(1.0f), e));
   return copy_sign(y, x);
 }
 
-// 16 values of float8_e4m3fn, by way of float16: its subnormal numbers are read whatever the
-// processor does with those of float32.
+// Converts 16 values of float8_e4m3fn via float16, whose subnormal numbers are read correctly whatever
+// the processor's mode for those of float32.
 inline F16 load_fp8(const void* p) {
   alignas(32) uint16_t half[16];
   __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
@@ -671,11 +671,11 @@ inline F16 load_fp8(const void* p) {
   return mul(load_f16(half), splat(256.0f));
 }
 
-// The natural logarithm of a positive normal number, to about 2 units in the last place.
+// Returns the natural logarithm of a positive normal number, to about 2 units in the last place.
 inline F16 log(F16 x) {
   F16 exponent, m;
   split(x, exponent, m);
-  // m in [sqrt(1/2), sqrt(2)), so that the logarithm of a number near 1 loses nothing.
+  // m is in [sqrt(1/2), sqrt(2)), so that logarithms of numbers near 1 stay precise.
   exponent = select_greater(m, 1.41421356f, add(exponent, splat(1.0f)), exponent);
   F16 f = sub(select_greater(m, 1.41421356f, mul(m, splat(0.5f)), m), splat(1.0f));
   F16 p = splat(7.0376836292e-2f);  // Cephes' logf
@@ -694,7 +694,7 @@ inline F16 log(F16 x) {
   return fma(exponent, splat(0.693359375f), add(f, p));
 }
 
-// The first `count` lanes of memory; the others are -inf.
+// Loads the first `count` lanes from memory; the others are -inf.
 inline F16 load_first(const float* p, int count) {
   alignas(64) float lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = i < count ? p[i] : -__builtin_inff();
@@ -702,7 +702,7 @@ inline F16 load_first(const float* p, int count) {
 }
 
 inline F16 sigmoid(F16 x) {
-  // Both branches by e^-|x|, which cannot overflow.
+  // Both branches use e^-|x|, which cannot overflow.
   F16 e = exp(sub(zero(), abs(x)));
   F16 positive = div(splat(1.0f), add(splat(1.0f), e));
   F16 negative = mul(e, positive);

@@ -1,4 +1,4 @@
-// The instructions of AMX, as assembly: compilers need no flag for it, and nothing moves across.
+// The instructions of AMX in assembly. Compilers need no flag, and do not move code across them.
 #pragma once
 
 #include <cpuid.h>
@@ -9,15 +9,15 @@
 
 namespace forge {
 
-// What the tiles hold: bytes of a row, and rows. 64 bytes, as `ldtilecfg` reads them.
+// The shape of each tile, bytes per row and rows: 64 bytes, as `ldtilecfg` reads them.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 };
 
-// True if the CPU has tiles with bfloat16 and int8, and Linux lets this process use them: it makes
-// room for 8 KiB more of each thread's registers.
+// Returns true if the CPU has tiles with bfloat16 and int8, and Linux lets this process use them. Linux
+// then reserves 8 KiB more for each thread's registers.
 inline bool permit_tiles() {
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
   constexpr unsigned kAll = kBf16 | kTile | kInt8;
@@ -45,12 +45,12 @@ inline void tile_store(void* to, long stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");
 }
 
-// Adds a x b to `sum`: pairs of bfloat16.
+// Adds a x b to `sum`, with pairs of bfloat16.
 template <int sum, int a, int b>
 inline void tile_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
 }
-// The same of fours of s8 in a and u8 in b.
+// Does the same with fours of s8 in a and u8 in b.
 template <int sum, int a, int b>
 inline void tile_dot_s8u8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
