@@ -49,10 +49,8 @@ EXCUSES = re.compile(
     r"|the schema must be an object|nested deeper than \d+ levels|has \d+ bytes; at most"
     r"|a string is longer than|exceed the limit of \d+ choices|tool_choice: required needs tools"
     r"|tool_choice\.function\.name must be the name of one of the tools"
-    r"|stop and stop_sequences are the same"
     r"|occurs twice|a number with more than \d+ digits|arrays and objects; at most|out of range"
     r"|this server has no such model|bad_words: a string is longer than"
-    r"|has to be stored|text\.format and response_format are"
     r"|messages must not be empty|must have one text or as many"
 )
 SMALL = [odd for odd in ODD if len(dump(odd)) < 5_000]

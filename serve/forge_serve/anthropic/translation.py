@@ -153,7 +153,7 @@ def _text(path: str, content: str | Sequence[Block | ContentPart]) -> str:
 def _known(path: str, block: Block | ContentPart, types: tuple[str, ...]) -> None:
     if block.type not in types:
         raise RequestError(
-            f"{path}.type: unsupported; the supported types are {', '.join(types)}",
+            f"{path}: unsupported type; the supported types are {', '.join(types)}",
             param=path,
         )
     if block.type == "text" and block.text is None:
