@@ -32,7 +32,7 @@ from forge_serve.openapi.payload import Payload
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 500
-MAX_NAMES, MAX_NAME_CHARS = 5, 64  # of served models, in an error
+MAX_NAMES, MAX_NAME_CHARS = 5, 64  # served models listed in an error
 
 
 class UnknownModelError(RequestError):

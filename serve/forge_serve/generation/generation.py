@@ -317,7 +317,7 @@ class Generation:
         self._metrics.finished(reason)
         self.finish_reasons[reason] = None
         if reason == "error":
-            self.failure = delta.error or EngineError("the engine gave no reason")
+            self.failure = delta.error or EngineError("the engine reported no reason")
         elif reason == "abort":
             self.failure = StoppingError("the engine is shutting down")
 

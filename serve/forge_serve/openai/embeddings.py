@@ -57,7 +57,7 @@ SCORE_PAIRS = (
     ("data_1", "data_2"),
 )
 
-FORMS = {  # of a vector in the response
+FORMS = {  # options for the format of a vector
     "encoding_format": ("float", "base64"),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),

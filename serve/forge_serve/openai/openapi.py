@@ -138,7 +138,7 @@ OPERATIONS = {
     "invocations": Operation(
         summary="Serve a chat, completion, embedding, reranking or score request",
         request=ChatRequest,
-        or_requests=tuple(INVOKED)[1:],  # in the order of the lookup
+        or_requests=tuple(INVOKED)[1:],  # the order matters, see INVOKED
         chosen_by=INVOKED,
         example={"messages": [USER], "max_tokens": 8},
         answer=dict[str, Any],

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.server.service import Service
 
-type TextRequest = CompletionRequest | ChatRequest | GenerateRequest  # with text as its output
+type TextRequest = CompletionRequest | ChatRequest | GenerateRequest  # requests with text output
 type Request = TextRequest | PoolingRequest
 
 

@@ -38,7 +38,7 @@ from forge_serve.openapi.schema import (
 
 MAX_TOKEN_ID = 2**31 - 1
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
-DEFAULT_MAX_TOKENS = 16  # of /v1/completions, from OpenAI's reference
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _SAMPLING_FIELDS = (
     "n",
@@ -236,7 +236,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         rule("Cannot be combined with `stream: true`.", limits=up_to("logprobs")),
     ] = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in the logprobs
+    return_tokens_as_token_ids: bool | None = None  # applies to the logprobs
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, rule("Requires `stream: true`.")] = None
     # Lower values run first.
@@ -296,7 +296,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ] = None
     return_hidden_states: Annotated[Any, refused("not supported")] = None
 
-    ROLES: ClassVar[tuple[str, ...]] = ROLES  # of messages
+    ROLES: ClassVar[tuple[str, ...]] = ROLES  # message roles
 
     @property
     def num_samples(self) -> int:

@@ -96,7 +96,7 @@ class _Choice:
     stop_reason: int | str | None = None
     offsets: TextOffsets | None = None
     parser: AnswerParser | None = None  # None: all further text is content
-    parts: Parts = field(default_factory=Parts)  # of the whole answer, if there is a parser
+    parts: Parts = field(default_factory=Parts)  # the whole answer, if there is a parser
     started: bool = False
     plain_head: bytes = b""  # a plain event up to its text; empty: no event may be plain yet
 
@@ -144,8 +144,8 @@ class ResponseSerializer:
             "model": model,
             "system_fingerprint": system_fingerprint,
         }
-        self.reasoning_tokens: list[ReasoningTokens] = []  # by choice; empty: none is counted
-        self._num_told = 0  # of all choices
+        self.reasoning_tokens: list[ReasoningTokens] = []  # one per choice, or empty
+        self._num_told = 0  # the sum over all choices
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]
         self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
@@ -391,7 +391,7 @@ class ChatSerializer(ResponseSerializer):
                 if counter is not None:
                     self.reasoning_tokens.append(counter)
         self._only_text &= not self.with_logprobs
-        self._with_prompt_ids = self.with_token_ids  # in the first event
+        self._with_prompt_ids = self.with_token_ids  # True until the first event
 
     def body(self, usage: Usage) -> bytes:
         prompt = self._choices[0].of

@@ -111,7 +111,7 @@ FORMAT_SCHEMA = {
     "anyOf": [*FIELD_SCHEMAS["response_format"]["anyOf"][1:], {"enum": [None, {}]}],
 }
 
-_TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of response_format
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")  # response_format.type
 # Keys of structured_outputs in addition to the kinds.
 _OTHER_KEYS = frozenset(
     ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")

@@ -56,10 +56,10 @@ _OPENING = ord("[")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-COMPARED_KEYS = 64  # keys of a body that are compared with the name of a missing field
-SMALL_BODY_BYTES = 64 * KIB  # in larger bodies, a duplicate key is not named
+COMPARED_KEYS = 64  # keys that are compared with the name of a missing field
+SMALL_BODY_BYTES = 64 * KIB  # larger bodies are not searched for the duplicate key
 
-_ignored = IgnoredFields()  # of this process
+_ignored = IgnoredFields()  # shared by the process
 
 
 def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limits) -> Body:
@@ -198,9 +198,7 @@ def check_logprob_values(
 
 def _check_limits(request: GenerationRequest, limits: Limits) -> None:
     if not 1 <= request.num_samples <= limits.n:
-        raise RequestError(
-            f"n must be between 1 and {limits.n}, got {request.num_samples}", param="n"
-        )
+        raise RequestError(f"n must be between 1 and {limits.n}", param="n")
     if isinstance(request, CompletionRequest):
         _check_prompts(request, limits)
         _between("logprobs", request.logprobs, limits.logprobs)
@@ -388,7 +386,7 @@ def _count(param: str, values: Any, what: str, limit: int) -> None:
 
 def _between(param: str, value: int | None, limit: int) -> None:
     if value is not None and not 0 <= value <= limit:
-        raise RequestError(f"{param} must be between 0 and {limit}, got {value}", param=param)
+        raise RequestError(f"{param} must be between 0 and {limit}", param=param)
 
 
 def _validation_error(text: str, kind: type[msgspec.Struct]) -> RequestError:
@@ -498,7 +496,7 @@ def _check_duplicates(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]
     try:
         plain = msgspec.json.decode(body)
         again = msgspec.json.encode(plain)
-    except msgspec.ValidationError as error:  # in an unknown field
+    except msgspec.ValidationError as error:  # the number is in an unknown field
         raise RequestError("the body has a number that is out of range") from error
     if b"\\u003" not in body:  # no escaped colons, so both texts have the same colons in strings
         same = body.count(b":") == again.count(b":")

@@ -29,7 +29,7 @@ STATUSES = {
     503: "The server is starting, stopping or overloaded, or its engine failed.",
     504: "The request exceeded its own time limit or the server's.",
 }
-HEADERS = {  # by status; 0: all
+HEADERS = {  # response headers by status; 0: all statuses
     0: {
         "X-Request-Id": (
             {"type": "string"},
@@ -140,7 +140,7 @@ class _Operations:
     ):
         self._operations, self._about = operations, about
         self._error, self._open_paths = error, open_paths
-        answers = {error: None}  # in a fixed order
+        answers = {error: None}  # a dict, because it keeps its order
         bodies: set[type] = set()
         for each in operations.values():
             sent = (_answer(each), each.events, each.error, each.message_error)

@@ -15,7 +15,7 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
 DEFECT = (500,)
 NOT_READY = (503, *DEFECT)
-READS = (400, 404, 408, 413, 415, *NOT_READY)  # for endpoints that read a body
+READS = (400, 404, 408, 413, 415, *NOT_READY)  # endpoints that read a body
 GENERATES = (*READS, 504)
 
 

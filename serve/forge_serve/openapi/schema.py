@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from forge_serve.config import ServerConfig
 
 REF = "#/components/schemas/{name}"
-MAX_COUNT = 2**31 - 1  # for counts that the context or another limit bounds anyway
+MAX_COUNT = (
+    2**31 - 1
+)  # the maximum of counts that another limit, such as the context, bounds anyway
 
 type Schema = dict[str, Any]
 type ServerSchema = Callable[[About], Schema]
@@ -43,7 +45,7 @@ class About:
     vocab_size: int
     limits: Limits
     api_keys: bool
-    max_new_tokens: int = MAX_COUNT  # of an output
+    max_new_tokens: int = MAX_COUNT
     loras: bool = False  # True if LoRA adapters may be loaded, which are valid model names
     any_model: bool = False  # True if requests may name models that are not served
 

@@ -56,7 +56,7 @@ class Families:
     calls: ToolCallFormat | None
     reasoning: ReasoningFormat | None
     takes_tools: bool  # True if the template uses the variable `tools`
-    special_tokens: Mapping[str, int]  # by default not part of the decoded text
+    special_tokens: Mapping[str, int]  # decoded text omits them by default
 
     def hides(self, form: ToolCallFormat | ReasoningFormat | None) -> bool:
         """Return True if the format uses special tokens, which must then stay in the text."""

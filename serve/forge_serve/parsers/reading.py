@@ -18,7 +18,7 @@ from typing import ClassVar
 type Read[T] = Generator[None, str, T]
 type Emit = Callable[[str], object]
 
-MAX_DEPTH = 64  # of arrays and objects in arguments
+MAX_DEPTH = 64  # nesting levels of arguments
 MAX_NAME_CHARS = 256
 MAX_SCALAR_CHARS = 400
 
@@ -122,7 +122,7 @@ JSON = JsonSyntax()
 
 def value(c: str, emit: Emit, syntax: JsonSyntax = JSON) -> Read[str | None]:
     """Read a value and emit it as JSON."""
-    closers: list[str] = []  # of the enclosing arrays and objects
+    closers: list[str] = []  # closing brackets of the enclosing arrays and objects
     while True:
         if c and c in "{[":
             if len(closers) == MAX_DEPTH:

@@ -131,7 +131,7 @@ class ToolCallParser(CallSink):
         self._handed_on = False  # the current character has emitted something
         self._open = False  # between `begin` and `end`
         self._call = Parts()  # the open call, while it is withheld
-        self._index = 0  # of the open or the next call
+        self._index = 0  # index of the open or the next call
 
     def push(self, text: str, parts: Parts) -> None:
         """Read a piece of text and add its parts to `parts`."""

@@ -73,7 +73,8 @@ OPERATIONS = {
                 "stream",
                 "query",
                 {"type": "string"},
-                "Replay the events of a response created with background and stream: `true` or `1`.",
+                "Set to `true` to replay the events of a response created with background and "
+                "stream.",
             ),
             Parameter(
                 "starting_after", "query", WHOLE, "Replay only events after this sequence number."

@@ -41,7 +41,7 @@ type Logprobs = Sequence[TokenLogprob]
 class OutputItem:
     """Item `index` of an output."""
 
-    prefix: ClassVar[str]  # of its id
+    prefix: ClassVar[str]  # prefix of the id
 
     def __init__(self, unique_id: str, index: int):
         self.id = f"{self.prefix}_{unique_id}o{index}"

@@ -61,7 +61,7 @@ INCLUDABLE = frozenset(
     )
 )
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's limits
-MESSAGE_TYPE = "response.create"  # of a WebSocket message
+MESSAGE_TYPE = "response.create"  # type of a WebSocket message
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}", re.ASCII)
 _NESTED = re.compile(r"(tools\[\d+\])\.function\b")
 
@@ -215,8 +215,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
                 check_item(f"input[{i}]", item)
         if self.max_tool_calls is not None and not 0 <= self.max_tool_calls <= MAX_COUNT:
             raise RequestError(
-                f"max_tool_calls must be between 0 and {MAX_COUNT}, got {self.max_tool_calls}",
-                param="max_tool_calls",
+                f"max_tool_calls must be between 0 and {MAX_COUNT}", param="max_tool_calls"
             )
         if self.background and not self.stored:
             raise RequestError(

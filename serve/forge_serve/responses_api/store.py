@@ -17,7 +17,7 @@ import msgspec
 from forge_serve.errors import PreviousResponseNotFoundError, UnknownResponseError
 from forge_serve.responses_api.items import Item
 
-OVERHEAD_BYTES = 1024  # of a response or a turn, in addition to its JSON
+OVERHEAD_BYTES = 1024  # added to the JSON of each response and turn
 MAX_LOCAL = 16  # unstored responses that a WebSocket can continue
 
 _items = msgspec.json.Decoder(list[Item]).decode
@@ -112,7 +112,9 @@ class _Tenant:
     """The finished responses of one tenant, least recently used first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    local: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  # of WebSockets
+    local: OrderedDict[str, StoredResponse] = field(
+        default_factory=OrderedDict
+    )  # WebSockets' responses
     num_bytes: int = 0
 
     def like(self, response: StoredResponse) -> OrderedDict[str, StoredResponse]:

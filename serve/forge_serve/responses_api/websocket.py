@@ -187,8 +187,8 @@ class ResponsesSocket:
         http, response = self.http, self.response
         if http.method != hdrs.METH_GET or not response.can_prepare(http):
             raise UpgradeRequiredError(
-                "a GET of this path opens a WebSocket: send Upgrade: websocket, Connection: "
-                "Upgrade, Sec-WebSocket-Version: 13 and a Sec-WebSocket-Key, or send a POST"
+                "GET on this path requires a WebSocket handshake (Upgrade: websocket, Connection: "
+                "Upgrade, Sec-WebSocket-Version: 13 and a Sec-WebSocket-Key); otherwise use POST"
             )
         response.on_too_large = self._refuse_large
         await response.prepare(http)
