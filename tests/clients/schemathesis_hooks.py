@@ -29,7 +29,7 @@ EXCUSES = re.compile(
             r"cannot be combined",
             r"top_logprobs requires logprobs",
             r"continue_final_message requires",
-            r"tool_choice\.function\.name must be|tool_choice: required needs tools",
+            r"tool_choice must name one|tool_choice: required without tools",
             r"must have one text or as many",
             r"unknown response|stores no responses|messages must not be empty",
             r"must come from /v1/responses/compact",

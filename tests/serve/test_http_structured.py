@@ -157,7 +157,7 @@ WRONG = {
     "no schema": (
         {"response_format": {"type": "json_schema"}},
         "response_format",
-        "schema is required",
+        "requires a schema",
     ),
     "no object": ({"response_format": "json"}, "response_format", "type must be"),
     "two kinds": (

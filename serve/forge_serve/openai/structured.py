@@ -169,7 +169,7 @@ def _response_format(value: Any) -> GrammarSpec | None:
             inner = value.get("json_schema", value)  # the short form has `schema` at this level
             demanded = inner.get("schema") if isinstance(inner, dict) else None
             if demanded is None:
-                raise RequestError("json_schema.schema is required")
+                raise RequestError("json_schema requires a schema")
             return GrammarSpec.json_schema(demanded, lenient=inner.get("strict") is False)
         case "structural_tag":
             return GrammarSpec.structural_tag(value)

@@ -96,13 +96,13 @@ def tool_choice(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolChoi
             return ToolChoice("none")
         case "auto" | "required" as mode:
             if not functions and mode == "required":
-                raise RequestError("tool_choice: required needs tools", param="tool_choice")
+                raise RequestError("tool_choice: required without tools", param="tool_choice")
             return ToolChoice(mode if functions else "none", functions)
         case {"type": "function", "function": {"name": str(name)}}:
             named = tuple(function for function in functions if function.name == name)
             if not named:
                 raise RequestError(
-                    "tool_choice.function.name must be the name of one of the tools",
+                    "tool_choice must name one of the tools",
                     param="tool_choice",
                 )
             return ToolChoice("required", named[:1], named=True)
