@@ -136,7 +136,6 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows of the table in order."""
     for field in dataclasses.fields(Limits):
         about = field.metadata
         assert isinstance(field.default, int)

@@ -310,7 +310,6 @@ class Generation:
         return updates
 
     def _finish(self, delta: Delta, reason: str) -> None:
-        """Count a finished sample."""
         self.unfinished -= 1
         self.num_drafted += delta.num_draft_tokens
         self.num_accepted += delta.num_accepted_tokens

@@ -36,7 +36,6 @@ class PromptProgress:
 
     @property
     def longest_output(self) -> int:
-        """Output tokens of the longest sample."""
         return max(self.lengths.values(), default=self.output_tokens)
 
     def add(self, delta: Delta) -> None:

@@ -136,7 +136,6 @@ class Workers:
         self.long_texts = Lane("long-text", num_threads)
 
     def close(self) -> None:
-        """Start no more calls."""
         for lane in (self.bodies, self.short_texts, self.long_texts):
             lane.close()
 

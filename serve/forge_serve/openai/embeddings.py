@@ -112,7 +112,6 @@ class PoolingRequest(GenerationRequest, kw_only=True):
 
     @property
     def inputs(self) -> list[Input]:
-        """The inputs to pool."""
         raise NotImplementedError
 
     @property
@@ -375,7 +374,6 @@ async def pooled(generation: Generation) -> np.ndarray:
 
 
 def usage_of(generation: Generation) -> PooledUsage:
-    """Return the token counts of a request without output."""
     usage = generation.usage
     return PooledUsage(
         prompt_tokens=usage.prompt_tokens,

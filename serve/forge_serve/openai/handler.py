@@ -119,7 +119,6 @@ class GenerationHandler:
         *,
         stored: bool = False,
     ) -> web.StreamResponse:
-        """Submit a request and return its response."""
         generation, serializer = await self.begin(http, request, serializer_type, stored=stored)
         try:
             return await self.respond(http, generation, serializer)

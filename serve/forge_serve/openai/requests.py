@@ -95,7 +95,6 @@ def _logit_bias(about: About) -> Schema:
 
 
 def stop_strings(about: About) -> Schema:
-    """Return the schema of a list of stop strings."""
     limits = about.limits
     text = {"type": "string", "minLength": 1, "maxLength": limits.stop_string_bytes}
     return {"type": "array", "items": text, "maxItems": limits.stop_strings}

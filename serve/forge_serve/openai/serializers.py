@@ -218,7 +218,6 @@ class ResponseSerializer:
         raise NotImplementedError
 
     def _event(self, choices: list[Any], usage: Usage | UnsetType | None) -> bytes:
-        """Return an event with these choices."""
         raise NotImplementedError
 
     def _opening(self, state: _Choice) -> Payload | None:
@@ -230,7 +229,6 @@ class ResponseSerializer:
         raise NotImplementedError
 
     def _plain_chunk(self, state: _Choice, text: str) -> Payload:
-        """Return the choice of a plain event."""
         raise NotImplementedError
 
     def _stops(
@@ -451,7 +449,6 @@ class ChatSerializer(ResponseSerializer):
         return state.parser.read(delta.text, last=delta.finish_reason is not None)
 
     def _all_parts(self, state: _Choice) -> Parts:
-        """Return the parts of all added deltas."""
         return state.parts if state.parser is not None else Parts(content=state.text)
 
     def _texts(self, parts: Parts) -> dict[str, Any]:

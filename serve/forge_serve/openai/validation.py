@@ -231,7 +231,6 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
 
 
 def _check_forms(request: GenerationRequest, limits: Limits) -> None:
-    """Check the sizes of schemas, grammars, regular expressions and choices."""
     for param, schema in _schemas(request):
         _check_schema(param, schema, limits)
     for param, grammar in _grammars(request):

@@ -177,7 +177,6 @@ class _Operations:
         return described
 
     def _responses(self, path: str, method: str, operation: Operation) -> dict[str, Any]:
-        """Return the responses by status."""
         content: dict[str, Any] = {}
         answer = _answer(operation)
         if answer is not None:

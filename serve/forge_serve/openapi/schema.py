@@ -139,7 +139,6 @@ def up_to(row: str) -> ServerSchema:
 
 
 def number(allowed: Range, *, high: float | None = None) -> Schema:
-    """Return the keywords of a range."""
     low = "exclusiveMinimum" if allowed.open_low else "minimum"
     return {low: allowed.low, "maximum": allowed.high if high is None else min(high, allowed.high)}
 
@@ -154,12 +153,10 @@ def nullable(schema: Schema) -> Schema:
 
 
 def texts(most: int, least: int = 1) -> Schema:
-    """Return the schema of a list of strings."""
     return {"type": "array", "minItems": least, "maxItems": most, "items": {"type": "string"}}
 
 
 def token_ids(about: About) -> Schema:
-    """Return the schema of a prompt as token ids."""
     ids = {"type": "integer", "minimum": 0, "maximum": about.vocab_size - 1}
     return {"type": "array", "minItems": 1, "items": ids}
 

@@ -45,7 +45,6 @@ def space(c: str, emit: Emit = ignore) -> Read[str]:
 
 
 def exactly(text: str) -> Read[None]:
-    """Read exactly this text."""
     for expected in text:
         if (yield) != expected:
             raise Malformed

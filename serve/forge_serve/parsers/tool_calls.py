@@ -134,13 +134,11 @@ class ToolCallParser(CallSink):
         self._index = 0  # index of the open or the next call
 
     def push(self, text: str, parts: Parts) -> None:
-        """Read a piece of text and add its parts to `parts`."""
         self._parts = parts
         while text:
             text = self._content(text) if self._reader is None else self._read(text)
 
     def finish(self, parts: Parts) -> None:
-        """End the text, and add its last parts to `parts`."""
         self._parts = parts
         if self._reader is not None and not self._at_end(self._reader):
             if self._open:

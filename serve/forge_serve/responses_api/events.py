@@ -129,17 +129,14 @@ class ResponsesSerializer(ChatSerializer):
         return self._encoded([self._told(ResponseCreated, now), self._told(waits, now)])
 
     def delta_events(self, delta: Delta) -> list[bytes]:
-        """Return the events of one delta, which may be none."""
         return self._encoded(self._delta_events(delta))
 
     def end_events(self, usage: Usage) -> list[bytes]:
-        """Return the last events of a successful stream."""
         status = self._status()
         kind = ResponseCompleted if status == "completed" else ResponseIncomplete
         return self._encoded([self._told(kind, self._conclude(status, usage))])
 
     def error_events(self, reply: ErrorReply) -> list[bytes]:
-        """Return the last events of a failed stream."""
         updates: list[Event] = [*self._items.close("incomplete"), *self._error(reply)]
         updates.append(self._told(ResponseFailed, self._conclude("failed", error=reply)))
         return self._encoded(updates)
@@ -317,7 +314,6 @@ class ResponsesSerializer(ChatSerializer):
 
 
 def usage_of(usage: Usage) -> ResponseUsage:
-    """Return the token counts of a response."""
     return ResponseUsage(
         usage.prompt_tokens,
         InputTokensDetails(usage.prompt_tokens_details.cached_tokens),

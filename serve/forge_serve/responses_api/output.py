@@ -88,7 +88,6 @@ class _TextItem[Part: OutputText | ReasoningText](OutputItem):
         yield PartDone(item_id=self.id, output_index=self.index, part=self.part())
 
     def done(self) -> Event:
-        """Return the event with the whole text."""
         raise NotImplementedError
 
 
@@ -212,7 +211,6 @@ class Output:
         yield item.add(piece)
 
     def close(self, status: DoneStatus = "completed") -> Iterator[Event]:
-        """End the open item, if there is one."""
         item, self.open = self.open, None
         if item is not None:
             yield from item.end(status)

@@ -68,7 +68,6 @@ class EventLog:
         self._changed = asyncio.Event()
 
     async def change(self) -> None:
-        """Wait for more events or the end."""
         await self._changed.wait()
 
 
@@ -275,6 +274,5 @@ class LocalResponses:
         self._responses.pop(response.id, None)
 
     def close(self) -> None:
-        """Delete all local responses."""
         while self._responses:
             self.forget(next(iter(self._responses)))
