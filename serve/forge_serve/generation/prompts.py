@@ -62,13 +62,13 @@ class Kept:
     def encode(
         self, text: str, encode: Callable[[str], list[int]], max_chars: int
     ) -> tuple[list[int], bool]:
-        """Tokenize the end of a text that is kept.
+        """Tokenize the kept end of a text.
 
         Args:
           max_chars: the limit on the text to tokenize, even if it yields too few tokens.
 
         Returns:
-          At least the kept token ids, and True if the whole text was tokenized.
+          The token ids, including the margin, and True if the whole text was tokenized.
         """
         num_chars = self.num_chars
         while num_chars < len(text):

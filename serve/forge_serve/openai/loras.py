@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class LoadLoraRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/load_lora_adapter."""
+
     lora_name: str
     lora_path: str
     load_inplace: Annotated[
@@ -32,6 +34,8 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/unload_lora_adapter."""
+
     lora_name: str
     lora_int_id: int | None = None  # ignored, because names identify adapters
 

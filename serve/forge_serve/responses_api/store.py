@@ -111,9 +111,7 @@ class _Tenant:
     """The finished responses of one tenant, least recently used first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    local: OrderedDict[str, StoredResponse] = field(
-        default_factory=OrderedDict
-    )  # WebSockets' responses
+    local: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  # `store: false`
     num_bytes: int = 0
 
     def like(self, response: StoredResponse) -> OrderedDict[str, StoredResponse]:
