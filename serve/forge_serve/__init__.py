@@ -1,1 +1,1 @@
-"""The HTTP server on forge-jax: OpenAI's protocol, streaming, metrics and the command line."""
+"""The HTTP server of forge-jax: OpenAI's and Anthropic's protocols, metrics, and command line."""

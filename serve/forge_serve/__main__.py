@@ -1,4 +1,4 @@
-"""`python -m forge_serve` is `forge-jax`."""
+"""`python -m forge_serve`, which is the command `forge-jax`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The server's exceptions, and the error that a client sees for each: a status and OpenAI's body.
+"""The server's exceptions, and the error response for each: a status and OpenAI's error body.
 
-Only messages that forge-jax wrote for clients are sent. Any other exception is logged and answered
-with a fixed text, so that no traceback, repr or path leaves the process.
+Only the messages of forge-jax's own exceptions are sent. Any other exception is logged and reported
+as "internal error", so that no traceback, repr or path leaves the process.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from forge_serve.openapi.payload import Payload
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 500
-MAX_NAMES, MAX_NAME_CHARS = 5, 64  # of served models, in an error
+MAX_NAMES, MAX_NAME_CHARS = 5, 64  # served models listed in an error
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that this server does not serve."""
+    """The request names a model that is not served."""
 
     @classmethod
     def listing(cls, served: Sequence[str], name: str) -> UnknownModelError:
         """Return an error that lists the served models, as `/v1/models` does.
 
-        It repeats nothing of the request.
+        The message does not quote the request.
 
         Args:
-          served: the names that are served.
+          served: the names of the served models.
           name: the name in the request.
         """
         shown = [each[:MAX_NAME_CHARS] for each in served[:MAX_NAMES]]
         more = f" and {len(served) - MAX_NAMES} more" if len(served) > MAX_NAMES else ""
         similar = did_you_mean(name, served) if len(served) > 1 else ""
         return cls(
-            f"the model is not served here: use {' or '.join(shown)}{more}, "
-            f"or leave model out{similar}",
+            f"this model is not served: set model to {' or '.join(shown)}{more}, "
+            f"or omit it{similar}",
             param="model",
         )
 
@@ -66,24 +66,24 @@ class UnknownPathError(ForgeError):
     """
 
     def __init__(self, nearest: str | None = None):
-        hint = "/openapi.json lists the paths" if nearest is None else f"did you mean {nearest}?"
-        super().__init__(f"there is nothing at this path: {hint}")
+        hint = "see /openapi.json" if nearest is None else f"did you mean {nearest}?"
+        super().__init__(f"unknown path: {hint}")
 
 
 class UnknownAdapterError(RequestError):
-    """The request names a LoRA adapter that is not loaded, or a folder that is not there."""
+    """The request names a LoRA adapter that is not loaded, or a folder that does not exist."""
 
 
 class UnknownResponseError(RequestError):
-    """The request names a response that is not kept here, or not for this client."""
+    """The request names a response that is not stored, or belongs to another tenant."""
 
 
 class PreviousResponseNotFoundError(UnknownResponseError):
-    """The response that a message of a WebSocket continues is not here any more."""
+    """A WebSocket message continues a response that is no longer available."""
 
 
 class UnsupportedThreadError(RequestError):
-    """The request is part of a message thread; clients then send the whole conversation."""
+    """The request uses message threads. Clients then send the whole conversation."""
 
 
 class ProfilesOffError(RequestError):
@@ -91,35 +91,35 @@ class ProfilesOffError(RequestError):
 
 
 class UnauthorizedError(ForgeError):
-    """The request has no API key, or one that this server does not know."""
+    """The request has no valid API key."""
 
 
 class HostNotAllowedError(ForgeError):
-    """The request was sent to a host name that is not this server's."""
+    """The request's Host header is not one of this server's names."""
 
 
 class ForeignSiteError(ForgeError):
-    """A browser sent the request for a page of another site."""
+    """A browser sent the request from a page of another site."""
 
 
 class TransferCodingError(ForgeError):
-    """The body has a transfer coding that this server does not take."""
+    """The body has an unsupported transfer coding."""
 
 
 class ContentCodingError(ForgeError):
-    """The body has a content coding that this server does not take."""
+    """The body has an unsupported content coding."""
 
 
 class StreamIdError(RequestError):
-    """The `stream_id` of a WebSocket's message has not the form of one."""
+    """The `stream_id` of a WebSocket message is invalid."""
 
 
 class UpgradeRequiredError(ForgeError):
-    """The request is for a WebSocket, and does not open one."""
+    """A GET of the WebSocket's path lacks a valid opening handshake."""
 
 
 class NotReadyError(ForgeError):
-    """The server takes no requests at the moment: it is starting or stopping."""
+    """The server cannot accept requests because it is starting or stopping."""
 
     def __init__(self, message: str, *, retry_after_s: float = 5.0):
         super().__init__(message)
@@ -127,7 +127,7 @@ class NotReadyError(ForgeError):
 
 
 class DeadlineError(ForgeError):
-    """The request took longer than it, or the server, allows."""
+    """The request exceeded its own time limit or the server's."""
 
 
 class BodyTimeoutError(ForgeError):
@@ -138,22 +138,22 @@ class BodyTooLargeError(ForgeError):
     """The body of the request exceeds the server's limit."""
 
     def __init__(self) -> None:
-        super().__init__("the body of the request is larger than this server accepts")
+        super().__init__("the request body is larger than this server accepts")
 
 
 class StoppingError(EngineError):
-    """The engine gave a request up because the server is shutting down."""
+    """The engine aborted a request because the server is shutting down."""
 
 
 class Error(Payload):
     message: str
     type: str
-    param: Annotated[str | None, msgspec.Meta(description="the path of the field to change")]
+    param: Annotated[str | None, msgspec.Meta(description="The path of the invalid field.")]
     code: str | None
 
 
 class ErrorAnswer(Payload):
-    """An error in OpenAI's form."""
+    """Error response in OpenAI's format."""
 
     error: Error
 
@@ -164,7 +164,7 @@ class ThreadErrorDetails(Payload):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """An error as the client will see it."""
+    """The error response for an exception."""
 
     status: int
     message: str
@@ -172,7 +172,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
-    details: ThreadErrorDetails | None = None  # only in Anthropic's form
+    details: ThreadErrorDetails | None = None  # sent only in Anthropic's format
 
     @property
     def text(self) -> str:
@@ -180,16 +180,16 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The error in one word, for the log."""
+        """The error's code or type, for the log."""
         return self.code or self.type
 
     @property
     def retry_after(self) -> str | None:
-        """The value of the header, in whole seconds."""
+        """The value of the Retry-After header, in whole seconds."""
         return None if self.retry_after_s is None else str(math.ceil(self.retry_after_s))
 
     def body(self) -> bytes:
-        """`{"error": {...}}`, as JSON."""
+        """Return `{"error": {...}}` as JSON."""
         return msgspec.json.encode(ErrorAnswer(self.error))
 
     @property
@@ -198,13 +198,13 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class _Rule(NamedTuple):
-    """How one class of exceptions is answered."""
+    """The error response for one class of exceptions."""
 
     status: int
     code: str | None
     type: str = "invalid_request_error"
-    param: str | None = None  # default: the exception's own
-    message: str | None = None  # default: the exception's own
+    param: str | None = None  # None: the exception's param
+    message: str | None = None  # None: the exception's message
 
 
 _UNAVAILABLE = "the engine is not available: it failed or is shutting down"
@@ -241,9 +241,9 @@ _INTERNAL = ErrorReply(500, "internal error", "server_error", None, "internal_er
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """Return the reply to an exception, by the nearest of its classes that has a rule.
+    """Return the reply to an exception, from the rule of its most specific class.
 
-    The log gets the traceback of an exception without a rule.
+    An exception without a rule is logged with its traceback.
     """
     rule = next((_RULES[each] for each in type(error).__mro__ if each in _RULES), None)
     if rule is None:
@@ -251,7 +251,7 @@ def error_reply(error: BaseException) -> ErrorReply:
         return _INTERNAL
     if rule.message is not None:
         level = logging.INFO if isinstance(error, StoppingError) else logging.ERROR
-        log.log(level, "the engine refused or lost a request: %s", error)
+        log.log(level, "the engine rejected or lost a request: %s", error)
     retries = isinstance(error, OverloadedError | NotReadyError)
     details = None
     if isinstance(error, UnsupportedThreadError):

@@ -21,21 +21,20 @@ from jsonschema import Draft202012Validator
 EXCUSES = re.compile(
     "|".join(
         (
-            r"best_of is not supported unless it equals n",
-            r"more than the \d+ choices",
-            r"the answer could have \d+ of them",  # logprobs
+            r"best_of must equal n",
+            r"exceed the limit of \d+ choices",
+            r"the response could have up to \d+ values",  # logprobs
             r"min_tokens \(\d+\) is larger than",
-            r"stream_options is only allowed with stream",
-            r"exclude each other",
-            r"top_logprobs needs logprobs",
-            r"continue_final_message needs",
-            r"tool_choice names a function|there are no tools|cannot be demanded",
-            r"stop and stop_sequences are the same|text\.format and response_format are the same",
-            r"prompt_logprobs are not streamed|has to be stored|must have one, or as many",
-            r"there is no such response|stores no responses|messages must not be empty",
-            r"was not made by /v1/responses/compact",
-            r"there is no function_call with this id|the model wrote no summary",
-            r"the server has no --lora-folder",
+            r"stream_options requires stream",
+            r"cannot be combined",
+            r"top_logprobs requires logprobs",
+            r"continue_final_message requires",
+            r"tool_choice must name one|tool_choice: required without tools",
+            r"must have one text or as many",
+            r"unknown response|stores no responses|messages must not be empty",
+            r"must come from /v1/responses/compact",
+            r"must match a function_call|the model wrote no summary",
+            r"start the server with --lora-folder",
             r"leave none of the allowed tokens|leave no token|has no tokens",
             # The size of things, in bytes and tokens
             r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",
@@ -47,7 +46,7 @@ EXCUSES = re.compile(
             r"[\w.\[\]]*:",
             r"chat template",
             # JSON that the schema does not know
-            r"is given twice|digits|out of range|arrays and objects",
+            r"occurs twice|digits|out of range|arrays and objects",
         )
     )
 )

@@ -42,17 +42,16 @@ ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits
 # A body that its schema allows may be refused for these, and for nothing else: what a schema of
 # single values cannot say. Each is a message.
 EXCUSES = re.compile(
-    r"best_of is not supported unless it equals n|must equal|n must be 1 here"
-    r"|stream_options is only allowed with stream|exclude each other|is larger than max_tokens"
-    r"|top_logprobs needs logprobs|continue_final_message needs|the schema is not valid JSON"
+    r"best_of must equal n|must equal|n must be 1 on this endpoint"
+    r"|stream_options requires stream|cannot be combined|is larger than max_tokens"
+    r"|top_logprobs requires logprobs|continue_final_message requires|the schema is not valid JSON"
     r"|the structural tag is not valid JSON|the structural tag must be an object"
     r"|the schema must be an object|nested deeper than \d+ levels|has \d+ bytes; at most"
-    r"|a string is longer than|more than the \d+ choices|tool_choice: there are no tools"
-    r"|tool_choice names a function|stop and stop_sequences are the same"
-    r"|is given twice|a number of more than \d+ digits|arrays and objects; at most|out of range"
+    r"|a string is longer than|exceed the limit of \d+ choices|tool_choice: required without tools"
+    r"|tool_choice must name one of the tools"
+    r"|occurs twice|a number with more than \d+ digits|arrays and objects; at most|out of range"
     r"|this server has no such model|bad_words: a string is longer than"
-    r"|prompt_logprobs are not streamed|has to be stored|text\.format and response_format are"
-    r"|messages must not be empty|must have one, or as many"
+    r"|messages must not be empty|must have one text or as many"
 )
 SMALL = [odd for odd in ODD if len(dump(odd)) < 5_000]
 

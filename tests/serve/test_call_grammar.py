@@ -179,7 +179,7 @@ def test_schemas_are_taken_as_far_as_they_are_understood_unless_they_are_strict(
     with pytest.raises(RequestError, match="cannot be used"):
         Held("llama3_json", tools=[tool])
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
-    with pytest.raises(RequestError, match="schema of an object"):
+    with pytest.raises(RequestError, match='schema of type "object"'):
         Held("hermes", tools=[tool])
 
 

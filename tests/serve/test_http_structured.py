@@ -153,13 +153,17 @@ async def test_length_is_the_only_way_to_be_cut(server):
 
 
 WRONG = {
-    "two forms": ({"regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude each other"),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "its schema"),
+    "two forms": ({"regex": "a", "guided_choice": ["a"]}, "guided_choice", "cannot be combined"),
+    "no schema": (
+        {"response_format": {"type": "json_schema"}},
+        "response_format",
+        "requires a schema",
+    ),
     "no object": ({"response_format": "json"}, "response_format", "type must be"),
     "two kinds": (
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
         "structured_outputs",
-        "no two of them",
+        "exactly one of",
     ),
     "a keyword": (
         {"response_format": {"type": "json_schema", "schema": {"uniqueItems": True}}},
@@ -184,7 +188,7 @@ async def test_what_cannot_be_done_is_a_400_that_names_the_field(server, name):
         error = answer["error"]
         assert (status, error["param"]) == (400, param), error
         assert why in error["message"] and "secret" not in error["message"]
-        assert error["message"].startswith(param) or "exclude" in error["message"]
+        assert error["message"].startswith(param) or "cannot be combined" in error["message"]
     await server.idle()
 
 

@@ -419,7 +419,7 @@ async def test_output_is_limited_by_the_server(start, path, body, names):
         status, answer = await server.post(path, body | {name: 8})
         assert status == 400
         message = answer["error"]["message"]
-        assert message == f"{name} is 8; this server allows at most 7 (--max-new-tokens)"
+        assert message == f"{name} must be at most 7 on this server (--max-new-tokens), got 8"
         assert answer["error"].get("param", name) == name
     status, answer = await server.post(path, body)
     usage = answer.get("usage", answer)

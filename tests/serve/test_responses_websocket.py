@@ -272,8 +272,8 @@ async def test_events_repeat_the_stream_id_and_stay_in_order(server):
         ("{}", "type", "response.create"),
         ({"type": "response.steer", "input": {"text": "x"}}, "type", "response.create"),
         ({"type": ["response.create"]}, "type", ""),
-        (create(stream=False), "stream", "leave it out"),
-        (create(background=True), "background", "leave it out"),
+        (create(stream=False), "stream", "omit it"),
+        (create(background=True), "background", "omit it"),
         (create(input=None), "input", "required"),
         (create(model="other"), "model", "forge-fake"),
         (create(temperature=-1), "temperature", ""),
@@ -329,7 +329,10 @@ async def test_messages_that_wait_are_bounded(start):
         events = []
         while (message := await socket.raw.receive()).type == WSMsgType.TEXT:
             events.append(json.loads(message.data))
-        assert events[-1]["type"] == "error" and "wait" in events[-1]["error"]["message"]
+        assert (
+            events[-1]["type"] == "error"
+            and "messages are queued" in events[-1]["error"]["message"]
+        )
         assert socket.raw.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION
     await server.idle()
 
@@ -346,7 +349,7 @@ async def test_the_bytes_of_messages_that_wait_are_bounded(start):
         while (await socket.event())["type"] not in LAST:
             pass
         kinds = [(await socket.events())[-1] for _ in range(3)]
-        assert "bytes of messages wait" in kinds[2]["error"]["message"]
+        assert "bytes of messages are queued" in kinds[2]["error"]["message"]
         assert (await socket.ask(max_output_tokens=1))["type"] == "response.incomplete"
 
 

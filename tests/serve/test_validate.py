@@ -126,8 +126,8 @@ def test_an_unknown_role_is_not_repeated(role):
     error = refusal(body, ChatRequest)
     assert error.param == "messages[0].role"
     assert str(error) == (
-        "messages[0].role: the roles are system, user, assistant, tool, developer, or another that "
-        "the chat template has, of at most 64 letters, digits and _.-"
+        "messages[0].role: must be one of system, user, assistant, tool, developer, or another "
+        "role of the chat template with 1 to 64 letters, digits or _ - ."
     )
 
 

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, translated to chats."""
+"""Anthropic's Messages API, implemented on top of chats."""

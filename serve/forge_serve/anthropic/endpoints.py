@@ -20,7 +20,7 @@ from forge_serve.openai.validation import check_converted
 
 
 class MessagesEndpoints:
-    """Handlers of requests in Anthropic's protocol."""
+    """Handlers of Anthropic's endpoints."""
 
     ROUTES: ClassVar[tuple[Route, ...]] = (
         post("messages", PATH),

@@ -1,6 +1,6 @@
-"""The body of POST /v1/messages: Anthropic's protocol.
+"""The body of POST /v1/messages, in Anthropic's protocol.
 
-`translation` turns it into a `ChatRequest`, which is then served like any other chat.
+`translation` converts it to a `ChatRequest`, which is then served like any other chat.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from forge_serve.openapi.schema import (
 
 PATH = "/v1/messages"
 
-_NO_THREADS = "this server keeps no conversations: send all messages, system and tools"
+_NO_THREADS = "the server stores no conversations; send all messages, system and tools"
 
 
 class Block(msgspec.Struct):
-    """A content block of a request, of any type."""
+    """Content block of any type."""
 
     type: str
     text: str | None = None
@@ -62,7 +62,7 @@ def _tool_result() -> Schema:
     return block
 
 
-# The blocks that a role may have.
+# The block types that each role may have.
 _BLOCKS = {
     "user": [tagged("text", "text"), _tool_result()],
     "assistant": [
@@ -78,7 +78,7 @@ _BLOCKS = {
 class Turn(msgspec.Struct):
     role: TurnRole
     content: str | list[Block]
-    clear_at: Literal["never", "next_user_message"] | None = None  # of a system message
+    clear_at: Literal["never", "next_user_message"] | None = None  # for system messages
     output_config: Annotated[
         dict[str, Any] | None,
         rule(schema=nullable({"type": "object", "additionalProperties": NOTHING})),
@@ -136,7 +136,7 @@ def _stop_sequences(about: About) -> Schema:
 
 
 class MessagesRequest(GenerationRequest, kw_only=True):
-    """POST /v1/messages, and /v1/messages/count_tokens."""
+    """Body of POST /v1/messages and /v1/messages/count_tokens."""
 
     messages: Annotated[
         list[Turn],
@@ -154,29 +154,32 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     tool_choice: Annotated[Choice | None, rule(CHOICE_RULE)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # The older name of output_config.format.
+    # An older name of output_config.format.
     output_format: Annotated[dict[str, Any] | None, rule(schema=FORMAT_SCHEMA)] = None
     chat_template_kwargs: TemplateKwargs = None
 
     thread: Annotated[Any, refused(_NO_THREADS)] = None
-    container: Annotated[Any, refused("this server runs no code and loads no skills")] = None
-    mcp_servers: Annotated[
-        Any, refused("this server calls no other servers: run the tools in the client")
-    ] = None
+    container: Annotated[Any, refused("code execution and skills are not supported")] = None
+    mcp_servers: Annotated[Any, refused("not supported; run the tools in the client")] = None
     compaction: Annotated[
-        Any, refused("this server summarizes no conversations: ask for a summary in a message")
+        Any, refused("not supported; request a summary in a message of your own")
     ] = None
 
     ROLES: ClassVar[tuple[str, ...]] = get_args(TurnRole)
 
     def check(self) -> None:
-        if asks_for_something(self.thread):  # first: clients answer it by sending another request
+        if asks_for_something(self.thread):  # first, because clients then retry without threads
             raise UnsupportedThreadError(f"thread: {_NO_THREADS}", param="thread")
         GenerationRequest.check(self)
         if self.num_samples != 1:
-            raise RequestError("n must be 1 here: ask for a chat completion", param="n")
+            raise RequestError(
+                "n must be 1 on this endpoint; for several samples, use /v1/chat/completions",
+                param="n",
+            )
         if self.stop is not None and self.stop_sequences is not None:
-            raise RequestError("stop and stop_sequences are the same: send one", param="stop")
+            raise RequestError(
+                "stop and stop_sequences cannot be combined: send only one", param="stop"
+            )
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
         self._check_output()
@@ -185,17 +188,17 @@ class MessagesRequest(GenerationRequest, kw_only=True):
         if self.output_config is not None:
             if asks_for_something(self.output_config.task_budget):
                 raise RequestError(
-                    "output_config.task_budget: not supported: use max_tokens",
+                    "output_config.task_budget: not supported; use max_tokens",
                     param="output_config.task_budget",
                 )
             if self.output_config.format is not None and self.output_format is not None:
                 raise RequestError(
-                    "output_format and output_config.format are the same: send one",
+                    "output_format and output_config.format cannot be combined: send only one",
                     param="output_format",
                 )
 
     def _check_prompt_logprobs(self) -> None:
         raise RequestError(
-            "prompt_logprobs are not supported here: ask for a chat completion",
+            "prompt_logprobs is not supported on this endpoint; use /v1/chat/completions",
             param="prompt_logprobs",
         )

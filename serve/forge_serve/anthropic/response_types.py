@@ -1,4 +1,4 @@
-"""The objects that clients of /v1/messages receive: messages, their events and errors.
+"""The objects that /v1/messages sends: messages, their events and errors.
 
 The serializer builds these structs, and `/openapi.json` is generated from them.
 """
@@ -39,7 +39,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesAnswer(Payload, kw_only=True):
-    """The answer of /v1/messages."""
+    """Response of /v1/messages."""
 
     id: str
     type: Literal["message"] = "message"
@@ -52,7 +52,7 @@ class MessagesAnswer(Payload, kw_only=True):
 
 
 class MessagesBegun(Payload, kw_only=True):
-    """The answer of /v1/messages as its stream begins."""
+    """Message at the beginning of a stream."""
 
     id: str
     type: Literal["message"] = "message"
@@ -127,7 +127,7 @@ MessagesEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelt
 
 
 class CountAnswer(Payload):
-    """How many tokens a prompt has."""
+    """Number of tokens in a prompt."""
 
     input_tokens: int
 
@@ -139,6 +139,6 @@ class MessagesError(Payload):
 
 
 class MessagesErrorAnswer(Payload, tag="error"):
-    """An error in Anthropic's form."""
+    """Error response in Anthropic's format."""
 
     error: MessagesError

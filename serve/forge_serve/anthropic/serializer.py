@@ -1,4 +1,4 @@
-"""The responses of /v1/messages, whole or as events, and Anthropic's error body."""
+"""Serializer of /v1/messages, for whole responses and streams, and Anthropic's error body."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ _ERROR_TYPES = {
 
 
 class MessagesSerializer(ChatSerializer):
-    """`message` objects: blocks of thinking, text and calls of tools.
+    """Serializer of `message` objects, which have blocks of thinking, text and tool calls.
 
-    In a stream each block has its own beginning and end, and only the last one is open.
+    In a stream, each block has a start and a stop event, and only the last block is open.
     """
 
     id_prefix = "msg_"
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.usage_always = False  # no event in the middle has the usage here
+        self.usage_always = False  # only the first and last events have usage
         self._num_blocks = 0
         self._open: str | int | None = None  # "thinking", "text", or the index of a call
 
@@ -140,7 +140,7 @@ class MessagesSerializer(ChatSerializer):
         yield self._update(update)
 
     def _update(self, update: BlockUpdate) -> bytes:
-        """The event of the block that is open."""
+        """Return an event of the open block."""
         return _event(BlockDelta(self._num_blocks - 1, update))
 
     def _begin(
@@ -152,7 +152,7 @@ class MessagesSerializer(ChatSerializer):
         self._num_blocks += 1
 
     def _close(self) -> Iterator[bytes]:
-        if self._open == "thinking":  # nothing vouches for it
+        if self._open == "thinking":  # the protocol requires a signature, which is empty here
             yield self._update(SignatureDelta())
         if self._open is not None:
             yield _event(BlockStop(self._num_blocks - 1))
@@ -171,7 +171,7 @@ class MessagesSerializer(ChatSerializer):
 
 
 def error_body(reply: ErrorReply) -> bytes:
-    """`{"type": "error", "error": {...}}`, as JSON."""
+    """Return `{"type": "error", "error": {...}}` as JSON."""
     kind = _ERROR_TYPES.get(
         reply.status, "invalid_request_error" if reply.status < 500 else "api_error"
     )
@@ -208,8 +208,9 @@ _JSON_TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+)')
 
 
 def complete_values(text: str) -> str:
-    """The JSON object that `text` begins, with the values in it that are complete: the token limit
-    may have cut off the rest.
+    """Return a valid JSON object with the complete values of a truncated one.
+
+    The token limit may cut off the arguments of a tool call.
     """
     closers: list[str] = []
     end, closing, key_next, at = 0, "{}", False, 0
@@ -227,7 +228,7 @@ def complete_values(text: str) -> str:
         elif key_next:
             key_next = complete = False
         elif what[0] != '"':
-            complete = at < len(text)  # else there may be more of it
+            complete = at < len(text)  # a scalar at the end may be truncated
         if complete:
             end, closing = at, "".join(reversed(closers))
     return text[:end] + closing

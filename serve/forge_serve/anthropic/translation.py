@@ -1,4 +1,4 @@
-"""Anthropic's requests as chats: turns, content blocks, tools and tool choices."""
+"""Conversion of Anthropic's requests to chats: turns, content blocks, tools and tool choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge_serve.openai.requests import (
 )
 from forge_serve.openai.structured import asks_for_something
 
-# Begins the ids of calls in Anthropic's protocol. Templates get the ids without it.
+# The prefix of call ids in Anthropic's protocol. Templates get the ids without it.
 TOOL_ID_PREFIX = "toolu_"
 _TEXT = ("text",)
 
@@ -58,8 +58,8 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
 def _turns(request: MessagesRequest) -> list[Message]:
     """Return the system prompt and the messages.
 
-    System messages before all others join the system prompt, because templates read it from one
-    message. Later ones keep their places.
+    Leading system messages join the system prompt, because templates read it from one message.
+    Later ones keep their positions.
     """
     prompt = [_text("system", request.system or "")]
     turns: list[Message] = []
@@ -68,7 +68,7 @@ def _turns(request: MessagesRequest) -> list[Message]:
         path = f"messages[{i}]"
         if any(asks_for_something(value) for value in (turn.output_config or {}).values()):
             path += ".output_config"
-            raise RequestError(f"{path}: send it beside messages instead", param=path)
+            raise RequestError(f"{path}: send output_config at the top level", param=path)
         if turn.role != "system":
             turns += _turn(path, turn)
             continue
@@ -91,7 +91,7 @@ def _template_kwargs(request: MessagesRequest) -> dict[str, Any] | None:
 
 
 def _turn(path: str, turn: Turn) -> Iterator[Message]:
-    """Yield the messages of a turn. Each tool result is a message of its own."""
+    """Yield the messages of a turn. Each tool result becomes a separate message."""
     if isinstance(turn.content, str):
         yield Message(turn.role, turn.content)
         return
@@ -153,7 +153,7 @@ def _text(path: str, content: str | Sequence[Block | ContentPart]) -> str:
 def _known(path: str, block: Block | ContentPart, types: tuple[str, ...]) -> None:
     if block.type not in types:
         raise RequestError(
-            f"{path}: blocks of this type are not supported here; these are: {', '.join(types)}",
+            f"{path}: unsupported type; the supported types are {', '.join(types)}",
             param=path,
         )
     if block.type == "text" and block.text is None:
@@ -162,10 +162,12 @@ def _known(path: str, block: Block | ContentPart, types: tuple[str, ...]) -> Non
 
 def _tool(path: str, tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise RequestError(f"{path}.type: the server has no tools of its own", param=f"{path}.type")
+        raise RequestError(
+            f"{path}.type: server tools are not supported; use custom", param=f"{path}.type"
+        )
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
         raise RequestError(
-            f"{path}.allowed_callers must have direct: the server runs no code that could call it",
+            f"{path}.allowed_callers must contain direct, because code execution is not supported",
             param=f"{path}.allowed_callers",
         )
     function = {"name": tool.name, "description": tool.description, "strict": tool.strict}

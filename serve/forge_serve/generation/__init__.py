@@ -1,1 +1,1 @@
-"""One generation of any protocol: prompts as token ids, and its life in the engine."""
+"""Generations of any protocol: their prompts as token ids, and their progress in the engine."""

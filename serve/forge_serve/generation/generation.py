@@ -1,6 +1,6 @@
-"""One client request in the engine: its prompts, their merged streams, and its counts.
+"""One client request in the engine: its prompts, their merged streams, and its counters.
 
-A request has P prompts with n samples each. Its choices are numbered `prompt * n + sample`.
+A request has P prompts with n samples each. Choices are numbered `prompt * n + sample`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CompletionTokensDetails(Payload):
 
 
 class Usage(Payload):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -54,10 +54,10 @@ class Usage(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How the engine runs the prompts of a request, besides the sampling parameters.
+    """The engine's options for a request other than the sampling parameters.
 
     Attributes:
-      request_id: the id of the response. Requests may share one.
+      request_id: the id of the response. Several requests may have the same id.
       priority: lower values run first.
       cache_salt: requests share cached prefixes only with requests of the same salt.
       pooling: how hidden states are pooled; None: the request generates text.
@@ -75,18 +75,18 @@ type Updates = list[tuple[int, Delta]]  # (choice, delta) pairs of one or more s
 
 
 class Generation:
-    """Submits the prompts of one request. `begin` delivers their deltas, step by step.
+    """One request's prompts in the engine. `begin` delivers their deltas after each step.
 
-    The caller must call `close` in the end, however the request ends: it aborts running samples.
+    The caller must always call `close` at the end. It aborts samples that still run.
 
     Args:
-      timeout_s: after which the request fails; None: never.
-      reasoning: the counter of reasoning tokens of each choice; empty: none are counted.
+      timeout_s: the time limit of the request; None: no limit.
+      reasoning: counters of reasoning tokens by choice; empty: they are not counted.
 
     Raises:
-      RequestError: a prompt cannot be served. None has been submitted then.
+      RequestError: a prompt cannot be served. No prompt has been submitted.
       OverloadedError: the engine's queue is full.
-      EngineError: the engine takes no requests.
+      EngineError: the engine accepts no requests.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Generation:
         self.num_output_tokens = 0
         self.num_drafted = self.num_accepted = 0
         self.unfinished = len(prompts) * params.n
-        self.finish_reasons: dict[str, None] = {}  # of its samples, in the order of their first
+        self.finish_reasons: dict[str, None] = {}  # distinct, in order of first occurrence
         self.failure: Exception | None = None
         self._n = params.n
         self._metrics = metrics
@@ -117,7 +117,7 @@ class Generation:
         self._streams: list[Stream] = []
         self._receive: Callable[[Updates], None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._gathered: Updates = []  # of this step, until all prompts have theirs
+        self._gathered: Updates = []  # updates of this step, until all prompts have delivered
         self._delivery_due = False
         self._submit(engine, prompts, options)
         for _ in prompts:
@@ -126,11 +126,11 @@ class Generation:
     def _submit(
         self, engine: AsyncEngine, prompts: Sequence[Prompt], options: EngineOptions
     ) -> None:
-        # Submitting checks the first prompt. The others are checked before, so that either all
+        # `submit` checks the first prompt. The others are checked before, so that either all
         # prompts are submitted or none.
         for prompt in prompts[1:]:
             engine.check(prompt.token_ids, self.params)
-        serial = next(_serials)  # a client may give the same id to several requests
+        serial = next(_serials)  # clients may reuse an id
         try:
             for i, prompt in enumerate(prompts):
                 self._streams.append(
@@ -154,18 +154,19 @@ class Generation:
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions of the samples that have finished."""
+        """Preemptions of the finished samples."""
         return sum(progress.preemptions for progress in self._progress)
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds that the first prompt waited for its first step; None: none has begun."""
+        """Seconds until the first step of any prompt; None: no prompt has been scheduled."""
         waits = [each.queue_s for each in self._progress if each.queue_s is not None]
         return min(waits, default=None)
 
     def stages(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the stages that the first prompt has reached: (queue, prefill or decode, begin,
-        end), on `time.monotonic`'s clock.
+        """Yield the stages that the first prompt has reached, as (name, begin, end).
+
+        The names are "queue", "prefill" and "decode". Times are on the clock of `time.monotonic`.
         """
         began = [each for each in self._progress if each.queue_s is not None]
         if not began:
@@ -180,13 +181,13 @@ class Generation:
 
     @property
     def first_token_at_s(self) -> float | None:
-        """Arrival of the first token on `time.monotonic`'s clock; None: there is none yet."""
+        """Arrival time of the first token on the clock of `time.monotonic`; None: not yet."""
         firsts = [each.first_s for each in self._progress if each.first_s is not None]
         return self._submitted_s + min(firsts) if firsts else None
 
     @property
     def over(self) -> bool:
-        """True if no more deltas follow: every sample has finished, or there is a `failure`."""
+        """True if all samples have finished, or there is a `failure`. No more deltas follow."""
         return not self.unfinished or self.failure is not None
 
     @property
@@ -204,11 +205,11 @@ class Generation:
         )
 
     def begin(self, receive: Callable[[Updates], None]) -> None:
-        """Call `receive` on the event loop with the deltas of each step, of all prompts together.
+        """Register `receive`, which gets the deltas of all prompts after each step.
 
-        `over` is true in the last call. No task wakes for a call. Deltas of failed or aborted
-        samples are not delivered: they set `failure`. An exception of `receive` also becomes the
-        `failure`, and `receive` is called once more.
+        It runs on the event loop, without waking a task. `over` is True in the last call. Failed
+        and aborted samples set `failure` and deliver no delta. If `receive` raises, the exception
+        becomes the `failure`, and `receive` is called once more.
         """
         self._receive = receive
         if self._timeout_s is not None:
@@ -221,7 +222,7 @@ class Generation:
             stream.push_to(supervise.guarded(arrived, "taking a request's deltas", self._broken))
 
     def close(self) -> None:
-        """Abort running samples, and observe the metrics of the request."""
+        """Abort running samples and record the metrics of the request."""
         self._receive = None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -230,7 +231,7 @@ class Generation:
             self.finish_reasons["abort"] = None
             self.unfinished = 0
         self._abort()
-        self._streams.clear()  # they refer to this object
+        self._streams.clear()  # breaks a reference cycle
         now_s = time.monotonic() - self._submitted_s
         for progress in self._progress:
             self._metrics.prompt(progress.times(now_s))
@@ -245,7 +246,7 @@ class Generation:
             self._deliver(self._gathered)
 
     def _broken(self, error: BaseException) -> None:
-        """Fail the request with the error of a callback, which has no caller to raise it to."""
+        """Fail the request with the error of a callback, which has no caller to propagate to."""
         receive, self._receive = self._receive, None
         self.failure = error if isinstance(error, Exception) else EngineError(str(error))
         self._abort()
@@ -260,7 +261,7 @@ class Generation:
             self._deliver(updates)
             return
         self._gathered += updates
-        if not self._delivery_due:  # the other prompts' deltas arrive before the call runs
+        if not self._delivery_due:  # deltas of the other prompts arrive before the call runs
             self._delivery_due = True
             deliver = supervise.guarded(
                 self._deliver_gathered, "delivering a request's deltas", self._broken
@@ -285,7 +286,7 @@ class Generation:
             receive([])
 
     def _account(self, prompt: int, deltas: list[Delta]) -> Updates:
-        """Count one prompt's deltas, and return those that `receive` gets."""
+        """Count one prompt's deltas and return the updates for `receive`."""
         first_choice, progress = prompt * self._n, self._progress[prompt]
         num_tokens = 0
         updates = []
@@ -309,14 +310,13 @@ class Generation:
         return updates
 
     def _finish(self, delta: Delta, reason: str) -> None:
-        """Count a sample that has finished."""
         self.unfinished -= 1
         self.num_drafted += delta.num_draft_tokens
         self.num_accepted += delta.num_accepted_tokens
         self._metrics.finished(reason)
         self.finish_reasons[reason] = None
         if reason == "error":
-            self.failure = delta.error or EngineError("the engine gave no reason")
+            self.failure = delta.error or EngineError("the engine reported no reason")
         elif reason == "abort":
             self.failure = StoppingError("the engine is shutting down")
 

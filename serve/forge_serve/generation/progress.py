@@ -1,4 +1,4 @@
-"""Progress of one prompt's samples: token counts, and times for the metrics."""
+"""Progress of one prompt's samples: token counts and times for the metrics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class PromptProgress:
     """Progress of the samples of one prompt. Times are in seconds since the submission.
 
     Attributes:
-      queue_s: when its first step began.
-      first_s: when its first token arrived.
-      last_s: when its latest token arrived.
-      end_s: when its last sample finished.
-      lengths: output tokens by sample; empty if there is one sample.
+      queue_s: start of the first step.
+      first_s: arrival of the first token.
+      last_s: arrival of the latest token.
+      end_s: end of the last sample.
+      lengths: output tokens by sample; empty if there is only one.
     """
 
     prompt_tokens: int
@@ -36,7 +36,6 @@ class PromptProgress:
 
     @property
     def longest_output(self) -> int:
-        """Output tokens of the longest sample."""
         return max(self.lengths.values(), default=self.output_tokens)
 
     def add(self, delta: Delta) -> None:
@@ -50,7 +49,7 @@ class PromptProgress:
             self.preemptions += delta.num_preemptions
 
     def times(self, now_s: float) -> PromptTimes:
-        """Return what the metrics observe when the request is over."""
+        """Return the values for the metrics of a finished request."""
         return PromptTimes(
             e2e_s=now_s if self.end_s is None else self.end_s,
             queue_s=self.queue_s,

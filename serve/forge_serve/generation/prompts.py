@@ -15,37 +15,37 @@ if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.generation.workers import TextWork
 
-# A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
+# Shorter texts are tokenized on the event loop, which is faster than a handoff to a thread.
 THREAD_FROM_CHARS = 4096
-THREAD_FROM_IDS = 4096  # likewise of token ids that are checked, or read as text
-BYTES_PER_ID = 4  # about, of the text of a token
-MARGIN_TOKENS = 256  # beyond a cut: tokens that may differ from those of the whole text
-CHARS_PER_TOKEN = 8  # a first guess at how much text holds the kept tokens
+THREAD_FROM_IDS = 4096  # the same for token ids
+BYTES_PER_ID = 4  # approximate
+MARGIN_TOKENS = 256  # tokens near a cut, which may differ from those of the whole text
+CHARS_PER_TOKEN = 8  # first estimate for kept tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: Sequence[int]
-    text: str | None = None  # as the client wrote it; None: it sent token ids, or a chat
+    text: str | None = None  # the client's text; None: it sent token ids or a chat
 
     def checked(self) -> Prompt:
-        """The same with `TokenIds`, which nothing has to go through again."""
+        """Return the prompt with `TokenIds`, whose values need no further checks."""
         return Prompt(TokenIds.of(self.token_ids), self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How much of each prompt is kept.
+    """The part of each prompt to keep.
 
-    The kept tokens are those of the whole text, unless its tokenizer looks further than
-    `MARGIN_TOKENS` tokens beyond them: only so much of a long text is tokenized.
+    A long text is tokenized only at the kept end, plus a margin. The kept tokens equal those of the
+    whole text, unless the tokenizer depends on more than `MARGIN_TOKENS` tokens of context.
     """
 
     tokens: int
-    first: bool  # the first tokens, not the last
+    first: bool  # True: keep the first tokens; False: the last
 
     def cut(self, prompt: Prompt, bos: int | None) -> Prompt:
-        """The prompt, truncated. A BOS that the tokenizer put before a text stays."""
+        """Return the truncated prompt. A BOS token that the tokenizer added is kept."""
         ids, keep = prompt.token_ids, self.tokens
         if len(ids) <= keep:
             return prompt
@@ -56,16 +56,19 @@ class Kept:
 
     @property
     def num_chars(self) -> int:
-        """Characters that mostly hold the kept tokens."""
+        """Characters that usually contain the kept tokens."""
         return (self.tokens + MARGIN_TOKENS) * CHARS_PER_TOKEN
 
     def encode(
         self, text: str, encode: Callable[[str], list[int]], max_chars: int
     ) -> tuple[list[int], bool]:
-        """The ids of the end of a text that is kept, and some more; True if that is the whole text.
+        """Tokenize the kept end of a text.
 
         Args:
-          max_chars: no more of the text than this is encoded, even if it has too few tokens.
+          max_chars: the limit on the text to tokenize, even if it yields too few tokens.
+
+        Returns:
+          The token ids, including the margin, and True if the whole text was tokenized.
         """
         num_chars = self.num_chars
         while num_chars < len(text):
@@ -84,8 +87,8 @@ def _num_bytes(text: str) -> int:
 def check_total(num_bytes: int, work: TextWork, param: str) -> None:
     if num_bytes > work.max_bytes:
         raise RequestError(
-            f"{param}: {num_bytes} bytes of text in one request; at most {work.max_bytes} "
-            "(--max-text-bytes): send less text, or several requests",
+            f"{param} has {num_bytes} bytes of text; at most {work.max_bytes} are allowed per "
+            "request (--max-text-bytes)",
             param=param,
         )
 
@@ -97,15 +100,17 @@ async def encode_texts(
     kept: Kept | None,
     work: TextWork,
 ) -> list[Prompt]:
-    """Texts as token ids, with special tokens about them or not; token ids as they are. All of
-    them are `TokenIds`; what takes long is done in a thread.
+    """Return prompts whose `token_ids` are `TokenIds`. Token ids need no tokenization.
+
+    Long work runs in a thread.
 
     Args:
-      given: each with the name of its field.
+      given: texts or token ids, each with the path of its field.
+      special: True if the tokenizer adds special tokens to texts.
 
     Raises:
-      ContextLengthError: a text is so long that no tokenization of it could fit.
-      RequestError: there is no tokenizer, or there is more text than a request may have.
+      ContextLengthError: a text is too long to fit the context under any tokenization.
+      RequestError: the model has no tokenizer, or the request has too much text.
       OverloadedError: too much text waits to be tokenized.
     """
     tokenizer = engine.tokenizer
@@ -116,7 +121,7 @@ async def encode_texts(
         if not isinstance(item, str):
             return BYTES_PER_ID * len(item)
         if kept is not None and len(item) > kept.num_chars:
-            item = item[: kept.num_chars]  # as long as what will be tokenized
+            item = item[: kept.num_chars]  # the length of the part that is tokenized
         return _num_bytes(item)
 
     num_bytes = sum(size(text) for _, text in texts)
@@ -156,7 +161,7 @@ def _check_texts(engine: AsyncEngine, texts: Sequence[tuple[str, str]], kept: Ke
     for param, text in texts:
         if engine.tokenizer is None:
             raise RequestError(
-                f"this model has no tokenizer: send the {param} as token ids", param=param
+                f"{param} must be token ids, because this model has no tokenizer", param=param
             )
         if kept is None:
             engine.tokenizer.check_fits([text], engine.max_model_len, param)

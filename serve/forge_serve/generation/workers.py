@@ -1,7 +1,7 @@
 """Threads for work that a request needs before it can be queued: decoding, tokenizing, rendering.
 
 Each kind of work has a `Lane`, so that an expensive kind delays only itself. In a lane, tenants
-take turns, waiting work is bounded, and work whose client has left is dropped before it starts.
+take turns, waiting work is bounded, and work of disconnected clients is dropped before it starts.
 A running call cannot be stopped, so callers split their work into short pieces.
 """
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from forge_jax.errors import OverloadedError
 from forge_serve.limits import KIB, MIB
 
-SHORT_BYTES = 64 * KIB  # a request with more text goes to the lane of long texts
-PIECE_BYTES = 32 * KIB  # of several texts, how much one piece of work takes
-MAX_HELD_BYTES = 64 * MIB  # admitted to a lane: running and waiting
-MAX_BODY_BYTES = 512 * MIB  # the same of bodies, which are in memory already
+SHORT_BYTES = 64 * KIB  # requests with more text use the lane of long texts
+PIECE_BYTES = 32 * KIB  # text per piece of work
+MAX_HELD_BYTES = 64 * MIB  # input, running and waiting
+MAX_BODY_BYTES = 512 * MIB  # bodies are in memory already
 MAX_THREADS = 4
 
 
@@ -31,9 +31,9 @@ class Lane:
     Owned by one event loop.
 
     Args:
-      name: of the threads.
-      num_threads: calls that run at the same time.
-      max_held_bytes: input of all admitted requests. One tenant gets at most half of it.
+      name: the threads' name.
+      num_threads: maximum number of concurrent calls.
+      max_held_bytes: maximum input of all admitted requests. One tenant gets at most half of it.
     """
 
     def __init__(self, name: str, num_threads: int, max_held_bytes: int = MAX_HELD_BYTES):
@@ -45,7 +45,7 @@ class Lane:
 
     @property
     def held_bytes(self) -> int:
-        """Input of the requests that run or wait here."""
+        """Input of the running and waiting requests."""
         return sum(self._held.values())
 
     @property
@@ -55,10 +55,10 @@ class Lane:
 
     @contextlib.contextmanager
     def admit(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Count a request's input while the request uses the lane. An empty lane admits any size.
+        """Reserve capacity while a request uses the lane. An empty lane admits any size.
 
         Raises:
-          OverloadedError: the lane holds too much already.
+          OverloadedError: the lane is full.
         """
         held, total = self._held.get(tenant, 0), self.held_bytes
         if (held and held + num_bytes > self._most // 2) or (
@@ -74,7 +74,7 @@ class Lane:
                 del self._held[tenant]
 
     async def run[T](self, tenant: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns in one of the threads. Cancelling drops work that waits."""
+        """Run `work` in a thread and return its result. Cancellation drops waiting work."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._start_next()
@@ -83,7 +83,7 @@ class Lane:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._drop(tenant, turn)
-            else:  # its turn came, and it was cancelled before it could begin
+            else:  # cancelled between its turn and the start of the call
                 self._release()
             raise
         call = self._threads.submit(work)
@@ -91,14 +91,14 @@ class Lane:
         return await asyncio.wrap_future(call)
 
     def close(self) -> None:
-        """Start nothing more. Running calls end by themselves."""
+        """Start no more calls. Running calls finish."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _releases(self, loop: asyncio.AbstractEventLoop) -> Callable[[Future], None]:
-        """What frees the thread, also where nobody waits for the call any more."""
+        """Return a callback that frees the thread, even if the call's task was cancelled."""
 
         def release(_: Future) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._release)
 
         return release
@@ -136,19 +136,18 @@ class Workers:
         self.long_texts = Lane("long-text", num_threads)
 
     def close(self) -> None:
-        """Start nothing more."""
         for lane in (self.bodies, self.short_texts, self.long_texts):
             lane.close()
 
 
 @dataclass(frozen=True, slots=True)
 class TextWork:
-    """The text lanes as one tenant uses them.
+    """One tenant's access to the text lanes.
 
     Attributes:
-      workers: the server's.
-      tenant: whose work it is.
-      max_bytes: text that one request may have tokenized.
+      workers: the server's lanes.
+      tenant: the owner of the work.
+      max_bytes: maximum text to tokenize per request.
     """
 
     workers: Workers
@@ -159,10 +158,10 @@ class TextWork:
         """Run the pieces of one request's work, one at a time, and return their results.
 
         Args:
-          num_bytes: input of all pieces.
+          num_bytes: total input of the pieces.
 
         Raises:
-          OverloadedError: too much waits already.
+          OverloadedError: the lane is full.
         """
         workers = self.workers
         lane = workers.short_texts if num_bytes <= SHORT_BYTES else workers.long_texts
@@ -171,7 +170,7 @@ class TextWork:
 
 
 def in_pieces[T](items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Consecutive items in lists of about `PIECE_BYTES`."""
+    """Yield consecutive items in lists of about `PIECE_BYTES`."""
     piece: list[T] = []
     num_bytes = 0
     for item in items:

@@ -1,1 +1,1 @@
-"""OpenAI's protocol: completions, chat, embeddings, tokens and LoRA adapters."""
+"""OpenAI's protocol: completions, chats, embeddings, tokenization and LoRA adapters."""

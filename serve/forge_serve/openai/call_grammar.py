@@ -1,6 +1,7 @@
-"""The grammar of an answer that calls tools, in the form that its model writes calls in.
+"""Grammars for outputs with tool calls, in the model family's tool call format.
 
-What it allows the parser of the same form reads, and the arguments follow the functions' schemas.
+The parser of the same format can read every output that the grammar allows. The arguments follow
+the functions' schemas.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from forge_serve.openai.tools import Function, ToolChoice
 from forge_serve.parsers.reasoning import ReasoningFormat
 from forge_serve.parsers.tool_calls import ToolCallFormat
 
-# One space at most between the parts of the arguments: a weak model would write nothing else.
+# At most one space between the parts of the arguments, because weak models can emit endless
+# whitespace.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
@@ -29,19 +31,23 @@ def call_grammar(
     reasoning_is_open: bool,
     special_tokens: Mapping[str, int],
 ) -> GrammarSpec:
-    """Calls of the functions, and nothing else, if the choice is "required"; otherwise any text, in
-    which what begins as a call is one.
+    """Return a grammar that enforces tool calls.
+
+    If the choice is "required", the output consists of calls only. Otherwise it is any text, in
+    which everything that begins like a call is a valid call.
 
     Args:
-      parallel: whether there may be several calls.
-      reasoning: what may come before; it must come to an end, if it `is_open` already.
-      special_tokens: the model's, with their ids. In an answer they are no text.
+      form: the tool call format, which must have a grammar.
+      parallel: True if the output may have several calls.
+      reasoning: the format of reasoning before the answer; None: there is none.
+      reasoning_is_open: True if the prompt has opened the reasoning. The output must then close it.
+      special_tokens: the ids of the model's special tokens. They never match as text.
 
     Raises:
-      RequestError: a schema is not of an object.
+      RequestError: a function's schema does not describe an object.
     """
     written = form.written(special_tokens.keys())
-    assert written is not None, "no grammar can say this form"
+    assert written is not None, "this format has no grammar"
     lark = _Lark(special_tokens)
     for i, function in enumerate(choice.functions):
         begin, end = lark.text(written.begin(function.name)), lark.text(written.end)
@@ -53,13 +59,13 @@ def call_grammar(
     lark.text_rule()
     if choice.mode == "required":
         lark.rule("answer", f"{marker} calls")
-    elif not written.marker:  # a call is the whole answer, or it is none
+    elif not written.marker:  # a call without a marker must be the whole answer
         lark.rule("PLAIN", rf"/([^ \t\r\n{re.escape(form.bare)}](.|\n)*)?/")
         lark.rule("answer", "calls | PLAIN")
     elif written.marker in special_tokens:
         lark.rule("answer", f"TEXT ({marker} calls TEXT)*")
     else:
-        lark.rule("lead[lazy]", f"TEXT {marker}")  # ends where the marker does
+        lark.rule("lead[lazy]", f"TEXT {marker}")  # lazy: ends at the first marker
         lark.rule("answer", "(lead calls)* TEXT")
     thought = "" if reasoning is None else _thought(lark, reasoning, reasoning_is_open)
     lark.rule("start", f"{thought} answer")
@@ -69,7 +75,7 @@ def call_grammar(
 def reasoning_lead(
     form: ReasoningFormat, *, is_open: bool, special_tokens: Mapping[str, int]
 ) -> str:
-    """The rule `lead` of a `GrammarSpec`: reasoning, which must come to an end if it `is_open`."""
+    """Return the rule `lead` of a `GrammarSpec`: reasoning, which must close if it `is_open`."""
     lark = _Lark(special_tokens)
     lark.text_rule()
     lark.rule("lead", _thought(lark, form, is_open))
@@ -77,7 +83,7 @@ def reasoning_lead(
 
 
 class _Lark:
-    """Rules in llguidance's Lark."""
+    """A grammar in llguidance's Lark syntax."""
 
     def __init__(self, special_tokens: Mapping[str, int]):
         self.special_tokens = special_tokens
@@ -92,11 +98,11 @@ class _Lark:
         self._rules.append(f"{name}: {body}")
 
     def text_rule(self) -> None:
-        """Any text is TEXT."""
+        """Add the terminal TEXT, which matches any text."""
         self.rule("TEXT", r"/(.|\n)*/")
 
     def text(self, text: str) -> str:
-        """A text as it stands in a rule; special tokens in it are themselves."""
+        """Return a text as part of a rule. Special tokens in it match their token ids."""
         tokens = self.special_tokens
         return " ".join(
             f"<[{tokens[piece]}]>" if piece in tokens else json.dumps(piece, ensure_ascii=False)
@@ -106,7 +112,7 @@ class _Lark:
 
 
 def _thought(lark: _Lark, form: ReasoningFormat, is_open: bool) -> str:
-    """What comes before the answer."""
+    """Add the rules for reasoning, and return the expression that precedes the answer."""
     begin, end = lark.text(form.begin), lark.text(form.end)
     if form.end in lark.special_tokens:
         lark.rule("thoughts", f"TEXT {end}")
@@ -117,11 +123,11 @@ def _thought(lark: _Lark, form: ReasoningFormat, is_open: bool) -> str:
 
 
 def _schema(i: int, function: Function) -> str:
-    """The schema of a function's arguments, with llguidance's options in it."""
+    """Return the schema of a function's arguments, including llguidance's options."""
     schema = dict(function.parameters or {"properties": {}, "additionalProperties": False})
     if schema.setdefault("type", "object") != "object":
         path = f"tools[{i}].function.parameters"
-        raise RequestError(f"{path} must be the schema of an object", param=path)
+        raise RequestError(f'{path} must be a JSON schema of type "object"', param=path)
     lenient = {"lenient": not function.strict, "coerce_one_of": not function.strict}
     options: dict[str, Any] = {**_SPACES, **lenient}
     return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)

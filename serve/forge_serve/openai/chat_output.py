@@ -1,6 +1,6 @@
-"""The parts of a chat's output: which tool calls and what reasoning it may have.
+"""The tool calls and reasoning that a chat's output may contain.
 
-They decide the parsers of the output and its grammar. An output that can only be text has neither.
+They determine the output's parsers and grammar. Plain text output has neither.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forge_serve.generation.prompts import Prompt
 
 FALLBACK_FORMAT = CALL_FORMS["llama3_json"]
-PROMPT_END_TOKENS = 32  # a template that opens the reasoning does so in these
+PROMPT_END_TOKENS = 32  # a template that opens the reasoning does so in the prompt's last tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class ChatOutput:
     """The parsers and the grammar of one request's choices.
 
     Attributes:
-      choice: the tools that the model may, or must, call.
-      is_structured: True if the request demands a format for the content, which then has no calls.
+      choice: the tools that the model may or must call.
+      is_structured: True if the request constrains the format of the content, which then has no
+        tool calls.
     """
 
     request: ChatRequest
@@ -49,7 +50,7 @@ class ChatOutput:
         """Return the output of a request to a model.
 
         Raises:
-          RequestError: the model, or this server, cannot serve the tools.
+          RequestError: the model or the server does not support the tools.
         """
         choice = request.chosen_tools()
         if choice.mode != "none":
@@ -57,7 +58,7 @@ class ChatOutput:
         is_structured = demand(request) is not None
         if is_structured and choice.mode == "required":
             raise RequestError(
-                "tool_choice: calls of tools cannot be demanded of an output in another form",
+                "tool_choice: required tool calls cannot be combined with an output format",
                 param="tool_choice",
             )
         return cls(request, families, choice, is_structured)
@@ -65,13 +66,13 @@ class ChatOutput:
     async def params(
         self, params: SamplingParams, prompt: Prompt, engine: AsyncEngine
     ) -> SamplingParams:
-        """Return the request's parameters with the grammar of the calls that it demands, compiled.
+        """Return the sampling parameters with the compiled grammar that the tool calls need.
 
         Special tokens stay in the text if a parser needs them.
 
         Raises:
-          RequestError: no grammar can demand such calls. `param` names the tools or the choice.
-          OverloadedError: the grammar could not be tried now.
+          RequestError: the calls have no grammar. `param` names the tools or the choice.
+          OverloadedError: the server is too busy to compile the grammar.
         """
         call_format, families = self._call_format, self.families
         if families.hides(families.reasoning) or families.hides(call_format):
@@ -91,7 +92,7 @@ class ChatOutput:
     def _after_reasoning(
         self, params: SamplingParams, prompt: Prompt, tokenizer: Tokenizer | None
     ) -> SamplingParams:
-        """Return the parameters with the demanded format after the reasoning, if there is any."""
+        """Return the parameters with a grammar that permits reasoning before the output format."""
         reasoning, demanded = self.families.reasoning, params.structured_outputs
         is_open = self._reasoning_is_open(prompt, tokenizer)
         if reasoning is None or demanded is None or is_open is None:
@@ -105,9 +106,9 @@ class ChatOutput:
 
     @property
     def _call_format(self) -> ToolCallFormat | None:
-        """The format of calls; None: the output has none.
+        """The format of tool calls; None: the output has none.
 
-        Required calls have the most common format if the model's is unknown, or has no grammar.
+        Required calls use `FALLBACK_FORMAT` if the model's own format is unknown or has no grammar.
         """
         call_format = self.families.calls
         if self.is_structured:
@@ -127,7 +128,7 @@ class ChatOutput:
         if self.choice.mode == "required":
             return True
         strict = any(function.strict for function in self.choice.functions)
-        # With a grammar, an output that is text would continue after a stop string.
+        # A grammar would let plain text output continue after a stop string.
         stops = bool(params.stop or params.stop_token_ids)
         return strict and not stops and self._has_grammar(call_format)
 
@@ -177,14 +178,14 @@ class ChatOutput:
         if reasoning is None:
             return None
         is_open = self._reasoning_is_open(prompt, tokenizer)
-        if is_open is None and self.is_structured:  # the content may begin like a tag
+        if is_open is None and self.is_structured:  # the content may begin with text like a tag
             return None
         return ReasoningParser(reasoning, open=bool(is_open))
 
     def _reasoning_is_open(self, prompt: Prompt, tokenizer: Tokenizer | None) -> bool | None:
-        """Return True if the output begins inside reasoning, False if it may begin with some.
+        """Return True if the output begins inside reasoning, False if it may begin with reasoning.
 
-        None means that reasoning is over or switched off, so a grammar allows none.
+        None means that reasoning is over or switched off, so a grammar must not allow any.
         """
         reasoning = self.families.reasoning
         if reasoning is None:
@@ -204,12 +205,13 @@ class ChatOutput:
 def _check_tools(choice: ToolChoice, families: Families) -> None:
     if not families.takes_tools:
         raise RequestError(
-            "tools: this model's chat template has no place for them; the server's "
-            "--chat-template sets another",
+            "tools: this model's chat template does not support them; start the server with "
+            "--chat-template FILE to use another template",
             param="tools",
         )
     if families.calls is None and choice.mode != "required":
         raise RequestError(
-            "tools: this server has no parser for this model's calls; --tool-call-parser sets it",
+            "tools: no parser is known for this model's tool calls; start the server with "
+            "--tool-call-parser NAME",
             param="tools",
         )

@@ -1,8 +1,7 @@
-"""Pooled hidden states over HTTP: /v1/embeddings, and the similarity of texts by them.
+"""Pooled hidden states over HTTP: embeddings, similarity scores and reranking.
 
-Requests and answers are OpenAI's for embeddings, vLLM's for scores, and Jina's for reranking. A
-decoder has no head that would say how relevant a text is: a score is the cosine similarity of two
-embeddings.
+Requests and responses follow OpenAI's protocol for embeddings, vLLM's for scores, and Jina's for
+reranking. Decoders have no relevance head, so a score is the cosine similarity of two embeddings.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SCORE_PAIRS = (
     ("data_1", "data_2"),
 )
 
-FORMS = {  # of a vector in the answer
+FORMS = {  # options for the format of a vector
     "encoding_format": ("float", "base64"),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
@@ -81,19 +80,21 @@ def _text_or_texts(text: str | None = None) -> msgspec.Meta:
 
 
 Texts = str | list[str] | None
-TEXTS_RULE = "the texts of a request are limited"
-_OTHER_RULE = "one text, or as many as the other field has; the texts of both are limited"
+TEXTS_RULE = "The number of texts in a request is limited."
+_OTHER_RULE = (
+    "One text, or as many as the other field has. The number of texts in a request is limited."
+)
 
 
 class Input(msgspec.Struct, frozen=True):
-    """A text, or token ids, and what the client calls it: `input[3]`, say."""
+    """A text or token ids. `param` is its path in the request, for example `input[3]`."""
 
     param: str
     given: str | list[int]
 
 
 class PoolingRequest(GenerationRequest, kw_only=True):
-    """The fields that all these endpoints share. Those that only an output has do nothing."""
+    """Fields that all pooling endpoints share. Fields of the output have no effect."""
 
     pooling: Annotated[str | None, rule(schema={"enum": [*get_args(Pooling), None]})] = None
 
@@ -101,49 +102,54 @@ class PoolingRequest(GenerationRequest, kw_only=True):
 
     @classmethod
     def refusals(cls) -> Mapping[str, tuple[str, float | None]]:
-        without = GenerationRequest.refusals()  # what only an output has
+        without = GenerationRequest.refusals()  # these only concern an output
         return {name: why for name, why in refused_fields(cls).items() if name not in without}
 
     @classmethod
     def narrow_schema(cls, schema: Schema, about: About) -> None:
         for name in GenerationRequest.refusals():
-            schema["properties"][name] = {"description": "no effect"}
+            schema["properties"][name] = {"description": "Ignored on this endpoint."}
 
     @property
     def inputs(self) -> list[Input]:
-        """What is to be pooled."""
         raise NotImplementedError
 
     @property
     def list_name(self) -> str:
-        """The field that `inputs` grows with."""
+        """The field that determines the number of `inputs`."""
         raise NotImplementedError
 
     def check(self) -> None:
         GenerationRequest.check(self)
         one_of("pooling", self.pooling, get_args(Pooling))
-        _ = self.inputs  # which raises where there are none
+        _ = self.inputs  # raises if there are none
 
     async def answer(self, vectors: np.ndarray, **common: Any) -> PooledAnswer:
-        """The answer, from the pooled f32[P, d] of the `inputs` and the fields of all answers."""
+        """Return the response.
+
+        Args:
+          vectors: f32[P, d], the pooled hidden states of the `inputs`.
+          common: the fields that all responses share.
+        """
         raise NotImplementedError
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True):
-    """POST /v1/embeddings."""
+    """Body of POST /v1/embeddings."""
 
     input: Annotated[
-        str | list[str | int | list[int]], rule("it has to fit the context", schema=prompts)
+        str | list[str | int | list[int]],
+        rule("Each input must fit the context.", schema=prompts),
     ]
     encoding_format: Annotated[str | None, _form("encoding_format")] = None
-    use_activation: bool | None = None  # to a length of one
-    normalize: bool | None = None  # its older name
+    use_activation: bool | None = None  # False: do not normalize vectors to unit length
+    normalize: bool | None = None  # an older alias of use_activation
     embed_dtype: Annotated[str | None, _form("embed_dtype")] = None
     endianness: Annotated[str | None, _form("endianness")] = None
     dimensions: Annotated[
-        Any, refused("the model was not trained for shorter embeddings: leave it out")
+        Any, refused("the model was not trained for shorter embeddings; omit it")
     ] = None
-    messages: Annotated[Any, refused("not supported: send input")] = None
+    messages: Annotated[Any, refused("not supported; use input")] = None
 
     ID_PREFIX: ClassVar[str] = "embd"
 
@@ -174,15 +180,18 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
             else:
                 value = msgspec.Raw(msgspec.json.encode(vector.tolist()))
             data.append(EmbeddingData(index=i, embedding=value))
-            await asyncio.sleep(0)  # a thousand of them take long: others get their turn
+            await asyncio.sleep(0)  # encoding many vectors must not block the event loop
         return EmbeddingAnswer(**common, data=data)
 
 
 class ScoreRequest(PoolingRequest, kw_only=True):
-    """POST /score: each text of one side with that of the other, or one with all."""
+    """Body of POST /score: two lists of texts to compare pairwise, or one text and a list."""
 
     text_1: Annotated[
-        Texts, _text_or_texts("one text, or as many as text_2; the texts of both are limited")
+        Texts,
+        _text_or_texts(
+            "One text, or as many as `text_2` has. The number of texts in a request is limited."
+        ),
     ] = None
     text_2: Annotated[Texts, _text_or_texts()] = None
     queries: Annotated[
@@ -192,7 +201,10 @@ class ScoreRequest(PoolingRequest, kw_only=True):
     documents: Annotated[Texts, _text_or_texts(TEXTS_RULE)] = None
     items: Annotated[Texts, _text_or_texts()] = None
     data_1: Annotated[
-        Texts, _text_or_texts("one text, or as many as data_2; the texts of both are limited")
+        Texts,
+        _text_or_texts(
+            "One text, or as many as `data_2` has. The number of texts in a request is limited."
+        ),
     ] = None
     data_2: Annotated[Texts, _text_or_texts()] = None
 
@@ -242,8 +254,8 @@ class ScoreRequest(PoolingRequest, kw_only=True):
         (first, second), (name, other) = self._sides, self._names
         if len(first) not in (1, len(second)):
             raise RequestError(
-                f"{name} has {len(first)} texts and {other} has {len(second)}: {name} must have "
-                "one, or as many",
+                f"{name} must have one text or as many as {other}, which has {len(second)}; got "
+                f"{len(first)}",
                 param=name,
             )
 
@@ -255,15 +267,15 @@ class ScoreRequest(PoolingRequest, kw_only=True):
 
 
 class RerankRequest(PoolingRequest, kw_only=True):
-    """POST /rerank: documents by their similarity to a query."""
+    """Body of POST /rerank: a query, and documents to sort by their similarity to it."""
 
     query: str
     documents: Annotated[list[str], rule(TEXTS_RULE, schema=_documents)]
     top_n: Annotated[int | None, rule(minimum=0, maximum=MAX_COUNT)] = None  # null or 0: all
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[Any, refused("not supported: use truncate_prompt_tokens")] = None
-    max_chunks_per_doc: Annotated[Any, refused("not supported: use truncate_prompt_tokens")] = None
-    instruction: Annotated[Any, refused("not supported: write it into the query")] = None
+    max_tokens_per_doc: Annotated[Any, refused("not supported; use truncate_prompt_tokens")] = None
+    max_chunks_per_doc: Annotated[Any, refused("not supported; use truncate_prompt_tokens")] = None
+    instruction: Annotated[Any, refused("not supported; include it in query")] = None
 
     ID_PREFIX: ClassVar[str] = "rerank"
 
@@ -279,12 +291,12 @@ class RerankRequest(PoolingRequest, kw_only=True):
         PoolingRequest.check(self)
         if self.top_n is not None and not 0 <= self.top_n <= MAX_COUNT:
             raise RequestError(
-                f"top_n must be between 0, which means all, and {MAX_COUNT}", param="top_n"
+                f"top_n must be between 0 (all documents) and {MAX_COUNT}", param="top_n"
             )
 
     async def answer(self, vectors: np.ndarray, **common: Any) -> PooledAnswer:
         scores = _similarity(vectors[:1], vectors[1:])
-        order = sorted(range(len(scores)), key=lambda i: -scores[i])  # equals stay in their order
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])  # stable for equal scores
         results = []
         for i in order[: self.top_n or None]:
             result = RankedResult(i, scores[i])
@@ -295,7 +307,7 @@ class RerankRequest(PoolingRequest, kw_only=True):
 
 
 def one_of(param: str, value: str | None, values: Sequence[str]) -> None:
-    """Raises RequestError, naming the field, for a value that is not among them."""
+    """Raise `RequestError`, which names the field, if the value is not allowed."""
     if value is not None and value not in values:
         raise RequestError(f"{param} must be {' or '.join(values)}", param=param)
 
@@ -309,7 +321,7 @@ def _texts(param: str, given: str | list[str]) -> list[Input]:
 
 
 def _similarity(first: np.ndarray, second: np.ndarray) -> list[float]:
-    """Cosines of f32[1 or P, d] with f32[P, d]."""
+    """Return the cosine similarities of the rows of f32[1 or P, d] and f32[P, d]."""
     products = normalized(first.astype(np.float64)) * normalized(second.astype(np.float64))
     return products.sum(axis=1).tolist()
 
@@ -317,10 +329,12 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> list[float]:
 async def encode_inputs(
     engine: AsyncEngine, request: PoolingRequest, work: TextWork
 ) -> list[Prompt]:
-    """The inputs of a request as token ids, cut as it asks; long texts are tokenised in a thread.
+    """Return the inputs of a request as token ids, truncated if requested.
+
+    Long texts are tokenized in a thread.
 
     Raises:
-      RequestError: one of them cannot be served; `param` is the name of that one.
+      RequestError: an input cannot be served. `param` is its path.
       OverloadedError: too much text waits to be tokenized.
     """
     inputs = request.inputs
@@ -337,10 +351,10 @@ async def encode_inputs(
 
 
 async def pooled(generation: Generation) -> np.ndarray:
-    """Waits for the pooled hidden states of all its prompts: f32[P, d].
+    """Wait for the pooled hidden states of all prompts, f32[P, d].
 
     Raises:
-      ForgeError: what ended the generation.
+      ForgeError: the generation failed.
     """
     over = asyncio.Event()
     vectors: dict[int, bytes] = {}
@@ -360,7 +374,6 @@ async def pooled(generation: Generation) -> np.ndarray:
 
 
 def usage_of(generation: Generation) -> PooledUsage:
-    """Tokens of a request that has no output."""
     usage = generation.usage
     return PooledUsage(
         prompt_tokens=usage.prompt_tokens,

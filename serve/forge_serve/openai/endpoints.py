@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's protocol, and those that other servers have beside it.
+"""The endpoints of OpenAI's protocol, and related ones from other servers.
 
 `/score`, `/rerank`, `/tokenize` and the LoRA endpoints are vLLM's, `/generate` is SGLang's, and
 `/invocations` is SageMaker's.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class OpenAIEndpoints:
-    """Handlers of requests in OpenAI's protocol."""
+    """Handlers of OpenAI's endpoints."""
 
     ROUTES: ClassVar[tuple[Route, ...]] = (
         post("completions", "/v1/completions", "/completions"),
@@ -92,7 +92,7 @@ class OpenAIEndpoints:
         return await self._pool(http, RerankRequest)
 
     async def invocations(self, http: web.Request) -> web.StreamResponse:
-        """Serve any of five kinds of requests, told apart by their fields."""
+        """Serve any of five kinds of requests, distinguished by their fields."""
         self._service.ready_engine()
         limits = self._service.config.limits
         fields = await self._handler.bodies.decode(http, lambda body: fields_of(body, limits))
@@ -109,8 +109,8 @@ class OpenAIEndpoints:
                 http[EXCHANGE].log.handler = endpoint.__name__
                 return await endpoint(http)
         raise RequestError(
-            "messages is required, or prompt, input, query with documents, or text_1 with text_2: "
-            "the body is one of a chat, a completion, an embedding, a ranking or a score",
+            "messages is required for a chat; other bodies need prompt (completion), input "
+            "(embedding), query and documents (reranking), or text_1 and text_2 (score)",
             param="messages",
         )
 

@@ -36,11 +36,11 @@ class GenerationHandler:
         self.bodies = bodies
 
     async def read[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
-        """Return the body of a request that is going to use the engine.
+        """Return the body of a request that will use the engine.
 
         Raises:
           NotReadyError: the server is starting or stopping.
-          OverloadedError: the host is short of memory.
+          OverloadedError: the host is low on memory.
           RequestError: the body is invalid.
         """
         self.service.ready_engine()
@@ -48,7 +48,7 @@ class GenerationHandler:
         return await self.decode(http, kind)
 
     async def decode[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
-        """Return the body, once its fields, its limits and its model have been checked."""
+        """Return the body after checking its fields, limits and model."""
         limits = self.service.config.limits
         request = await self.bodies.decode(http, lambda body: decode(body, kind, limits))
         lora = self.service.lora_of(request.model)
@@ -58,7 +58,7 @@ class GenerationHandler:
         return request
 
     async def decode_form[Form: msgspec.Struct](self, http: web.Request, kind: type[Form]) -> Form:
-        """Return a body that has none of the fields of generation."""
+        """Return a body that has no generation fields."""
         limits = self.service.config.limits
         return await self.bodies.decode(http, lambda body: decode_form(body, kind, limits))
 
@@ -70,10 +70,10 @@ class GenerationHandler:
         *,
         stored: bool = False,
     ) -> tuple[Generation, Serializer]:
-        """Submit a request. The caller has to close the generation.
+        """Submit a request. The caller must close the generation.
 
         Args:
-          stored: True if the response can be looked up by its id later. The id is then a new one,
+          stored: True if clients can retrieve the response by its id later. It then gets a new id,
             because clients may reuse theirs.
         """
         exchange = http[EXCHANGE]
@@ -97,7 +97,7 @@ class GenerationHandler:
     async def respond(
         self, http: web.Request, generation: Generation, serializer: ResponseSerializer
     ) -> web.StreamResponse:
-        """Return the response to a request that has begun: a stream of events, or whole."""
+        """Return the response to a submitted request: an event stream, or a whole body."""
         http[EXCHANGE].log.stream = serializer.streams
         if not serializer.streams:
             return json_response(await operations.whole_response(generation, serializer))
@@ -119,7 +119,6 @@ class GenerationHandler:
         *,
         stored: bool = False,
     ) -> web.StreamResponse:
-        """Submit a request and return its response."""
         generation, serializer = await self.begin(http, request, serializer_type, stored=stored)
         try:
             return await self.respond(http, generation, serializer)

@@ -1,4 +1,4 @@
-"""Fields of requests that this server does not know: each name is told once, in the log."""
+"""Log entries for unknown request fields: one for each name."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class IgnoredFields:
-    """What has been told: clients choose the names, so what is kept and logged is bounded."""
+    """The names logged so far. Their number and length are bounded, because clients choose them."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def tell(self, names: Iterable[str], known: Iterable[str] = ()) -> None:
-        """Logs a line for each name that is new, until there have been `MAX_NAMES`.
+        """Log a line for each new name, up to `MAX_NAMES` in all.
 
         Args:
-          known: the fields that there are, of which the nearest is suggested.
+          known: the supported fields. The line suggests a similar one.
         """
         for name in names:
             shown = _ODD.sub("?", name[:MAX_NAME_CHARS])
@@ -34,4 +34,4 @@ class IgnoredFields:
             if shown not in self._told:
                 self._told.add(shown)
                 similar = did_you_mean(shown, known)
-                log.info("requests have a field %s, which is ignored%s (said once)", shown, similar)
+                log.info("ignoring unknown request field %s%s (logged once)", shown, similar)

@@ -1,7 +1,7 @@
-"""LoRA adapters over HTTP: loaded and unloaded in vLLM's words, from one folder of the operator's.
+"""Loading and unloading of LoRA adapters over HTTP, in vLLM's protocol.
 
-A client names a folder below `--lora-folder`, and nothing else of the machine: without the flag no
-client loads anything.
+Clients can only load adapters from folders below the operator's `--lora-folder`, and none if it is
+not set.
 """
 
 from __future__ import annotations
@@ -20,66 +20,72 @@ if TYPE_CHECKING:
 
 
 class LoadLoraRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/load_lora_adapter."""
+
     lora_name: str
     lora_path: str
     load_inplace: Annotated[
         bool | None,
         msgspec.Meta(
-            description="refused: unload the adapter, and load it again",
+            description="Rejected: not supported; unload the adapter and load it again.",
             extra_json_schema={"enum": [False, None]},
         ),
     ] = None
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/unload_lora_adapter."""
+
     lora_name: str
-    lora_int_id: int | None = None  # no effect: the name says it
+    lora_int_id: int | None = None  # ignored, because names identify adapters
 
 
 async def load(
     engine: AsyncEngine, request: LoadLoraRequest, folder: str | None, model_name: str
 ) -> str:
-    """Loads an adapter; what the client is told.
+    """Load an adapter, and return the message for the client.
 
     Args:
-      folder: where adapters may be; None: clients load none.
-      model_name: that of the model itself, which no adapter can have.
+      folder: the folder of all adapters; None: clients cannot load any.
+      model_name: the base model's name, which no adapter can have.
 
     Raises:
-      UnknownAdapterError: there is no such folder.
-      RequestError: it cannot be loaded.
+      UnknownAdapterError: the adapter's folder does not exist.
+      RequestError: the adapter cannot be loaded.
     """
     if request.load_inplace:
         raise RequestError(
-            "load_inplace is not supported: unload the adapter, and load it again",
+            "load_inplace is not supported: unload the adapter and load it again",
             param="load_inplace",
         )
     if request.lora_name == model_name:
-        raise RequestError("lora_name: the model itself has this name", param="lora_name")
+        raise RequestError(
+            "lora_name must differ from the name of the served model", param="lora_name"
+        )
     root, path = _find(_allowed(folder), request.lora_path)
     try:
         await engine.load_lora(request.lora_name, str(path))
-    except RequestError as error:  # where the operator keeps it is not the client's to know
+    except RequestError as error:  # the operator's path must not reach the client
         raise RequestError(str(error).replace(f"{root}/", ""), param=error.param) from error
     return f"Success: LoRA adapter '{request.lora_name}' added successfully."
 
 
 async def unload(engine: AsyncEngine, request: UnloadLoraRequest, folder: str | None) -> str:
-    """Unloads an adapter; what the client is told.
+    """Unload an adapter, and return the message for the client.
 
     Raises:
-      UnknownAdapterError: there is none of the name.
-      RequestError: requests that have not ended take it.
+      UnknownAdapterError: no adapter with this name is loaded.
+      RequestError: unfinished requests use the adapter.
     """
     _allowed(folder)
     if all(adapter.name != request.lora_name for adapter in engine.loras):
-        raise UnknownAdapterError("there is no LoRA adapter of this name", param="lora_name")
+        raise UnknownAdapterError("no LoRA adapter with this name is loaded", param="lora_name")
     await engine.unload_lora(request.lora_name)
     return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
 
 
 def shown_path(path: str, folder: str | None) -> str:
-    """An adapter's path as it was given: below the operator's folder it begins there."""
+    """Return an adapter's path, relative to the operator's folder if it is inside."""
     if folder is not None:
         root = Path(folder).resolve()
         if Path(path).is_relative_to(root):
@@ -90,22 +96,26 @@ def shown_path(path: str, folder: str | None) -> str:
 def _allowed(folder: str | None) -> Path:
     if folder is None:
         raise RequestError(
-            "clients neither load nor unload LoRA adapters here: the server has no --lora-folder"
+            "loading and unloading LoRA adapters is disabled: start the server with --lora-folder"
         )
     return Path(folder).resolve()
 
 
 def _find(root: Path, path: str) -> tuple[Path, Path]:
-    """The folder of all adapters and that of one, links resolved; nothing of it lies elsewhere."""
+    """Return the folder of all adapters and the adapter's own, with links resolved.
+
+    Raises:
+      UnknownAdapterError: the adapter's folder or one of its files is missing or outside.
+    """
     try:
         found = (root / path).resolve()
         inside = found != root and found.is_dir()
         for place in (found, found / ADAPTER_CONFIG, found / ADAPTER_WEIGHTS):
             inside = inside and place.resolve().is_relative_to(root)
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a ring; ValueError: \0
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: a link loop; ValueError: a NUL byte
         inside = False
     if not inside:
         raise UnknownAdapterError(
-            "there is no such folder in the server's folder of LoRA adapters", param="lora_path"
+            "lora_path: no such folder below the server's --lora-folder", param="lora_path"
         )
     return root, found

@@ -1,4 +1,4 @@
-"""The objects of /v1/models: the served model, and its LoRA adapters."""
+"""The objects of /v1/models: the served model and its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def model_cards(service: Service) -> dict[str, ModelCard]:
-    """Return everything that a request can name as its model, by name; the model itself is first.
+    """Return all values of a request's `model` field, by name. The base model is first.
 
     Raises:
       NotReadyError: the server is starting or stopping.
@@ -28,7 +28,7 @@ def model_cards(service: Service) -> dict[str, ModelCard]:
 
     model = service.model_name
     cards = {model: card(model, engine.name)}
-    for adapter in engine.loras:  # none takes the place of the model itself
+    for adapter in engine.loras:  # an adapter must not replace the base model's entry
         root = loras.shown_path(adapter.path, service.config.lora_folder)
         cards.setdefault(adapter.name, card(adapter.name, root, model))
     return cards

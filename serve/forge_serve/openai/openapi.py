@@ -40,7 +40,7 @@ from forge_serve.openapi.operation import GENERATES, NOT_READY, READS, TEXT, Ope
 MODEL_NAME = Parameter("name", "path", None)
 USER = {"role": "user", "content": "Tell me a story."}
 
-# Of /invocations: the fields that choose among its requests, first come first.
+# For each kind of request to /invocations, the fields that select it. The first match wins.
 INVOKED: dict[type[GenerationRequest], frozenset[str]] = {
     ChatRequest: frozenset({"messages"}),
     CompletionRequest: frozenset({"prompt"}),
@@ -75,70 +75,70 @@ OPERATIONS = {
         errors=GENERATES,
     ),
     "embeddings": Operation(
-        summary="Texts as vectors",
+        summary="Embed texts as vectors",
         request=EmbeddingRequest,
         example={"input": ["a dog", "a cat"]},
         answer=EmbeddingAnswer,
         errors=GENERATES,
     ),
     "score": Operation(
-        summary="How similar texts are",
+        summary="Score the similarity of texts",
         request=ScoreRequest,
         example={"text_1": "a dog", "text_2": ["a cat", "a stone"]},
         answer=ScoreAnswer,
         errors=GENERATES,
     ),
     "rerank": Operation(
-        summary="Documents by their similarity to a query",
+        summary="Sort documents by their similarity to a query",
         request=RerankRequest,
         example={"query": "a dog", "documents": ["a stone", "a cat"]},
         answer=RerankAnswer,
         errors=GENERATES,
     ),
     "tokenize": Operation(
-        summary="The tokens of a text or a chat",
+        summary="Tokenize a text or a chat",
         request=TokenizeRequest,
         example={"prompt": "Once upon a time"},
         answer=TokenizeAnswer,
         errors=READS,
     ),
     "detokenize": Operation(
-        summary="The text of tokens",
+        summary="Convert token ids to text",
         request=DetokenizeRequest,
         example={"tokens": [5, 6, 7]},
         answer=DetokenizeAnswer,
         errors=READS,
     ),
     "tokenizer_info": Operation(
-        summary="Special tokens and the chat template",
+        summary="Get the special tokens and the chat template",
         answer=TokenizerInfo,
         errors=(400, *NOT_READY),
     ),
-    "models": Operation(summary="The models", answer=Models, errors=NOT_READY),
+    "models": Operation(summary="List the models", answer=Models, errors=NOT_READY),
     "model": Operation(
-        summary="One model",
+        summary="Get one model",
         answer=ModelCard,
         errors=(404, *NOT_READY),
         parameters=(MODEL_NAME,),
     ),
     "load_lora_adapter": Operation(
-        summary="Load a LoRA adapter, from the folder that --lora-folder names",
+        summary="Load a LoRA adapter from a folder below --lora-folder",
         request=LoadLoraRequest,
         example={"lora_name": "my-adapter", "lora_path": "my-adapter"},
         content_type=TEXT,
         errors=READS,
     ),
     "unload_lora_adapter": Operation(
-        summary="Unload a LoRA adapter that no request takes",
+        summary="Unload a LoRA adapter that no request uses",
         request=UnloadLoraRequest,
         example={"lora_name": "my-adapter"},
         content_type=TEXT,
         errors=READS,
     ),
     "invocations": Operation(
-        summary="A chat, completion, embedding, ranking or score, whichever the body is",
+        summary="Serve a chat, completion, embedding, reranking or score request",
         request=ChatRequest,
-        or_requests=tuple(INVOKED)[1:],  # in the order in which they are looked for
+        or_requests=tuple(INVOKED)[1:],  # the order matters, see INVOKED
         chosen_by=INVOKED,
         example={"messages": [USER], "max_tokens": 8},
         answer=dict[str, Any],

@@ -1,8 +1,7 @@
-"""From a request to its response, without HTTP.
+"""The steps from a request to its response, without HTTP.
 
-The server runs these functions for its connections, `batch` for the lines of a file, and the
-commands `chat` and `generate` for a terminal. They raise the exceptions that `errors.error_reply`
-turns into replies.
+The server and the commands `batch`, `chat` and `generate` use these functions. `errors.error_reply`
+turns their exceptions into replies.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.server.service import Service
 
-type TextRequest = CompletionRequest | ChatRequest | GenerateRequest  # with text as its output
+type TextRequest = CompletionRequest | ChatRequest | GenerateRequest  # requests with text output
 type Request = TextRequest | PoolingRequest
 
 
@@ -62,22 +61,22 @@ async def begin[Serializer: ResponseSerializer](
     tenant: str = "",
     lora: str | None = None,
 ) -> tuple[Generation, Serializer]:
-    """Submit a request. The caller has to close the generation.
+    """Submit a request. The caller must close the generation.
 
     Args:
-      unique_id: returns the end of the response's id. Called once everything has been checked.
+      unique_id: returns the end of the response's id. Called after all checks.
       cache_salt: requests share cached prefixes only with requests of the same salt.
-      tenant: takes turns with other tenants in the queues.
+      tenant: the owner of the request. Queues serve tenants in turn.
       lora: the adapter that the request's model names.
 
     Raises:
       RequestError: the request cannot be served.
-      OverloadedError: too much waits already, or its grammar could not be tried now.
-      EngineError: the engine takes no requests.
+      OverloadedError: a queue is full, or the server is too busy to compile the grammar.
+      EngineError: the engine accepts no requests.
     """
     try:
         params, prompts, output = await _prepare(service, request, tenant)
-        engine = service.ready_engine()  # preparing may have taken long
+        engine = service.ready_engine()  # the engine may have stopped during the preparation
         serializer = serializer_type(
             request,
             prompts,
@@ -110,7 +109,7 @@ async def begin[Serializer: ResponseSerializer](
 async def _prepare(
     service: Service, request: TextRequest, tenant: str
 ) -> tuple[SamplingParams, list[Prompt], ChatOutput | None]:
-    """Return the request as the engine takes it, with its grammar compiled."""
+    """Return the sampling parameters, prompts and chat output, with the grammar compiled."""
     engine, most = service.ready_engine(), service.config.max_new_tokens
     params, output = request.sampling_params(), None
     params = _limit_output(params, most, explicit=request.limits_output)
@@ -128,10 +127,10 @@ async def _prepare(
 
 
 def chat_output(service: Service, request: ChatRequest) -> ChatOutput:
-    """Return how the outputs of a chat are parsed.
+    """Return the parsers and grammar of a chat's outputs.
 
     Raises:
-      RequestError: the request has tools that this server cannot serve.
+      RequestError: the server does not support the request's tools.
     """
     engine, config = service.ready_engine(), service.config
     model = families(
@@ -165,14 +164,14 @@ def _limit_output(params: SamplingParams, most: int | None, *, explicit: bool) -
       explicit: True if the request itself sets the limit.
 
     Raises:
-      RequestError: the request sets a higher one.
+      RequestError: the request sets a higher limit.
     """
     asked = params.max_tokens
     if most is None or asked is None or asked <= most:
         return params
     if explicit:
         raise RequestError(
-            f"max_tokens is {asked}; this server allows at most {most} (--max-new-tokens)",
+            f"max_tokens must be at most {most} on this server (--max-new-tokens), got {asked}",
             param="max_tokens",
         )
     return dataclasses.replace(params, max_tokens=most)
@@ -181,10 +180,12 @@ def _limit_output(params: SamplingParams, most: int | None, *, explicit: bool) -
 def _limit_to_room(
     params: SamplingParams, most: int, prompt: Prompt, engine: AsyncEngine
 ) -> SamplingParams:
-    """Return the parameters of a request without `max_tokens`, which gets the context's room.
+    """Return the parameters of a request without `max_tokens`, limited to `most` output tokens.
+
+    The output may otherwise fill the context.
 
     Raises:
-      RequestError: the room is larger than `most`, and `min_tokens` is too.
+      RequestError: `most` is the lower limit, and `min_tokens` exceeds it.
     """
     limits = engine.limits
     room = min(limits.context, limits.kv_tokens + 1) - len(prompt.token_ids)
@@ -192,15 +193,15 @@ def _limit_to_room(
         return params
     if params.min_tokens > most:
         raise RequestError(
-            f"min_tokens is {params.min_tokens}; this server allows at most {most} output tokens "
-            "(--max-new-tokens)",
+            f"min_tokens must be at most {most} on this server (--max-new-tokens), got "
+            f"{params.min_tokens}",
             param="min_tokens",
         )
     return dataclasses.replace(params, max_tokens=most)
 
 
 async def whole_response(generation: Generation, serializer: ResponseSerializer) -> bytes:
-    """Wait for a generation, and return the whole response as JSON.
+    """Wait for a generation and return the whole response as JSON.
 
     Raises:
       ForgeError: the generation failed.
@@ -229,11 +230,11 @@ async def begin_pooling(
     tenant: str = "",
     lora: str | None = None,
 ) -> Generation:
-    """Submit a request for pooled hidden states, as `begin` submits others."""
+    """Submit a request for pooled hidden states; the counterpart of `begin`."""
     engine = service.ready_engine()
     request.check_sampling()
     prompts = await embeddings.encode_inputs(engine, request, service.text_work(tenant))
-    engine = service.ready_engine()  # encoding may have taken long
+    engine = service.ready_engine()  # the engine may have stopped during the encoding
     return Generation(
         engine,
         prompts,
@@ -253,7 +254,7 @@ async def begin_pooling(
 async def pooled_response(
     service: Service, request: PoolingRequest, generation: Generation
 ) -> bytes:
-    """Wait for what `begin_pooling` submitted, and return the whole response as JSON.
+    """Wait for a generation from `begin_pooling` and return the whole response as JSON.
 
     Raises:
       ForgeError: the generation failed.

@@ -34,13 +34,15 @@ async def encode_prompts(
     max_tokens: int | None,
     work: TextWork,
 ) -> list[Prompt]:
-    """The prompts of a request as token ids, truncated as it asks; long texts in a thread.
+    """Return the prompts of a request as token ids, truncated if requested.
+
+    Long texts are tokenized in a thread.
 
     Args:
-      max_tokens: of each output; None: what the context has room for.
+      max_tokens: the limit of each output; None: the context's room.
 
     Raises:
-      ContextLengthError: a text is so long that no tokenization of it could fit.
+      ContextLengthError: a text is too long to fit the context under any tokenization.
       RequestError: the model lacks a tokenizer or a chat template, or the text cannot be encoded.
       OverloadedError: too much text waits to be tokenized.
     """
@@ -55,10 +57,10 @@ async def encode_prompts(
 def kept_tokens(
     engine: AsyncEngine, request: GenerationRequest, max_tokens: int | None
 ) -> Kept | None:
-    """How much of each prompt a request wants kept; None: all of it.
+    """Return the part of each prompt to keep; None: all of it.
 
     Raises:
-      RequestError: more than the context.
+      RequestError: the part exceeds the context.
     """
     keep = request.truncate_prompt_tokens
     if keep is None:
@@ -66,10 +68,11 @@ def kept_tokens(
     limits = engine.limits
     if keep > limits.context:
         raise RequestError(
-            f"truncate_prompt_tokens must be at most {limits.context}, which is the context",
+            f"truncate_prompt_tokens must be at most {limits.context}, the context length; got "
+            f"{keep}",
             param="truncate_prompt_tokens",
         )
-    if keep == -1:  # all that there is room for besides the output
+    if keep == -1:  # as many as fit together with the output
         output = 1 if max_tokens is None else max_tokens
         keep = max(min(limits.context - output, limits.kv_tokens + 1 - max(output, 1)), 1)
     return Kept(keep, first=request.truncation_side == "right")
@@ -81,12 +84,12 @@ async def _encode_chat(
     tokenizer, template = engine.tokenizer, engine.chat_template
     if tokenizer is None:
         raise RequestError(
-            "this model has no tokenizer: ask for a completion of token ids", param="messages"
+            "this model has no tokenizer: use /v1/completions with token ids", param="messages"
         )
     if template is None or not template.available:
         raise RequestError(
-            "this model has no chat template: ask for a completion, "
-            "or start the server with --chat-template FILE",
+            "this model has no chat template: use /v1/completions, or start the server with "
+            "--chat-template FILE",
             param="messages",
         )
     messages = request.template_messages()
@@ -94,7 +97,7 @@ async def _encode_chat(
     options["add_special_tokens"] = bool(request.add_special_tokens)
     if kept is None:
         tokenizer.check_fits(map(text_of, messages), engine.max_model_len, "messages")
-    # Templates may show whatever a message holds: the calls of tools, say.
+    # All of it counts because templates may render any field, for example tool calls.
     num_bytes = len(msgspec.json.encode((messages, options)))
     check_total(num_bytes, work, "messages")
 

@@ -1,9 +1,9 @@
-"""What clients may send: the request bodies, and what the engine is asked for in their name.
+"""Request bodies, and their translation into sampling parameters.
 
-Fields follow OpenAI's protocol and the extensions that the field's engines share. Unknown fields
-are ignored and `null` means "the default"; numbers may come as strings or as floats without a
-fraction. A field that would change the output and is not implemented is refused by name. Bodies are
-read, and held to numeric limits, in `validation.py`.
+Fields follow OpenAI's protocol and the extensions that inference engines share. Unknown fields are
+ignored, and `null` means the default. Numbers may be sent as strings, and integers as floats
+without a fraction. An unimplemented field that would change the output is rejected by name.
+`validation.py` decodes bodies and checks their numeric limits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from forge_serve.openapi.schema import (
 
 MAX_TOKEN_ID = 2**31 - 1
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
-DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _SAMPLING_FIELDS = (
     "n",
@@ -62,7 +62,7 @@ _SAMPLING_FIELDS = (
 
 _LIMITS_OF_OUTPUT = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
-# OpenAI's, and any other that the model's chat template takes.
+# OpenAI's roles. `Role` also admits any other that the model's chat template supports.
 ROLES = ("system", "user", "assistant", "tool", "developer")
 Role = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$(?!\n)")]
 
@@ -75,7 +75,7 @@ class StreamOptions(msgspec.Struct):
 
 
 def _up_to(most: int) -> str:
-    """A pattern of the whole numbers from 0 to `most`, which has several digits."""
+    """Return a regular expression for the integers from 0 to `most`, which has several digits."""
     digits = str(most)
     found = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}", digits]
     for i, digit in enumerate(digits):
@@ -95,7 +95,6 @@ def _logit_bias(about: About) -> Schema:
 
 
 def stop_strings(about: About) -> Schema:
-    """A list of stop strings."""
     limits = about.limits
     text = {"type": "string", "minLength": 1, "maxLength": limits.stop_string_bytes}
     return {"type": "array", "items": text, "maxItems": limits.stop_strings}
@@ -127,48 +126,55 @@ def _samples(about: About) -> Schema:
 
 
 def _form(field: str) -> msgspec.Meta:
-    text = "one field at most may demand a form, and it has to compile"
+    text = (
+        "At most one field may constrain the output format, and the constraint must compile to a "
+        "grammar."
+    )
     if field != "response_format":
-        text = "as response_format: one of them at most"
+        text = "An alternative to `response_format`. At most one such field is allowed."
     return rule(text, **FIELD_SCHEMAS[field])
 
 
 _NOT_ZERO: Schema = {"not": {"const": 0}}
 TokenId = Annotated[int, rule(**number(TOKEN_ID))]
 MaxTokens = Annotated[
-    int | None, ranged("max_tokens", "prompt and output have to fit the context and the KV cache")
+    int | None, ranged("max_tokens", "Prompt and output must fit the context and the KV cache.")
 ]
 OneSample = Annotated[int | None, rule(minimum=1, maximum=1)]
 NoPromptLogprobs = Annotated[
-    int | None, rule("refused: not supported here", schema={"type": "null"})
+    int | None, rule("Rejected: not supported on this endpoint.", schema={"type": "null"})
 ]
 TruncationOfText = Annotated[int | None, rule(minimum=-1, maximum=MAX_COUNT, **_NOT_ZERO)]
-LOGPROBS_RULE = "choices times tokens times alternatives are limited"
+LOGPROBS_RULE = "The product of choices, tokens and alternatives per token is limited."
 TemplateKwargs = Annotated[
     dict[str, Any] | None,
     rule(
-        "limited in size; the template may refuse them",
+        "The size is limited, and the chat template may reject the values.",
         propertyNames={"not": {"enum": sorted(TEMPLATE_VARIABLES)}},
     ),
 ]
 TOOLS_RULE = (
-    "the model's chat template needs a place for them, and their schemas are limited in size and "
-    "depth"
+    "The model's chat template must support tools. The size and depth of the schemas are limited."
 )
-CHOICE_RULE = "names one of the tools; demands none of an output in another form"
+CHOICE_RULE = (
+    "A named function must be one of the tools. Required tool calls cannot be combined with an "
+    "output format."
+)
 MESSAGES_RULE = (
-    "in the model's chat template they have to fit the context, and the template may refuse them"
+    "The rendered prompt must fit the context. The model's chat template may reject the messages."
 )
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """The fields that all generating endpoints share."""
+    """Fields that all generation endpoints share."""
 
     model: Annotated[str | None, rule(schema=_model)] = None
     max_tokens: MaxTokens = None
-    n: Annotated[int | None, rule("prompts times n are limited", limits=_samples)] = None
-    best_of: Annotated[int | None, rule("equals n", limits=_samples)] = None
-    min_tokens: Annotated[int | None, ranged("min_tokens", "at most max_tokens")] = None
+    n: Annotated[
+        int | None, rule("The product of prompts and `n` is limited.", limits=_samples)
+    ] = None
+    best_of: Annotated[int | None, rule("Must equal `n`.", limits=_samples)] = None
+    min_tokens: Annotated[int | None, ranged("min_tokens", "Must not exceed `max_tokens`.")] = None
     temperature: Annotated[float | None, ranged("temperature")] = None
     top_k: Annotated[int | None, ranged("top_k")] = None
     top_p: Annotated[float | None, ranged("top_p")] = None
@@ -180,23 +186,28 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[
         dict[int, float] | None,
         rule(
-            "ids that the model has logits for", schema=_logit_bias, most=("logit_bias", "entries")
+            "Keys are token ids for which the model has logits.",
+            schema=_logit_bias,
+            most=("logit_bias", "entries"),
         ),
     ] = None
     stop: Annotated[
         str | list[str] | None,
-        rule("a string may have 256 bytes, in UTF-8; it excludes stop_sequences", schema=_stop),
+        rule(
+            "A string has at most 256 bytes in UTF-8. Cannot be combined with `stop_sequences`.",
+            schema=_stop,
+        ),
     ] = None
     stop_token_ids: Annotated[list[TokenId] | None, rule(most=("stop_token_ids", "ids"))] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    # Only these may be sampled.
+    # Restricts sampling to these tokens.
     allowed_token_ids: Annotated[
         list[TokenId] | None,
         rule(
-            "ids that the model has logits for; something has to be left to come",
+            "Token ids for which the model has logits. Other fields must not exclude all of them.",
             most=("allowed_token_ids", "ids"),
             minItems=1,
         ),
@@ -204,12 +215,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     bad_words: Annotated[
         list[str] | None,
         rule(
-            "a string may have 256 bytes, in UTF-8; something has to be left to come",
+            "A string has at most 256 bytes in UTF-8. At least one token must remain allowed.",
             schema=_bad_words,
             most=("bad_words", "strings"),
         ),
     ] = None
-    # How many tokens to keep. -1: as many as there is room for.
+    # Number of tokens to keep; -1 keeps as many as the context has room for.
     truncate_prompt_tokens: Annotated[
         int | None,
         rule(
@@ -218,26 +229,27 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             **_NOT_ZERO,
         ),
     ] = None
-    truncation_side: Literal["left", "right"] | None = None  # the end that is cut off
+    truncation_side: Literal["left", "right"] | None = None  # the end that is removed
     prompt_logprobs: Annotated[
-        int | None, rule("excludes stream: true", limits=up_to("logprobs"))
+        int | None,
+        rule("Cannot be combined with `stream: true`.", limits=up_to("logprobs")),
     ] = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in the logprobs
+    return_tokens_as_token_ids: bool | None = None  # applies to the logprobs
     stream: bool | None = None
-    stream_options: Annotated[StreamOptions | None, rule("only with stream: true")] = None
-    # Lower is served first.
+    stream_options: Annotated[StreamOptions | None, rule("Requires `stream: true`.")] = None
+    # Lower values run first.
     priority: Annotated[int | None, rule(minimum=-(2**31), maximum=2**31 - 1)] = None
     timeout: Annotated[float | None, rule(exclusiveMinimum=0)] = None  # seconds
     cache_salt: Annotated[
         str | None,
         rule(limits=lambda about: {"maxLength": about.limits.cache_salt_chars}, minLength=1),
     ] = None
-    # If the header has none.
+    # Used if the request has no X-Request-Id header.
     request_id: Annotated[str | None, rule(pattern=f"^{REQUEST_ID.pattern}$")] = None
     user: str | None = None
 
-    # One of these may demand a form of the output; see `structured`.
+    # At most one of these may constrain the output format; see `structured`.
     response_format: Annotated[Any, _form("response_format")] = None
     structured_outputs: Annotated[Any, _form("structured_outputs")] = None
     guided_json: Annotated[Any, _form("guided_json")] = None
@@ -249,37 +261,41 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ebnf: Annotated[Any, _form("ebnf")] = None
     grammar: Annotated[Any, _form("grammar")] = None
 
-    stop_regex: Annotated[Any, refused("not supported: use stop")] = None
-    no_stop_trim: Annotated[Any, refused("not supported: use include_stop_str_in_output")] = None
+    stop_regex: Annotated[Any, refused("not supported; use stop")] = None
+    no_stop_trim: Annotated[Any, refused("not supported; use include_stop_str_in_output")] = None
     use_beam_search: Annotated[Any, refused("beam search is not supported")] = None
     length_penalty: Annotated[Any, refused("beam search is not supported", neutral=1.0)] = None
     logprob_token_ids: Annotated[
-        Any, refused("not supported: ask for the likeliest with logprobs")
+        Any, refused("not supported; use logprobs for the most likely tokens")
     ] = None
-    thinking_token_budget: Annotated[Any, refused("not supported: use max_tokens")] = None
-    repetition_detection: Annotated[Any, refused("not supported: use frequency_penalty")] = None
+    thinking_token_budget: Annotated[Any, refused("not supported; use max_tokens")] = None
+    repetition_detection: Annotated[Any, refused("not supported; use frequency_penalty")] = None
     watermarking: Annotated[Any, refused("not supported")] = None
     guided_whitespace_pattern: Annotated[
-        Any, refused("not supported: use structured_outputs.whitespace_pattern")
+        Any, refused("not supported; use structured_outputs.whitespace_pattern")
     ] = None
-    typical_p: Annotated[Any, refused("not supported: use top_p or min_p", neutral=1.0)] = None
+    typical_p: Annotated[Any, refused("not supported; use top_p or min_p", neutral=1.0)] = None
     xtc_probability: Annotated[
-        Any, refused("not supported: use temperature or top_p", neutral=0.0)
+        Any, refused("not supported; use temperature or top_p", neutral=0.0)
     ] = None
-    dry_multiplier: Annotated[Any, refused("not supported: use frequency_penalty", neutral=0.0)] = (
+    dry_multiplier: Annotated[Any, refused("not supported; use frequency_penalty", neutral=0.0)] = (
         None
     )
-    dynatemp_range: Annotated[Any, refused("not supported: use temperature", neutral=0.0)] = None
-    mirostat: Annotated[Any, refused("not supported: use temperature and top_p", neutral=0.0)] = (
+    dynatemp_range: Annotated[Any, refused("not supported; use temperature", neutral=0.0)] = None
+    mirostat: Annotated[Any, refused("not supported; use temperature and top_p", neutral=0.0)] = (
         None
     )
     logits_processors: Annotated[Any, refused("not accepted from clients")] = None
     custom_logit_processor: Annotated[Any, refused("not accepted from clients")] = None
-    lora_path: Annotated[Any, refused("not accepted: name a loaded adapter as the model")] = None
-    kv_transfer_params: Annotated[Any, refused("this server takes no KV caches of others")] = None
+    lora_path: Annotated[
+        Any, refused("not accepted from clients; set model to a loaded adapter")
+    ] = None
+    kv_transfer_params: Annotated[
+        Any, refused("not supported; the server does not transfer KV caches")
+    ] = None
     return_hidden_states: Annotated[Any, refused("not supported")] = None
 
-    ROLES: ClassVar[tuple[str, ...]] = ROLES  # of messages
+    ROLES: ClassVar[tuple[str, ...]] = ROLES  # message roles
 
     @property
     def num_samples(self) -> int:
@@ -287,7 +303,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def limits_output(self) -> bool:
-        """Whether the request says how many tokens an output may have."""
+        """True if the request limits the number of output tokens."""
         return any(getattr(self, name, None) is not None for name in _LIMITS_OF_OUTPUT)
 
     @property
@@ -300,40 +316,39 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def stream_usage_always(self) -> bool:
-        """Whether every chunk carries the usage so far."""
+        """True if every chunk includes the usage so far."""
         options = self.stream_options
         return self.stream_usage and bool(options and options.continuous_usage_stats)
 
     def check(self) -> None:
-        """Refuses what is not implemented and what contradicts itself.
+        """Reject fields that are not implemented or contradict each other.
 
         Raises:
-          RequestError: with `param` named.
+          RequestError: a field is invalid. `param` is its name.
         """
         self._check_refused()
         demand(self)
         if self.stream_options is not None and not self.streams:
-            raise RequestError(
-                "stream_options is only allowed with stream: true", param="stream_options"
-            )
+            raise RequestError("stream_options requires stream: true", param="stream_options")
         if self.best_of is not None and self.best_of != self.num_samples:
             raise RequestError(
-                "best_of is not supported unless it equals n; ask for n samples", param="best_of"
+                "best_of must equal n; to get several samples, set n", param="best_of"
             )
-        for name in _LIMITS_OF_OUTPUT:  # the one that does not win is none of the engine's
+        # The engine checks only the limit that takes precedence.
+        for name in _LIMITS_OF_OUTPUT:
             limit = getattr(self, name, None)
             if limit is not None:
                 RANGES["max_tokens"].check(name, limit)
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
-                "request_id must have 1 to 128 characters, of those that X-Request-Id may have",
+                "request_id must be 1 to 128 letters, digits or . _ : / + = @ -",
                 param="request_id",
             )
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and not 1 <= keep <= MAX_COUNT:
             raise RequestError(
-                f"truncate_prompt_tokens must be between 1 and {MAX_COUNT}, or -1 for what there "
-                "is room for",
+                f"truncate_prompt_tokens must be between 1 and {MAX_COUNT}, or -1 to keep as many "
+                "tokens as the context has room for",
                 param="truncate_prompt_tokens",
             )
         if self.prompt_logprobs is not None:
@@ -341,11 +356,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         if self.timeout is not None and not 0.0 < self.timeout < math.inf:
             raise RequestError("timeout must be a positive number of seconds", param="timeout")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
-            raise RequestError("priority must fit 32 bits", param="priority")
+            raise RequestError("priority must be a 32-bit signed integer", param="priority")
 
     @classmethod
     def refusals(cls) -> Mapping[str, tuple[str, float | None]]:
-        """The fields that are not implemented: the reason, and a number that is accepted."""
+        """Return the fields that are not implemented: a reason, and a number that is accepted."""
         return refused_fields(cls)
 
     def _check_refused(self) -> None:
@@ -357,36 +372,38 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     def _check_prompt_logprobs(self) -> None:
         if self.streams:
-            raise RequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
+            raise RequestError(
+                "prompt_logprobs cannot be combined with stream: true", param="prompt_logprobs"
+            )
 
     def names_sent(self) -> dict[str, str]:
-        """The client's names of what the engine calls otherwise."""
+        """Return the client's field names by the engine's, where they differ."""
         demanded = demand(self)
         return {} if demanded is None else {"structured_outputs": demanded[0]}
 
     def translate_params(self, error: RequestError) -> RequestError:
-        """The same error about the fields as the client named them."""
+        """Return the error with the engine's field names replaced by the client's."""
         message, param = str(error), error.param
         for name, sent in self.names_sent().items():
             if name == param:
                 param = sent
-            if "_" in name:  # else it could be a word of the sentence
+            if "_" in name:  # any other name could be an ordinary word of the message
                 message = re.sub(rf"\b{name}\b", sent, message)
         return type(error)(message, param=param)
 
     def sampling_params(self) -> SamplingParams:
-        """What the engine is asked for.
+        """Return the engine's sampling parameters.
 
         Raises:
-          RequestError: for a value out of range; `param` may be the engine's name of the field.
+          RequestError: a value is out of range. `param` may be the engine's name of the field.
         """
         return self._sampling_params(max_tokens=self.max_tokens)
 
     def check_sampling(self) -> None:
-        """Refuses, where nothing is generated, what a generation would be refused for.
+        """Check the sampling parameters of a request that generates nothing.
 
         Raises:
-          RequestError: with `param` named.
+          RequestError: a field is invalid. `param` is its name.
         """
         try:
             self.sampling_params()
@@ -405,11 +422,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: Annotated[
         str | list[str | int | list[int]],
-        rule("it has at least one token, and has to fit the context", schema=prompts),
+        rule("Each prompt must have at least one token and fit the context.", schema=prompts),
     ]
     max_tokens: Annotated[
         MaxTokens,
@@ -418,13 +435,15 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: Annotated[int | None, rule(LOGPROBS_RULE, limits=up_to("logprobs"))] = None
     echo: bool | None = None
     suffix: Annotated[Any, refused("insertion is not supported")] = None
-    prompt_embeds: Annotated[Any, refused("embeddings as a prompt are not supported")] = None
+    prompt_embeds: Annotated[
+        Any, refused("embeddings are not supported as prompts; use prompt")
+    ] = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or a list of token ids.
+        """Return the prompts, each as a text or a list of token ids.
 
         Raises:
-          RequestError: for an empty list, or a mixed one.
+          RequestError: the list is empty or mixed.
         """
         return prompts_of(self.prompt)
 
@@ -440,12 +459,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class GenerateRequest(GenerationRequest, kw_only=True):
-    """POST /generate and /v1/generate: one prompt, one sample."""
+    """Body of POST /generate and /v1/generate: one prompt, one sample."""
 
     prompt: Annotated[
         str | list[int],
         rule(
-            "it has at least one token, and has to fit the context",
+            "The prompt must have at least one token and fit the context.",
             schema=one_prompt,
         ),
     ]
@@ -457,11 +476,14 @@ class GenerateRequest(GenerationRequest, kw_only=True):
     def check(self) -> None:
         GenerationRequest.check(self)
         if self.num_samples != 1:
-            raise RequestError("n must be 1 here: ask for a completion", param="n")
+            raise RequestError(
+                "n must be 1 on this endpoint; for several samples, use /v1/completions", param="n"
+            )
 
     def _check_prompt_logprobs(self) -> None:
         raise RequestError(
-            "prompt_logprobs are not supported here: ask for a completion", param="prompt_logprobs"
+            "prompt_logprobs is not supported on this endpoint; use /v1/completions",
+            param="prompt_logprobs",
         )
 
     def names_sent(self) -> dict[str, str]:
@@ -482,7 +504,7 @@ class ContentPart(msgspec.Struct):
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
     name: str
-    arguments: str | dict[str, Any] | None = None  # JSON, or what it says
+    arguments: str | dict[str, Any] | None = None  # JSON, or the object that it encodes
 
 
 class ToolCall(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -498,9 +520,9 @@ class Message(msgspec.Struct, omit_defaults=True):
     tool_calls: Annotated[list[ToolCall] | None, rule(most=("tools", "calls"))] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name for it
+    reasoning: str | None = None  # an alias of reasoning_content
     refusal: str | None = None
-    function_call: Annotated[Any, refused("not supported: use tool_calls")] = None
+    function_call: Annotated[Any, refused("not supported; use tool_calls")] = None
     audio: Annotated[Any, refused("audio is not supported")] = None
 
     @classmethod
@@ -510,21 +532,22 @@ class Message(msgspec.Struct, omit_defaults=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[
         list[Message], rule(MESSAGES_RULE, most=("messages", "messages"), minItems=1)
     ]
     max_completion_tokens: Annotated[int | None, ranged("max_tokens")] = None
     logprobs: Annotated[bool | None, rule(LOGPROBS_RULE)] = None
-    top_logprobs: Annotated[int | None, rule("needs logprobs: true", limits=up_to("logprobs"))] = (
-        None
-    )
+    top_logprobs: Annotated[
+        int | None, rule("Requires `logprobs: true`.", limits=up_to("logprobs"))
+    ] = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[
         bool | None,
         rule(
-            "needs an assistant's message at the end, and excludes add_generation_prompt: true",
+            "The last message must have the role `assistant`. Cannot be combined with "
+            "`add_generation_prompt: true`.",
         ),
     ] = None
     chat_template_kwargs: TemplateKwargs = None
@@ -541,17 +564,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
     verbosity: str | None = None
     modalities: Annotated[list[str] | None, rule(schema={"enum": [None, [], ["text"]]})] = None
     chat_template: Annotated[
-        Any, refused("not accepted from clients; the server's --chat-template sets it")
+        Any, refused("not accepted from clients; start the server with --chat-template FILE")
     ] = None
     functions: Annotated[
-        Any, refused("not supported: use tools"), rule(most=("tools", "entries"))
+        Any, refused("not supported; use tools"), rule(most=("tools", "entries"))
     ] = None
-    function_call: Annotated[Any, refused("not supported: use tool_choice")] = None
-    documents: Annotated[Any, refused("documents are not supported yet")] = None
+    function_call: Annotated[Any, refused("not supported; use tool_choice")] = None
+    documents: Annotated[Any, refused("documents are not supported")] = None
     audio: Annotated[Any, refused("audio is not supported")] = None
-    echo: Annotated[Any, refused("not supported: ask for a completion")] = None
-    web_search_options: Annotated[Any, refused("this server searches nothing")] = None
-    moderation: Annotated[Any, refused("not supported: leave it out")] = None
+    echo: Annotated[Any, refused("not supported in chats; use /v1/completions")] = None
+    web_search_options: Annotated[Any, refused("web search is not supported")] = None
+    moderation: Annotated[Any, refused("not supported; omit it")] = None
 
     def check(self) -> None:
         GenerationRequest.check(self)
@@ -561,13 +584,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """Check the fields that only a chat has."""
         self.chosen_tools()
         if self.modalities not in (None, [], ["text"]):
-            raise RequestError("modalities: only text is supported", param="modalities")
+            raise RequestError('modalities must be ["text"]', param="modalities")
         for name in TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys():
             raise RequestError(
                 f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}"
             )
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+            raise RequestError("top_logprobs requires logprobs: true", param="top_logprobs")
         self._check_messages()
 
     def _check_messages(self) -> None:
@@ -576,12 +599,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise RequestError(
-                    "add_generation_prompt and continue_final_message exclude each other",
+                    "continue_final_message cannot be combined with add_generation_prompt: true",
                     param="continue_final_message",
                 )
             if self.messages[-1].role != "assistant":
                 raise RequestError(
-                    "continue_final_message needs an assistant's message at the end",
+                    "continue_final_message requires that the last message has the role assistant",
                     param="continue_final_message",
                 )
 
@@ -591,25 +614,25 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return {"prompt": "messages", **limit, **GenerationRequest.names_sent(self)}
 
     def chosen_tools(self) -> ToolChoice:
-        """Which tools the model may, or must, call.
+        """Return the tools that the model may or must call.
 
         Raises:
-          RequestError: of a tool, or of the choice.
+          RequestError: a tool or the choice is invalid.
         """
         return tool_choice(self.tools, self.tool_choice)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as a chat template takes them: plain dictionaries.
+        """Return the messages as plain dictionaries for the chat template.
 
-        Contents are texts, or lists of text parts, of which the template decides what becomes.
+        A message's content is a text or a list of text parts.
 
         Raises:
-          RequestError: for a content part that is not text, or a call that is not of a function.
+          RequestError: a content part is not text, or a call is not of a function.
         """
         return [_template_message(i, message) for i, message in enumerate(self.messages)]
 
     def template_options(self) -> dict[str, Any]:
-        """The other arguments of the chat template."""
+        """Return the chat template's arguments other than the messages."""
         continues = bool(self.continue_final_message)
         generation = self.add_generation_prompt
         named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
@@ -632,19 +655,25 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 def thinking_variables(thinks: bool) -> dict[str, Any]:
-    """Of a chat template: families know it by one of two names, and ignore the other."""
+    """Return the chat template's thinking switch under both names that model families use.
+
+    Templates ignore the name that they do not use.
+    """
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
 class TokenizeRequest(ChatRequest, kw_only=True):
-    """POST /tokenize: a text, several, or a chat as it would reach the model."""
+    """Body of POST /tokenize: one or several texts, or a chat to render as a prompt."""
 
     messages: Annotated[list[Message], rule(MESSAGES_RULE, most=("messages", "messages"))] = (
         msgspec.field(default_factory=list)
     )
     prompt: Annotated[
         str | Annotated[list[str], rule(minItems=1)] | None,
-        rule("it has at least one token, and has to fit the context", most=("prompts", "texts")),
+        rule(
+            "Each text must have at least one token and fit the context.",
+            most=("prompts", "texts"),
+        ),
     ] = None
     return_token_strs: bool | None = None
     truncate_prompt_tokens: TruncationOfText = None
@@ -662,7 +691,7 @@ class TokenizeRequest(ChatRequest, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
-            raise RequestError("send prompt or messages, and not both", param="prompt")
+            raise RequestError("send either prompt or messages", param="prompt")
         ChatRequest.check(self)
 
     def _check_messages(self) -> None:
@@ -670,7 +699,7 @@ class TokenizeRequest(ChatRequest, kw_only=True):
             ChatRequest._check_messages(self)
 
     def asked(self) -> CompletionRequest | ChatRequest:
-        """The generation whose prompt is meant."""
+        """Return the generation request with this prompt."""
         if self.prompt is None:
             return self
         prompt = self.prompt if isinstance(self.prompt, str) else list[Any](self.prompt)
@@ -684,7 +713,7 @@ def _token_lists(about: About) -> Schema:
 
 
 class DetokenizeRequest(GenerationRequest, kw_only=True):
-    """POST /detokenize: the tokens of a text, or of several."""
+    """Body of POST /detokenize: the token ids of one or several texts."""
 
     tokens: Annotated[list[int | list[int]], rule(schema=_token_lists)]
     truncate_prompt_tokens: TruncationOfText = None
@@ -693,14 +722,17 @@ class DetokenizeRequest(GenerationRequest, kw_only=True):
         GenerationRequest.check(self)
         if len({type(item) for item in self.tokens}) > 1:
             raise RequestError(
-                "tokens must be a list of token ids or a list of those", param="tokens"
+                "tokens must be a list of token ids or a list of lists of token ids",
+                param="tokens",
             )
         for ids in self.texts():
             if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
-                raise RequestError(f"tokens must be ids from 0 to {MAX_TOKEN_ID}", param="tokens")
+                raise RequestError(
+                    f"tokens must be token ids between 0 and {MAX_TOKEN_ID}", param="tokens"
+                )
 
     def texts(self) -> list[list[int]]:
-        """The token ids of each text; `tokens` itself where it is a list of those."""
+        """Return the token ids of each text: `tokens` itself if it is a list of lists."""
         several = bool(self.tokens) and isinstance(self.tokens[0], list)
         return self.tokens if several else [self.tokens]  # type: ignore[return-value]
 
@@ -708,10 +740,10 @@ class DetokenizeRequest(GenerationRequest, kw_only=True):
 def prompts_of(
     prompt: str | list[str | int | list[int]], param: str = "prompt"
 ) -> list[str | list[int]]:
-    """The prompts in a field that may have one or several, as texts or as token ids.
+    """Return the prompts of a field that holds one or several, as texts or token ids.
 
     Raises:
-      RequestError: it has none, or of several kinds.
+      RequestError: the field is empty or mixes kinds.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -720,7 +752,8 @@ def prompts_of(
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise RequestError(
-            f"{param} must be a text, a list of texts, a list of token ids or a list of those",
+            f"{param} must be a text, a list of texts, a list of token ids, or a list of lists of "
+            "token ids",
             param=param,
         )
     if kinds == {int}:
@@ -729,7 +762,7 @@ def prompts_of(
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """All of the text of a message as a template takes it."""
+    """Return the whole text of a message from `template_messages`."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
@@ -753,28 +786,28 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
     plain = msgspec.to_builtins(message)
     for name in refused_fields(Message):
         plain.pop(name, None)
-    refusal = plain.pop("refusal", None)  # instead of content, in OpenAI's answers
+    refusal = plain.pop("refusal", None)  # OpenAI's responses send it instead of content
     plain["content"] = content or refusal or ""
     if "tool_calls" in plain:
         plain["tool_calls"] = [
             _template_call(f"messages[{i}].tool_calls[{j}]", call)
             for j, call in enumerate(message.tool_calls or ())
         ]
-        if not plain["tool_calls"]:  # templates ask only whether there are any
+        if not plain["tool_calls"]:  # templates test only whether the key is defined
             del plain["tool_calls"]
-    if message.role == "developer":  # OpenAI's newer word for it; templates know the older one
+    if message.role == "developer":  # OpenAI's new name for system, which templates lack
         plain["role"] = "system"
     return plain
 
 
 def _template_call(path: str, call: ToolCall) -> dict[str, Any]:
-    """A call as templates take it: its arguments as an object, if that is what they are."""
+    """Return a tool call for the chat template. Arguments that encode an object are decoded."""
     if call.type not in (None, "function"):
         raise RequestError(f"{path}.type: only functions are supported", param=f"{path}.type")
     plain = msgspec.to_builtins(call)
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError):  # the model's own, which may be no JSON
+        with contextlib.suppress(msgspec.DecodeError):  # a model may write invalid JSON
             decoded = msgspec.json.decode(arguments)
             arguments = decoded if isinstance(decoded, dict) else arguments
     plain["function"]["arguments"] = arguments

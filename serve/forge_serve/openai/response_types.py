@@ -1,6 +1,6 @@
-"""The objects that clients of OpenAI's endpoints receive: responses, stream events and errors.
+"""The objects that OpenAI's endpoints send: responses, stream events and errors.
 
-The serializers and handlers build these structs, and `/openapi.json` is generated from them.
+Serializers and handlers build these structs, and `/openapi.json` is generated from them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class PromptLogprob(Payload):
     decoded_token: str | None
 
 
-# One entry per prompt token: its own logprob and the most likely ones, by id. The first is null.
+# One entry per prompt token: logprobs of the token itself and of the most likely ones, by token id.
+# The first entry is null.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -40,15 +41,15 @@ class CompletionChoice(Payload):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    stop_reason: StopReason  # vLLM: the stop string or the id of the stop token
-    matched_stop: StopReason  # SGLang: the same, or the end token
+    stop_reason: StopReason  # vLLM's: the stop string or stop token id
+    matched_stop: StopReason  # SGLang's: the same, or the id of the EOS token
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: Sequence[int] | None
     token_ids: Sequence[int] | None
 
 
 class CompletionAnswer(Payload, kw_only=True):
-    """The answer of /v1/completions."""
+    """Response of /v1/completions."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -71,7 +72,7 @@ class CompletionEventChoice(Payload, kw_only=True):
 
 
 class CompletionEvent(Payload, kw_only=True):
-    """An event of a streamed completion."""
+    """Event of a streamed completion."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -128,7 +129,7 @@ class ChatChoice(Payload):
 
 
 class ChatAnswer(Payload, kw_only=True):
-    """The answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -172,7 +173,7 @@ class ChatEventChoice(Payload):
 
 
 class ChatEvent(Payload, kw_only=True):
-    """An event of a streamed chat."""
+    """Event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -185,7 +186,7 @@ class ChatEvent(Payload, kw_only=True):
 
 
 class GenerateAnswer(Payload):
-    """The answer of /generate."""
+    """Response of /generate."""
 
     text: str
     finish_reason: FinishReason
@@ -199,7 +200,7 @@ class GenerateAnswer(Payload):
 
 
 class GenerateEvent(Payload):
-    """An event of a streamed answer of /generate."""
+    """Event of a streamed response of /generate."""
 
     text: str
     finish_reason: FinishReason | None = None
@@ -207,7 +208,7 @@ class GenerateEvent(Payload):
 
 
 class PooledUsage(Payload, kw_only=True):
-    """Tokens of a request that has no output."""
+    """Token counts of a request without output."""
 
     prompt_tokens: int
     completion_tokens: Literal[0] = 0
@@ -219,7 +220,8 @@ class EmbeddingData(Payload, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: Annotated[
-        list[float] | str, Meta(description="base64: little-endian float32 values")
+        list[float] | str,
+        Meta(description="A list of numbers, or little-endian float32 values in base64."),
     ]
 
 
@@ -247,27 +249,27 @@ class PooledAnswer(Payload, kw_only=True):
 
 
 class EmbeddingAnswer(PooledAnswer, kw_only=True):
-    """The answer of /v1/embeddings."""
+    """Response of /v1/embeddings."""
 
     object: Literal["list"] = "list"
     data: list[EmbeddingData]
 
 
 class ScoreAnswer(PooledAnswer, kw_only=True):
-    """The similarity of pairs of texts, from -1 to 1."""
+    """Response of /v1/score: the cosine similarity of each pair of texts, from -1 to 1."""
 
     object: Literal["list"] = "list"
     data: list[ScoreData]
 
 
 class RerankAnswer(PooledAnswer, kw_only=True):
-    """Documents, the most similar first."""
+    """Response of /v1/rerank: the documents, most similar first."""
 
     results: list[RankedResult]
 
 
 class TokenizeAnswer(Payload):
-    """The tokens of a text, or of each of several."""
+    """Response of /tokenize: the tokens of one text or of each text in a list."""
 
     count: int | list[int]
     max_model_len: int
@@ -276,14 +278,14 @@ class TokenizeAnswer(Payload):
 
 
 class DetokenizeAnswer(Payload):
-    """The text of tokens, or the texts of several lists of them."""
+    """Response of /detokenize: one text, or one for each list of token ids."""
 
     prompt: str | list[str]
-    text: str | list[str]  # the same
+    text: str | list[str]  # the same value under another name
 
 
 class ModelCard(Payload, kw_only=True):
-    """The model that is served, or a LoRA adapter of it, which has it for a parent."""
+    """The served model, or one of its LoRA adapters, whose `parent` is the model."""
 
     id: str
     object: Literal["model"] = "model"

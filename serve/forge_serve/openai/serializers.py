@@ -1,8 +1,8 @@
-"""From deltas to the bytes of responses: whole bodies and server-sent events of each endpoint.
+"""Serializers, which encode deltas as the response bodies and server-sent events of each endpoint.
 
-Every body and event is a struct of `response_types`. A plain event brings text to a choice that is
-neither first nor last. It is made from a template, which is such an event encoded once. This takes
-a tenth of the time, and most events are plain.
+Every body and event is a struct of `response_types`. A plain event carries only text and is neither
+the first nor the last of its choice. Most events are plain, so the serializer encodes one as a
+template and inserts the text of the others. This takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -70,35 +70,35 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt and its logprobs, which come with the deltas of its first choice."""
+    """A prompt and its logprobs, which arrive with the deltas of its first choice."""
 
     prompt: Prompt
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    held: list[tuple[int, Delta]] = field(default_factory=list)  # until they are complete
+    held: list[tuple[int, Delta]] = field(default_factory=list)  # until the logprobs are complete
 
     @property
     def scored(self) -> bool:
-        """Whether every token but the first, which has none, has its logprobs."""
+        """True if all logprobs have arrived. The first token has none."""
         return len(self.logprobs) >= len(self.prompt.token_ids) - 1
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What has been seen of one choice so far."""
+    """The state of one choice."""
 
     index: int
     of: _Prompt
     text: list[str] = field(default_factory=list)
-    num_told: int = 0  # tokens that events have told of, unless they are plain
+    num_told: int = 0  # tokens in events so far, except plain ones
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     offsets: TextOffsets | None = None
-    parser: AnswerParser | None = None  # None: what is to come is content
-    parts: Parts = field(default_factory=Parts)  # of the whole answer, if there is a parser
+    parser: AnswerParser | None = None  # None: all further text is content
+    parts: Parts = field(default_factory=Parts)  # the whole answer, if there is a parser
     started: bool = False
-    plain_head: bytes = b""  # of a plain event, up to its text; empty: none may be plain
+    plain_head: bytes = b""  # a plain event up to its text; empty: no event may be plain yet
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -110,9 +110,9 @@ class _Choice:
 
 
 class ResponseSerializer:
-    """One request's answer in the form of its endpoint; `events` while it streams, else `body`."""
+    """The encoder of one request's response. Call `events` if it streams, otherwise `body`."""
 
-    id_prefix: ClassVar[str]  # with the separator
+    id_prefix: ClassVar[str]  # including the separator
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ResponseSerializer:
             as_ids=bool(request.return_tokens_as_token_ids),
         )
         self.prompt_logprobs = request.prompt_logprobs
-        # Without a tokenizer the ids are all that there is to answer with.
+        # A model without a tokenizer can only respond with token ids.
         self.with_token_ids = bool(request.return_token_ids) or tokenizer is None
         self.streams = request.streams
         self.include_usage = request.stream_usage
@@ -144,8 +144,8 @@ class ResponseSerializer:
             "model": model,
             "system_fingerprint": system_fingerprint,
         }
-        self.reasoning_tokens: list[ReasoningTokens] = []  # of each choice, if any is looked for
-        self._num_told = 0  # of all choices
+        self.reasoning_tokens: list[ReasoningTokens] = []  # one per choice, or empty
+        self._num_told = 0  # the sum over all choices
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]
         self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
@@ -153,7 +153,7 @@ class ResponseSerializer:
         self._plain_tail = b""
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        """The events of one delta: none if it has nothing to show yet."""
+        """Return the events of one delta, which may be none."""
         state = self._choices[choice]
         if state.plain_head and usage is None and delta.text and delta.finish_reason is None:
             return state.plain_head + _json(delta.text) + self._plain_tail
@@ -176,13 +176,13 @@ class ResponseSerializer:
         return events
 
     def _plain_template(self, state: _Choice) -> tuple[bytes, bytes]:
-        """What is before and after the text of a plain event."""
+        """Return the bytes before and after the text of a plain event."""
         event = self._event([self._plain_chunk(state, _TEXT)], self._usage_so_far(None))
         head, _, tail = event.rpartition(_json(_TEXT))
         return head, tail
 
     def _usage_so_far(self, usage: Usage | None) -> Usage | UnsetType | None:
-        """The usage in an event: of the tokens that events have told of, up to this one."""
+        """Return the usage for an event: the tokens of all events up to this one."""
         if usage is None:
             return None if self.include_usage else UNSET
         counters = zip(self.reasoning_tokens, self._choices, strict=False)
@@ -196,49 +196,47 @@ class ResponseSerializer:
         )
 
     def beginning(self) -> bytes:
-        """The events before any news."""
+        """Return the events that precede the first delta."""
         return b""
 
     def end(self, usage: Usage) -> bytes:
-        """The last events of a stream that went well."""
+        """Return the last events of a successful stream."""
         if not self.include_usage:
             return DONE
         return self._event([], usage) + DONE
 
     def error_event(self, reply: ErrorReply) -> bytes:
-        """The event of a failure in the middle of a stream."""
+        """Return the event for a failure in the middle of a stream."""
         return b"data: " + reply.body() + b"\n\n"
 
     def add(self, choice: int, delta: Delta) -> None:
-        """Keeps a delta for `body`."""
+        """Store a delta for `body`."""
         self._choices[choice].add(delta)
 
     def body(self, usage: Usage) -> bytes:
-        """The whole answer, after every delta has been added."""
+        """Return the whole response, after every delta has been added."""
         raise NotImplementedError
 
     def _event(self, choices: list[Any], usage: Usage | UnsetType | None) -> bytes:
-        """An event with these choices of the endpoint's form."""
         raise NotImplementedError
 
     def _opening(self, state: _Choice) -> Payload | None:
-        """The choice of the event before the first token, if there is one."""
+        """Return the choice of the event before the first token, if there is one."""
         return None
 
     def _chunk(self, state: _Choice, delta: Delta, first: bool) -> Payload | None:
-        """The choice of a delta's event. None if it has nothing to show yet."""
+        """Return the choice of a delta's event; None if there is nothing to send yet."""
         raise NotImplementedError
 
     def _plain_chunk(self, state: _Choice, text: str) -> Payload:
-        """The choice of an event that has nothing but text."""
         raise NotImplementedError
 
     def _stops(
         self, finish_reason: str | None, stop_reason: int | str | None, token_ids: Sequence[int]
     ) -> dict[str, Any]:
-        """What ended a choice: vLLM's `stop_reason`, and SGLang's `matched_stop`.
+        """Return what ended a choice: vLLM's `stop_reason` and SGLang's `matched_stop`.
 
-        The end token, for which the first is null, is the second.
+        After an EOS token, `stop_reason` is null and `matched_stop` is the token's id.
         """
         matched = stop_reason
         if matched is None and finish_reason == "stop" and token_ids:
@@ -246,26 +244,26 @@ class ResponseSerializer:
         return {"stop_reason": stop_reason, "matched_stop": matched}
 
     def _prompt_logprobs(self, prompt: _Prompt) -> PromptLogprobs | None:
-        """In vLLM's form: for each token of the prompt, by id; nothing comes before the first."""
+        """Return the prompt's logprobs in vLLM's format. The first token has none."""
         count = self.prompt_logprobs
         if count is None:
             return None
         return [None, *(self.tokens.scores(entry, count) for entry in prompt.logprobs)]
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
-        """What ended a choice, for its last event."""
+        """Return the fields of a choice's last event; empty for any other."""
         if delta.finish_reason is None:
             return {}
         stops = self._stops(delta.finish_reason, delta.stop_reason, delta.token_ids)
         return {"finish_reason": delta.finish_reason, **stops}
 
     def _shows(self, delta: Delta) -> bool:
-        """True if the event of a delta is sent even without text."""
+        """Return True if the delta needs an event even without text."""
         return delta.finish_reason is not None or (self.with_token_ids and len(delta.token_ids) > 0)
 
 
 class CompletionSerializer(ResponseSerializer):
-    """`text_completion` objects."""
+    """Serializer of `text_completion` objects."""
 
     id_prefix = "cmpl-"
 
@@ -281,7 +279,7 @@ class CompletionSerializer(ResponseSerializer):
     def _full_events(self, choice: int, delta: Delta, usage: Usage | None) -> bytes:
         if not (self.echo and self.with_logprobs):
             return super()._full_events(choice, delta, usage)
-        # The prompt goes out first and whole, so its choices wait for its last logprob.
+        # The whole prompt is sent first, so its choices wait for its last logprob.
         prompt = self._choices[choice].of
         prompt.logprobs += delta.prompt_logprobs or ()
         prompt.held.append((choice, delta))
@@ -344,7 +342,7 @@ class CompletionSerializer(ResponseSerializer):
         out = CompletionLogprobs()
         assert state.offsets is not None
         entries = logprobs
-        if first and self.echo:  # nothing comes before the first token of the prompt
+        if first and self.echo:  # the first token of the prompt has no logprob
             prompt = state.of.prompt
             out.tokens.append(self.tokens.name(prompt.token_ids[0]))
             out.token_logprobs.append(None)
@@ -356,8 +354,8 @@ class CompletionSerializer(ResponseSerializer):
         for entry in entries:
             name = self.tokens.name(entry.token_id)
             top: dict[str, float] = {}
-            # Different tokens may have the same name (parts of characters): the likeliest stays.
-            for token_id, logprob in entry.top[: self.num_top]:  # the prompt's may have more
+            # Tokens that are parts of characters may share a name: keep the most likely one.
+            for token_id, logprob in entry.top[: self.num_top]:  # prompt_logprobs may be larger
                 top.setdefault(self.tokens.name(token_id), _finite(logprob))
             top.setdefault(name, _finite(entry.logprob))
             out.tokens.append(name)
@@ -368,7 +366,7 @@ class CompletionSerializer(ResponseSerializer):
 
 
 class ChatSerializer(ResponseSerializer):
-    """`chat.completion` objects."""
+    """Serializer of `chat.completion` objects."""
 
     id_prefix = "chatcmpl-"
 
@@ -391,7 +389,7 @@ class ChatSerializer(ResponseSerializer):
                 if counter is not None:
                     self.reasoning_tokens.append(counter)
         self._only_text &= not self.with_logprobs
-        self._with_prompt_ids = self.with_token_ids  # in the first event
+        self._with_prompt_ids = self.with_token_ids  # True until the first event
 
     def body(self, usage: Usage) -> bytes:
         prompt = self._choices[0].of
@@ -445,17 +443,16 @@ class ChatSerializer(ResponseSerializer):
             state.parts.add(self._read(state, delta))
 
     def _read(self, state: _Choice, delta: Delta) -> Parts:
-        """What a delta brings."""
+        """Return the parts that a delta adds."""
         if state.parser is None:
             return Parts(content=[delta.text] if delta.text else [])
         return state.parser.read(delta.text, last=delta.finish_reason is not None)
 
     def _all_parts(self, state: _Choice) -> Parts:
-        """What the added deltas have brought."""
         return state.parts if state.parser is not None else Parts(content=state.text)
 
     def _texts(self, parts: Parts) -> dict[str, Any]:
-        """The texts of a message, or of a piece of one. The others are missing."""
+        """Return the text fields of a message or delta, without empty ones."""
         texts: dict[str, Any] = {}
         reasoning, content = "".join(parts.reasoning), "".join(parts.content)
         if reasoning and self.with_reasoning:
@@ -502,13 +499,13 @@ class ChatSerializer(ResponseSerializer):
 
 
 class GenerateSerializer(ResponseSerializer):
-    """A bare object for /generate: the text and why it ended."""
+    """Serializer of /generate's objects: the text and its finish reason."""
 
     id_prefix = "gen-"
 
     def __init__(self, request: GenerateRequest, *args: Any, **kwargs: Any):
         super().__init__(request, *args, **kwargs)
-        self.usage_always = False  # no event has the usage here
+        self.usage_always = False  # this endpoint's events have no usage
         self._request_id: str = kwargs["unique_id"]
         self._begin_s = time.monotonic()
 
@@ -565,7 +562,10 @@ class TokenNames:
         return self._tokenizer is None or token_id in self._tokenizer.special_ids
 
     def scores(self, entry: TokenLogprobs, count: int) -> dict[str, PromptLogprob]:
-        """By id, in vLLM's form, the entry's own token and the `count` likeliest."""
+        """Return, by token id, the logprobs of the entry's token and the `count` most likely ones.
+
+        The format is vLLM's.
+        """
         own = (entry.token_id, entry.logprob, entry.rank)
         likeliest = ((id, score, rank) for rank, (id, score) in enumerate(entry.top[:count], 1))
         return {
@@ -580,18 +580,21 @@ class TokenNames:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def shown(self, token_id: int) -> bytes:
-        """What the token adds to the text that the client sees."""
+        """Return the bytes that the token adds to the text that the client receives."""
         return b"" if token_id in self._hidden else self.raw(token_id)
 
     def begun_text(self, token_ids: Sequence[int]) -> str:
-        """The text up to a character that the tokens break off: it comes with the next text."""
+        """Return the text of the tokens without an incomplete character at the end.
+
+        The next text completes that character.
+        """
         if self._tokenizer is None:
             return ""
         return Detokenizer(self._tokenizer, (), self._skip_special).push(token_ids)
 
 
 class TextOffsets:
-    """Where each token begins in the text, in characters."""
+    """Offsets of the tokens in the text, in characters."""
 
     def __init__(self, tokens: TokenNames):
         self._tokens = tokens
@@ -599,13 +602,16 @@ class TextOffsets:
         self._offset = 0
 
     def prompt(self, token_ids: Sequence[int], text: str, *, spelled_out: bool) -> list[int]:
-        """Offsets of a prompt's tokens in its text; what is pushed then comes after that text.
+        """Return the offsets of a prompt's tokens in its text. Tokens pushed later follow the text.
 
-        `spelled_out`: special tokens are in `text` because the client wrote them there. The tokens
-        may spell more than `text`: a BOS or a space before it that tokenizers add.
+        The tokens may decode to more than `text`, because tokenizers add a BOS token or a space
+        before it.
+
+        Args:
+          spelled_out: True if `text` contains its special tokens, because the client wrote them.
         """
         pieces = [self._tokens.raw(i) if spelled_out else self._tokens.shown(i) for i in token_ids]
-        # A tokenizer that rewrites its text spells another one: then nothing is before it.
+        # -1 if the tokenizer normalizes the text, so that the tokens decode to another one.
         before = b"".join(pieces).decode("utf-8", "replace").rfind(text)
         self._offset = -max(before, 0)
         offsets = []
@@ -616,6 +622,7 @@ class TextOffsets:
         return offsets
 
     def push(self, token_id: int) -> int:
+        """Return the offset of the next token."""
         begin = self._offset
         self._offset += len(self._decoder.decode(self._tokens.shown(token_id)))
         return begin

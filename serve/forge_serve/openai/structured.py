@@ -1,7 +1,7 @@
-"""The form of the output that a request demands, in the words of several protocols.
+"""The output format of a request, in the fields of several protocols.
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and the fields it had before, SGLang's
-`json_schema`, `regex` and `ebnf`, llama.cpp's `grammar`: one of them, or none.
+A request may set one of OpenAI's `response_format`, vLLM's `structured_outputs` and its older
+`guided_*` fields, SGLang's `json_schema`, `regex` and `ebnf`, and llama.cpp's `grammar`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS: dict[str, Callable[[Any], GrammarSpec]] = {
 }
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
-# The same as JSON schemas, for whoever asks what may be sent.
+# JSON schemas of these fields, for /openapi.json.
 _TEXT = {"type": "string", "minLength": 1}
 _TEXTS = {"type": "array", "minItems": 1, "items": _TEXT}
 _JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"const": True}, _TEXT]}
@@ -106,26 +106,26 @@ FIELD_SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-# `response_format` as a field whose type is an object.
+# `response_format` for fields that must be objects.
 FORMAT_SCHEMA = {
     "anyOf": [*FIELD_SCHEMAS["response_format"]["anyOf"][1:], {"enum": [None, {}]}],
 }
 
-_TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of response_format
-# Of structured_outputs, beside the kinds.
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")  # response_format.type
+# Keys of structured_outputs in addition to the kinds.
 _OTHER_KEYS = frozenset(
     ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
 )
 
 
 def demand(request: object) -> tuple[str, GrammarSpec] | None:
-    """Return the field that demands an output format, and the format; None if any text will do.
+    """Return the field that sets an output format, and the format; None if none is set.
 
     Args:
-      request: has every field of `FIELD_SCHEMAS`.
+      request: an object with every field of `FIELD_SCHEMAS`.
 
     Raises:
-      RequestError: two fields do, or one is not of its own form; `param` names it.
+      RequestError: two fields set a format, or one is invalid. `param` is its name.
     """
     found: list[tuple[str, GrammarSpec]] = []
     for field, read in (
@@ -145,12 +145,12 @@ def demand(request: object) -> tuple[str, GrammarSpec] | None:
             found.append((field, spec))
     if len(found) > 1:
         names = " and ".join(field for field, _ in found)
-        raise RequestError(f"{names} exclude each other: send one", param=found[1][0])
+        raise RequestError(f"{names} cannot be combined: send only one", param=found[1][0])
     return found[0] if found else None
 
 
 def asks_for_something(value: Any) -> bool:
-    """Whether a field of any type says more than that it is not meant."""
+    """Return True if a field has a value other than null, false or an empty one."""
     empty = isinstance(value, str | list | dict) and not value
     return value is not None and value is not False and not empty
 
@@ -166,20 +166,20 @@ def _response_format(value: Any) -> GrammarSpec | None:
                 return GrammarSpec.json_object()
             return GrammarSpec.json_schema(schema)
         case "json_schema":
-            inner = value.get("json_schema", value)  # the short form has the schema right here
+            inner = value.get("json_schema", value)  # the short form has `schema` at this level
             demanded = inner.get("schema") if isinstance(inner, dict) else None
             if demanded is None:
-                raise RequestError("json_schema needs its schema")
+                raise RequestError("json_schema requires a schema")
             return GrammarSpec.json_schema(demanded, lenient=inner.get("strict") is False)
         case "structural_tag":
             return GrammarSpec.structural_tag(value)
     hint = did_you_mean(kind, _TYPES) if isinstance(kind, str) else ""
-    raise RequestError(f"the type must be text, json_object, json_schema or structural_tag{hint}")
+    raise RequestError(f"type must be text, json_object, json_schema or structural_tag{hint}")
 
 
 def _structured_outputs(value: Any) -> GrammarSpec:
     if not isinstance(value, dict):
-        raise RequestError("it must be an object")
+        raise RequestError("must be an object")
     for name in ("disable_any_whitespace", "disable_additional_properties"):
         if not isinstance(value.get(name), bool | None):
             raise RequestError(f"{name} must be true or false")
@@ -189,7 +189,7 @@ def _structured_outputs(value: Any) -> GrammarSpec:
         known = sent.keys() | _OTHER_KEYS
         hints = (did_you_mean(key, known) for key in list(value)[:8] if key not in known)
         hint = next(filter(None, hints), "")
-        raise RequestError(f"it needs one of {', '.join(_KINDS)}, and no two of them{hint}")
+        raise RequestError(f"must have exactly one of {', '.join(_KINDS)}{hint}")
     kind, whitespace = kinds[0], _whitespace(value)
     given: Any = sent[kind]
     match kind:

@@ -1,7 +1,7 @@
-"""What the tokenizer says: /tokenize, /detokenize and /tokenizer_info.
+"""Tokenization over HTTP: /tokenize, /detokenize and /tokenizer_info.
 
-Evaluation harnesses and routers ask the server, and need no tokenizer of their own then. Fields are
-vLLM's and SGLang's; what both have means the same.
+Evaluation harnesses and routers use these endpoints in place of their own tokenizer. The fields are
+vLLM's and SGLang's. Fields that both define have the same meaning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """Special tokens are further fields, by their names in the tokenizer."""
+    """Response of /tokenizer_info. The tokenizer's other special tokens are additional fields."""
 
     tokenizer_class: str
     vocab_size: int
@@ -39,15 +39,15 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(engine: AsyncEngine, request: TokenizeRequest, work: TextWork) -> TokenizeAnswer:
-    """The answer to a `TokenizeRequest`.
+    """Return the response to a `TokenizeRequest`.
 
     Raises:
-      ContextLengthError: a text is so long that no tokenisation of it could fit.
+      ContextLengthError: a text is too long to fit the context under any tokenization.
       RequestError: the model lacks a tokenizer or a chat template, or a text cannot be encoded.
       OverloadedError: too much text waits to be tokenized.
     """
     several = isinstance(request.prompt, list)
-    request.truncate_prompt_tokens = None  # all of the tokens are asked for
+    request.truncate_prompt_tokens = None  # the response always has all tokens
     prompts = await encode_prompts(engine, request.asked(), None, work)
     tokens = [prompt.token_ids for prompt in prompts]
     strings = None
@@ -65,7 +65,7 @@ async def tokenize(engine: AsyncEngine, request: TokenizeRequest, work: TextWork
 async def detokenize(
     engine: AsyncEngine, request: DetokenizeRequest, work: TextWork
 ) -> DetokenizeAnswer:
-    """The answer to a `DetokenizeRequest`: special tokens are written out by default.
+    """Return the response to a `DetokenizeRequest`. Special tokens are included by default.
 
     Raises:
       RequestError: the model lacks a tokenizer.
@@ -79,7 +79,7 @@ async def detokenize(
 
 
 def tokenizer_info(engine: AsyncEngine) -> dict[str, Any]:
-    """What a client must know to write prompts itself: special tokens and the chat template.
+    """Return the special tokens and the chat template, for clients that render prompts themselves.
 
     Raises:
       RequestError: the model lacks a tokenizer.
@@ -98,7 +98,7 @@ def tokenizer_info(engine: AsyncEngine) -> dict[str, Any]:
 async def _at_length[T](
     texts: Sequence[Sequence[int]], read: Callable[[Sequence[int]], T], work: TextWork
 ) -> list[T]:
-    """What `read` says of each text; of long ones in a thread."""
+    """Return `read` of each text. Long texts are read in a thread."""
 
     def read_all(texts: Sequence[Sequence[int]]) -> list[T]:
         return [read(ids) for ids in texts]

@@ -1,4 +1,4 @@
-"""The tools that a request offers, and which of them the model may or must call."""
+"""The tools in a request, and the choice among them that the model may or must call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_jax.errors import RequestError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 
-# The same as JSON schemas, for whoever asks what may be sent.
+# JSON schemas of the fields, for /openapi.json.
 NAME_SCHEMA: dict[str, Any] = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
 TOOL_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -24,8 +24,11 @@ TOOL_SCHEMA: dict[str, Any] = {
             "properties": {
                 "name": NAME_SCHEMA,
                 "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"], "description": "a JSON schema"},
-                "strict": {"description": "true: arguments have to follow the schema"},
+                "parameters": {
+                    "type": ["object", "null"],
+                    "description": "The JSON schema of the function's arguments.",
+                },
+                "strict": {"description": "If true, the arguments must follow the schema."},
             },
         },
     },
@@ -51,9 +54,12 @@ CHOICE_SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the model may call; `parameters` is the JSON schema of its arguments.
+    """A function that the model may call.
 
-    `strict`: they have to follow it; otherwise as far as it is understood.
+    Attributes:
+      parameters: the JSON schema of its arguments.
+      strict: True if the arguments must follow the schema. Otherwise, schema keywords that the
+        grammar does not support are ignored.
     """
 
     name: str
@@ -63,11 +69,11 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`functions` are those that may be called; "required": one of them must be."""
+    """The functions that the model may call. In mode "required" it must call one of them."""
 
     mode: Literal["none", "auto", "required"]
     functions: tuple[Function, ...] = ()
-    named: bool = False  # by the choice: one call of it
+    named: bool = False  # True if the choice names the function, which is then called once
 
     @property
     def names(self) -> frozenset[str]:
@@ -75,10 +81,12 @@ class ToolChoice:
 
 
 def tool_choice(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolChoice:
-    """What OpenAI's fields `tools` and `tool_choice` say. A named function is required.
+    """Return the choice that OpenAI's fields `tools` and `tool_choice` express.
+
+    A named function is required.
 
     Raises:
-      RequestError: a tool is not a function, or the choice is of nothing that is offered.
+      RequestError: a tool is not a function, or the choice names none of the tools.
     """
     functions = tuple(_function(f"tools[{i}]", tool) for i, tool in enumerate(tools or ()))
     match choice:
@@ -88,13 +96,13 @@ def tool_choice(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolChoi
             return ToolChoice("none")
         case "auto" | "required" as mode:
             if not functions and mode == "required":
-                raise RequestError("tool_choice: there are no tools", param="tool_choice")
+                raise RequestError("tool_choice: required without tools", param="tool_choice")
             return ToolChoice(mode if functions else "none", functions)
         case {"type": "function", "function": {"name": str(name)}}:
             named = tuple(function for function in functions if function.name == name)
             if not named:
                 raise RequestError(
-                    "tool_choice names a function that is not one of the tools",
+                    "tool_choice must name one of the tools",
                     param="tool_choice",
                 )
             return ToolChoice("required", named[:1], named=True)
@@ -114,11 +122,11 @@ def _function(path: str, tool: dict[str, Any]) -> Function:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{path}.name must be 1 to 128 letters, digits, _, - or .",
+            f"{path}.name must be 1 to 128 letters, digits or _ - .",
             param=f"{path}.name",
         )
     if not isinstance(function.get("description", ""), str | None):
-        raise RequestError(f"{path}.description must be a text", param=f"{path}.description")
+        raise RequestError(f"{path}.description must be a string", param=f"{path}.description")
     if not isinstance(parameters, dict | None):
         raise RequestError(f"{path}.parameters must be a JSON schema", param=f"{path}.parameters")
     return Function(name, parameters, function.get("strict") is True)

@@ -1,25 +1,25 @@
 """Validation of request bodies: JSON, structure, limits and fields, in this order.
 
-No request reaches the engine unchecked. Each kind of check has one place:
+Every request is checked before it reaches the engine. Each kind of check has one place:
 
 - JSON, its size and depth, duplicate keys: `decode_form`, on the bytes.
-- Types, required fields, enum values: the request's struct, as msgspec decodes it.
+- Types, required fields, enum values: the request's struct, when msgspec decodes it.
 - Counts and lengths in `Limits`: `_check_limits`.
 - Fields that are not implemented, and fields that contradict each other: `check` of the request.
-- Output forms and tools: `structured.demand` and `tools.tool_choice`, which `check` calls.
-- Ranges of sampling parameters: `SamplingParams`, which the library checks too.
-- A request of another protocol is checked as such. The chat made of it is checked only for what
-  the conversion adds (`check_converted`).
-- Context, KV cache and queue: the engine, once the prompt is tokenized
+- Output formats and tools: `structured.demand` and `tools.tool_choice`, which `check` calls.
+- Ranges of sampling parameters: `SamplingParams`, shared with the offline API.
+- Requests of other protocols: `check` of their own struct. `check_converted` checks only what the
+  conversion to a chat adds.
+- Context, KV cache and queue: the engine, after the prompt is tokenized
   (`schedule.request.output_room`).
 
-The schema in `/openapi.json` says the same, at each field.
+The schemas in `/openapi.json` state the same constraints.
 
-Every refusal is a `RequestError` that names the field as far as there is one. It repeats nothing of
-the body, because a body may hold secrets, and readers of logs may not expect control characters.
+Every failed check raises a `RequestError` that names the field, if there is one. The message never
+quotes the body, because bodies may contain secrets and control characters.
 
-The work is linear in the body's size, and done without a Python loop over the JSON's values. The
-parser holds the interpreter's lock, also in a thread: so what makes it slow is counted before.
+The work is linear in the body's size, without a Python loop over the JSON's values. The parser
+holds the GIL even in a thread, so anything that would slow it down is counted first.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ _OPENING = ord("[")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-COMPARED_KEYS = 64  # of a body, with the name of a missing field
-SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
+COMPARED_KEYS = 64  # keys that are compared with the name of a missing field
+SMALL_BODY_BYTES = 64 * KIB  # larger bodies are not searched for the duplicate key
 
-_ignored = IgnoredFields()  # of this process
+_ignored = IgnoredFields()  # shared by the process
 
 
 def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limits) -> Body:
-    """Reads and checks a request body.
+    """Decode and check a request body.
 
     Raises:
-      RequestError: for anything that is not JSON, not of the right form, or over a limit; `param`
-        is the path.
+      RequestError: the body is not JSON, has the wrong structure, or exceeds a limit. `param` is
+        the field's path.
     """
     request = decode_form(body, kind, limits)
     check(request, limits)
@@ -75,7 +75,7 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
 
 
 def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Limits) -> Body:
-    """The same without what is checked of requests that generate."""
+    """Decode a body without the checks that are specific to generation requests."""
     _check_counts(body, limits)
     _check_nesting(body, limits)
     try:
@@ -92,7 +92,7 @@ def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Lim
 
 
 def _with_hint(error: RequestError, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
-    """The error of a missing field, and whether one of a similar name was sent."""
+    """Return the error, with a hint if a field is missing and a similar one was sent."""
     missing = error.param
     if str(error) != f"{missing} is required" or missing not in _names(kind):
         return error
@@ -103,23 +103,23 @@ def _with_hint(error: RequestError, body: bytes, kind: type[msgspec.Struct]) -> 
     unknown = [key for key in keys if key not in _names(kind)][:COMPARED_KEYS]
     if nearest(missing, unknown) is None:
         return error
-    return RequestError(f"{error}; a field of a similar name was sent", param=missing)
+    return RequestError(f"{error}; the body has a field with a similar name", param=missing)
 
 
 def fields_of(body: bytes, limits: Limits) -> set[str]:
-    """The names of a body's fields, before it is known what kind of request it is.
+    """Return the names of a body's fields, before the kind of request is known.
 
     Raises:
-      RequestError: it is not an object in JSON.
+      RequestError: the body is not a JSON object.
     """
     return set(glance(body, dict[str, msgspec.Raw], limits))
 
 
 def glance[T](body: bytes, kind: type[T], limits: Limits) -> T:
-    """What a body says, before it is known what kind of request it is.
+    """Decode a body as `kind`, before the kind of request is known.
 
     Raises:
-      RequestError: it is not such an object in JSON.
+      RequestError: the body is not JSON or has another structure.
     """
     _check_counts(body, limits)
     _check_nesting(body, limits)
@@ -132,20 +132,20 @@ def glance[T](body: bytes, kind: type[T], limits: Limits) -> T:
 
 
 def check(request: GenerationRequest, limits: Limits) -> None:
-    """Holds a request that has the right form to the limits and to what is implemented.
+    """Check a decoded request for limits, unsupported fields and contradictions.
 
     Raises:
-      RequestError: with `param`.
+      RequestError: a field is invalid. `param` is its path.
     """
     _check_limits(request, limits)
     request.check()
 
 
 def check_converted(chat: ChatRequest, limits: Limits) -> None:
-    """Check a chat that was made of another protocol's request, which has passed `check`.
+    """Check a chat converted from another protocol's request, which has passed `check`.
 
     Raises:
-      RequestError: with `param`.
+      RequestError: a field is invalid. `param` is its path.
     """
     _check_limits(chat, limits)
     demand(chat)
@@ -153,7 +153,7 @@ def check_converted(chat: ChatRequest, limits: Limits) -> None:
 
 
 def _not_json(error: msgspec.DecodeError | UnicodeDecodeError) -> RequestError:
-    detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
+    detail = str(error) if isinstance(error, msgspec.DecodeError) else "not UTF-8"
     return RequestError(f"the body is not valid JSON: {detail}")
 
 
@@ -170,14 +170,14 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 def check_logprob_values(
     params: SamplingParams, prompt_lens: Sequence[int], context: int, limits: Limits
 ) -> None:
-    """Refuses an answer that could hold more logprobs than a server should gather.
+    """Check that the response cannot exceed the limit on the number of logprobs.
 
     Args:
-      prompt_lens: the tokens of each prompt.
-      context: the tokens that a prompt and its output have room for.
+      prompt_lens: tokens of each prompt.
+      context: the maximum tokens of a prompt and its output together.
 
     Raises:
-      RequestError: with `param` "logprobs" or "prompt_logprobs".
+      RequestError: it can. `param` is "logprobs" or "prompt_logprobs".
     """
     per_output = 0 if params.logprobs is None else 1 + params.logprobs
     per_prompt = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
@@ -189,8 +189,9 @@ def check_logprob_values(
     if values > limits.logprob_values:
         param = "prompt_logprobs" if params.logprobs is None else "logprobs"
         raise RequestError(
-            f"{param}: the answer could have {values} of them (choices times tokens times "
-            f"alternatives); at most {limits.logprob_values}: ask for fewer, or set max_tokens",
+            f"{param}: the response could have up to {values} values (choices times tokens times "
+            f"alternatives), but the limit is {limits.logprob_values}; request fewer, or set "
+            "max_tokens",
             param=param,
         )
 
@@ -208,7 +209,7 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
     if isinstance(request, PoolingRequest):
         _count(request.list_name, request.inputs, "texts", limits.prompts)
     _check_stops(request, limits)
-    # Requests of other protocols are counted as the chats that they become.
+    # Requests of other protocols are counted after their conversion to chats.
     kind = type(request) if isinstance(request, ChatRequest) else GenerationRequest
     for name, (row, what) in counted_fields(kind).items():
         value = getattr(request, name)
@@ -230,7 +231,6 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
 
 
 def _check_forms(request: GenerationRequest, limits: Limits) -> None:
-    """Check the sizes of schemas, grammars, regular expressions and choices."""
     for param, schema in _schemas(request):
         _check_schema(param, schema, limits)
     for param, grammar in _grammars(request):
@@ -249,13 +249,13 @@ def _check_prompts(request: CompletionRequest, limits: Limits) -> None:
     num_prompts = len(request.prompts())
     if num_prompts > limits.prompts:
         raise RequestError(
-            f"prompt has {num_prompts} prompts; at most {limits.prompts} in one request",
+            f"prompt has {num_prompts} prompts; at most {limits.prompts} are allowed per request",
             param="prompt",
         )
     if num_prompts * request.num_samples > limits.choices:
         raise RequestError(
-            f"{num_prompts} prompts times n={request.num_samples} are more than the "
-            f"{limits.choices} choices that one request may have",
+            f"{num_prompts} prompts times n={request.num_samples} exceed the limit of "
+            f"{limits.choices} choices per request",
             param="n",
         )
 
@@ -282,12 +282,12 @@ def _check_stops(request: GenerationRequest, limits: Limits) -> None:
 
 
 def _schemas(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
-    """Everything in a request that is a JSON schema, with its path."""
+    """Yield every JSON schema in a request, with its path."""
     yield "guided_json", request.guided_json
     yield "json_schema", request.json_schema
     yield "structured_outputs.json", _at(request.structured_outputs, "json")
     schema = _at(request.response_format, "json_schema", "schema")
-    if schema is None:  # in some other form
+    if schema is None:  # a shorter form
         yield "response_format", request.response_format
     yield "response_format.json_schema.schema", schema
     if not isinstance(request, ChatRequest):
@@ -313,7 +313,7 @@ def _regexes(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
 
 
 def _at(value: Any, *path: str) -> Any:
-    """What is at a path through objects; None if it does not lead anywhere."""
+    """Return the value at a path through nested objects; None if there is none."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value
@@ -331,12 +331,12 @@ def _check_schema(param: str, schema: Any, limits: Limits) -> None:
         try:
             plain = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return  # the grammar's reader says so
+            return  # the grammar compiler reports the error
         _check_literals(param, _schema_literals(plain), limits)
 
 
 def _schema_literals(schema: Any) -> Iterator[Any]:
-    """The texts that a JSON schema demands as they are: keys, and those of enum and const."""
+    """Yield the texts that outputs must repeat verbatim: keys, and strings in enum and const."""
     left: list[tuple[Any, bool]] = [(schema, False)]
     while left:
         value, demanded = left.pop()
@@ -350,29 +350,37 @@ def _schema_literals(schema: Any) -> Iterator[Any]:
 
 
 def _check_literals(param: str, texts: Iterable[Any], limits: Limits) -> None:
-    """Refuses long texts that an output would have to repeat: each mask tokenizes what is left."""
+    """Reject long texts that an output must repeat verbatim.
+
+    Each token mask tokenizes the rest of such a text again.
+    """
     for text in texts:
         if isinstance(text, str) and len(data := text.encode()) > limits.literal_bytes:
             raise RequestError(
-                f"{param}: a text of {len(data)} bytes; at most {limits.literal_bytes}", param=param
+                f"{param}: a text of {len(data)} bytes; at most {limits.literal_bytes} are allowed",
+                param=param,
             )
 
 
 def _bytes(param: str, value: Any, limit: int) -> bytes:
-    """A text, or another value as JSON, if it is not too long.
+    """Return a text as UTF-8, or another value as JSON.
 
     Raises:
-      RequestError: it has more bytes than the limit.
+      RequestError: the result exceeds the limit.
     """
     data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
     if len(data) > limit:
-        raise RequestError(f"{param} has {len(data)} bytes; at most {limit}", param=param)
+        raise RequestError(
+            f"{param} has {len(data)} bytes; at most {limit} are allowed", param=param
+        )
     return data
 
 
 def _count(param: str, values: Any, what: str, limit: int) -> None:
     if values is not None and len(values) > limit:
-        raise RequestError(f"{param} has {len(values)} {what}; at most {limit}", param=param)
+        raise RequestError(
+            f"{param} has {len(values)} {what}; at most {limit} are allowed", param=param
+        )
 
 
 def _between(param: str, value: int | None, limit: int) -> None:
@@ -390,20 +398,20 @@ def _validation_error(text: str, kind: type[msgspec.Struct]) -> RequestError:
         return RequestError(f"{path} is required", param=path)
     if not path:
         return RequestError(f"the body is not a valid request: {message}")
-    if message.startswith("Invalid enum value"):  # and then the value
-        roles = f"the roles are {', '.join(getattr(kind, 'ROLES', ()))}"
-        message = roles if path.endswith("role") else "it is none of the values that there are"
+    if message.startswith("Invalid enum value"):  # the rest would quote the body
+        roles = f"must be one of {', '.join(getattr(kind, 'ROLES', ()))}"
+        message = roles if path.endswith("role") else "not one of the allowed values"
     elif path.endswith("role"):
         message = (
-            f"the roles are {', '.join(ROLES)}, or another that the chat template has, of at most "
-            "64 letters, digits and _.-"
+            f"must be one of {', '.join(ROLES)}, or another role of the chat template with 1 to 64 "
+            "letters, digits or _ - ."
         )
     return RequestError(f"{path}: {message}", param=path)
 
 
 def _check_counts(body: bytes, limits: Limits) -> None:
-    """Refuses what would take a parser long for its size: many small values."""
-    keys, values = body.count(b":"), body.count(b",") + 1  # and those in strings
+    """Reject bodies with many small values, which take long to parse for their size."""
+    keys, values = body.count(b":"), body.count(b",") + 1  # upper bounds: strings count, too
     if keys > limits.json_keys or values > limits.json_values:
         plain = _outside_strings(body)
         keys = int(np.count_nonzero(plain == ord(":")))
@@ -417,78 +425,79 @@ def _check_counts(body: bytes, limits: Limits) -> None:
         ("values", values, limits.json_values),
     ):
         if number > most:
-            raise RequestError(f"the body has {number} {what}; at most {most}")
+            raise RequestError(f"the body has {number} {what}; at most {most} are allowed")
 
 
 def _check_nesting(body: bytes, limits: Limits) -> None:
-    """Refuses what could overflow a stack, or fill the memory with empty containers."""
+    """Reject bodies that could overflow the stack, or fill memory with empty containers."""
     if body.count(b"[") + body.count(b"{") <= min(limits.json_depth, limits.json_containers):
         return
     brackets = _brackets(body)
     containers = int(np.count_nonzero(brackets == _OPENING))
     if containers > limits.json_containers:
         raise RequestError(
-            f"the body has {containers} arrays and objects; at most {limits.json_containers}"
+            f"the body has {containers} arrays and objects; at most {limits.json_containers} are "
+            "allowed"
         )
     if _depth(brackets) > limits.json_depth:
-        raise RequestError(
-            f"the body is not valid JSON: it is nested deeper than {limits.json_depth} levels"
-        )
+        raise RequestError(f"the body is nested deeper than {limits.json_depth} levels")
 
 
 def _depth(brackets: np.ndarray) -> int:
-    """The deepest level of u8[N] brackets. Of what is not JSON, at least what a parser sees before
-    it gives up.
+    """Return the nesting depth of u8[N] brackets.
+
+    For invalid JSON, this is at least the depth at which a parser fails.
     """
     steps = np.where(brackets == _OPENING, np.int8(1), np.int8(-1))
     return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
 def _brackets(data: bytes) -> np.ndarray:
-    """The brackets of a JSON text that are not in its strings, "[" for "{" -> u8[N]."""
+    """Return the brackets of a JSON text outside its strings, with "[" for "{", as u8[N]."""
     return _outside_strings(data, _NOT_BRACKETS)
 
 
 def _outside_strings(data: bytes, ignored: bytes = b"") -> np.ndarray:
-    """The characters of a JSON text that are not in its strings nor `ignored` -> u8[N]."""
+    """Return the characters of a JSON text outside its strings, without `ignored`, as u8[N]."""
     plain = _unescaped(data).translate(_ONE_KIND, ignored)
     chars = np.frombuffer(plain, np.uint8)
     quotes = chars == ord('"')
-    num_quotes = np.cumsum(quotes, dtype=np.uint8)  # modulo 256: only its parity counts
+    num_quotes = np.cumsum(quotes, dtype=np.uint8)  # modulo 256: only the parity matters
     return chars[(num_quotes & 1 == 0) & ~quotes]
 
 
 def _unescaped(data: bytes) -> bytes:
-    """A JSON text whose quotes all begin or end a string."""
+    """Return a JSON text without escaped quotes, so that every quote begins or ends a string."""
     return data.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
 def _check_digits(body: bytes, limits: Limits) -> None:
-    """Refuses numbers that take long to be read: the time grows with the square of the digits."""
+    """Reject numbers with too many digits, because parsing time grows with their square."""
     too_many = b"0" * (limits.number_digits + 1)
     if too_many not in body.translate(_ONE_DIGIT):
         return
     if too_many in _outside_strings(body).tobytes().translate(_ONE_DIGIT):
-        raise RequestError(f"the body has a number of more than {limits.number_digits} digits")
+        raise RequestError(f"the body has a number with more than {limits.number_digits} digits")
 
 
 def _check_duplicates(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Refuses an object with the same key twice: who reads it first and who reads it last disagree.
+    """Reject objects with duplicate keys, because parsers disagree on which value wins.
 
-    A parser keeps one of them, so that what it has read has fewer pairs than the text.
+    A parser keeps one of the values, so its result has fewer pairs than the text.
 
-    Returns the body, which is an object, as plain values.
+    Returns:
+      The body, which is an object, as plain values.
 
     Raises:
-      RequestError: with `param`, if it is a field of the request itself.
-      msgspec.DecodeError: a value that the request has no field for is not JSON.
+      RequestError: a key is a duplicate. `param` is set if it is a field of the request itself.
+      msgspec.DecodeError: a value outside the request's fields is not JSON.
     """
     try:
         plain = msgspec.json.decode(body)
         again = msgspec.json.encode(plain)
-    except msgspec.ValidationError as error:  # in a field that the request does not have
+    except msgspec.ValidationError as error:  # the number is in an unknown field
         raise RequestError("the body has a number that is out of range") from error
-    if b"\\u003" not in body:  # then every colon in a string is a colon in both
+    if b"\\u003" not in body:  # no escaped colons, so both texts have the same colons in strings
         same = body.count(b":") == again.count(b":")
     else:
         same = _num_pairs(body) == _num_pairs(again)
@@ -496,7 +505,7 @@ def _check_duplicates(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]
         return plain
     param = _duplicate_field(body, kind) if len(body) <= SMALL_BODY_BYTES else None
     what = "a key" if param is None else param
-    raise RequestError(f"{what} is given twice in the same object", param=param)
+    raise RequestError(f"{what} occurs twice in the same object", param=param)
 
 
 def _num_pairs(data: bytes) -> int:

@@ -1,1 +1,1 @@
-"""The schema at `/openapi.json`."""
+"""The OpenAPI document at `/openapi.json`."""

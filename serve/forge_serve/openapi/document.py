@@ -1,6 +1,6 @@
-"""The OpenAPI 3.1 document of an application: its routes, and the operations of their handlers.
+"""The OpenAPI 3.1 document of an application, made from its routes and their operations.
 
-The structs that bodies are decoded to and answers are encoded from are its schemas.
+The schemas come from the structs that decode requests and encode responses.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from forge_serve.openapi.operation import EVENTS, JSON, Operation, Parameter
 from forge_serve.openapi.schema import REF, About, Schema, components
 
 STATUSES = {
-    400: "The body is not what its schema says, or asks for more than the server allows.",
-    401: "No API key, or an unknown one.",
-    403: "A browser sent it for another site, or to a host name that is not the server's.",
-    404: "The server has no such model, adapter or response, or takes no profiles.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large.",
-    415: "The body has a content coding other than gzip and deflate.",
-    426: "The request does not open a WebSocket.",
-    500: "The model or its grammar failed for this request, or a defect, which the log has.",
-    503: "Starting, stopping, overloaded, or the engine failed.",
-    504: "It took longer than the request, or the server, allows.",
+    400: "The request is invalid or exceeds a limit of the server.",
+    401: "The API key is missing or invalid.",
+    403: "The request came from a page of another site, or its Host header is not allowed.",
+    404: "The model, adapter or response does not exist, or profiling is disabled.",
+    408: "The request body did not arrive in time.",
+    413: "The request body is too large.",
+    415: "The content coding of the body is neither gzip nor deflate.",
+    426: "The request must open a WebSocket.",
+    500: "The model, its grammar or the server failed. See the server's log.",
+    503: "The server is starting, stopping or overloaded, or its engine failed.",
+    504: "The request exceeded its own time limit or the server's.",
 }
-HEADERS = {  # by status; 0: all
+HEADERS = {  # response headers by status; 0: all statuses
     0: {
-        "X-Request-Id": ({"type": "string"}, "the request's own, or a new one", True),
+        "X-Request-Id": (
+            {"type": "string"},
+            "The id from the request, or a new one.",
+            True,
+        ),
         "Server": ({"const": "forge-jax"}, "", True),
     },
     401: {"WWW-Authenticate": ({"const": "Bearer"}, "", True)},
     415: {"Accept-Encoding": ({"const": "gzip, deflate"}, "", True)},
     426: {"Upgrade": ({"const": "websocket"}, "", True)},
-    503: {"Retry-After": ({"type": "string", "pattern": "^[0-9]+$"}, "in seconds", False)},
+    503: {"Retry-After": ({"type": "string", "pattern": "^[0-9]+$"}, "Seconds to wait.", False)},
 }
 
 
@@ -50,13 +54,13 @@ def make_document(
     open_paths: Collection[str],
     key_header: str,
 ) -> dict[str, Any]:
-    """The document of an application with these routes.
+    """Return the OpenAPI document of an application.
 
     Args:
-      operations: by the name of the handler.
-      error: the struct of errors, where an operation has no other.
-      open_paths: the paths that need no API key.
-      key_header: the header for API keys, beside `Authorization`.
+      operations: the operations by handler name.
+      error: the default struct of error responses.
+      open_paths: paths that need no API key.
+      key_header: the header that may carry the API key in place of `Authorization`.
 
     Raises:
       KeyError: a route's handler has no operation.
@@ -93,20 +97,20 @@ def make_document(
 
 
 _DESCRIPTION = """\
-Fields that a schema does not name are ignored. Numbers and booleans may also be written as texts, \
-and booleans as 0 and 1. No key may stand twice in an object. A field whose schema has a \
-description may also be refused for what that says."""
+Unknown fields are ignored. Numbers and booleans may be sent as strings, and booleans as 0 and 1. \
+Objects must not have duplicate keys. A field's description states conditions that its schema \
+cannot express. The server rejects values that violate them."""
 
 
 def routes(router: web.UrlDispatcher) -> Iterable[tuple[str, str, str]]:
-    """The path, the method and the handler's name of each route."""
+    """Yield the path, the method and the handler's name of each route."""
     for route in router.routes():
         assert route.resource is not None
         yield route.resource.canonical, route.method, route.handler.__name__
 
 
 def answer_schemas(types: Sequence[Any]) -> tuple[dict[Any, Schema], dict[str, Schema]]:
-    """The schemas of types that are encoded: of each type, and of the structs in them by name."""
+    """Return the schema of each response type, and the schemas of the structs in them by name."""
     found, schemas = msgspec.json.schema_components(types, ref_template=REF)
     for schema in schemas.values():
         schema.pop("title", None)
@@ -115,16 +119,16 @@ def answer_schemas(types: Sequence[Any]) -> tuple[dict[Any, Schema], dict[str, S
         defaults = [name for name, field in fields.items() if "default" in field]
         for name in defaults:
             del fields[name]["default"]
-        # Only fields that are UNSET are not encoded. Those have no default in the schema.
+        # Encoding omits only UNSET fields, which have no default in the schema.
         schema["required"] = [*schema["required"], *defaults]
     return dict(zip(types, found, strict=True)), schemas
 
 
 class _Operations:
-    """Describes operations.
+    """Descriptions of operations.
 
     Attributes:
-      components: the schemas of all structs in them, by name.
+      components: the schemas of all their structs, by name.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class _Operations:
     ):
         self._operations, self._about = operations, about
         self._error, self._open_paths = error, open_paths
-        answers = {error: None}  # in a fixed order
+        answers = {error: None}  # a dict, because it keeps its order
         bodies: set[type] = set()
         for each in operations.values():
             sent = (_answer(each), each.events, each.error, each.message_error)
@@ -145,7 +149,7 @@ class _Operations:
         self._schemas, schemas = answer_schemas(list(answers))
         body_schemas = components(sorted(bodies, key=lambda kind: kind.__name__), about)
         twice = schemas.keys() & body_schemas.keys()
-        assert not twice, f"schemas of bodies and answers have the same name: {twice}"
+        assert not twice, f"request and response schemas share names: {twice}"
         self.components = {**body_schemas, **schemas}
 
     def operation(self, path: str, method: str, name: str) -> dict[str, Any]:
@@ -173,7 +177,6 @@ class _Operations:
         return described
 
     def _responses(self, path: str, method: str, operation: Operation) -> dict[str, Any]:
-        """By status."""
         content: dict[str, Any] = {}
         answer = _answer(operation)
         if answer is not None:
@@ -184,12 +187,12 @@ class _Operations:
         if operation.message is not None:
             responses = {101: _response(101, "The WebSocket is open.", {}, method)}
         elif operation.events is None:
-            responses = {200: _response(200, "What was asked for.", content, method)}
+            responses = {200: _response(200, "Success.", content, method)}
         else:
             data = {"anyOf": [self._schemas[operation.events], error]}
             said = (
-                "What was asked for. The data of each event of a stream is of x-event-schema, but "
-                "for a last [DONE]."
+                "Success. In a stream, the data of each event follows x-event-schema, except for "
+                "a final [DONE]."
             )
             both = {**content, EVENTS: {"x-event-schema": data}}
             responses = {200: _response(200, said, both, method)}
@@ -223,7 +226,7 @@ def _body(operation: Operation) -> Schema:
 
 
 def _apart(refs: Sequence[Schema], fields: Sequence[Iterable[str]]) -> list[Schema]:
-    """Each schema for bodies without the fields of those before it."""
+    """Return the schemas, each restricted to bodies without the fields of its predecessors."""
     apart, before = [], []
     for ref, names in zip(refs, fields, strict=True):
         unless = [{"required": [name]} for name in before]

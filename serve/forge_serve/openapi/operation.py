@@ -1,6 +1,6 @@
-"""What is said of an endpoint beside its routes: an `Operation` in the OpenAPI document.
+"""`Operation`, the description of an endpoint in the OpenAPI document.
 
-Each protocol has a table of its operations, by the names of the handlers.
+Each protocol has a table of operations, keyed by the handlers' names.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
 DEFECT = (500,)
 NOT_READY = (503, *DEFECT)
-READS = (400, 404, 408, 413, 415, *NOT_READY)  # a body
+READS = (400, 404, 408, 413, 415, *NOT_READY)  # endpoints that read a body
 GENERATES = (*READS, 504)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Of the path or the query; those of a path are required."""
+    """A path or query parameter. Path parameters are required."""
 
     name: str
     place: Literal["path", "query"]
-    schema: Schema | None  # None: the model's name
+    schema: Schema | None  # None: the schema of model names
     description: str = ""
 
 
@@ -34,24 +34,25 @@ WHOLE: Schema = {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What a handler does, beside its paths and methods.
+    """The description of a handler, apart from its paths and methods.
 
     Attributes:
-      request: the struct of its body; None: it reads none.
-      message: the struct of a message of the WebSocket that it opens; None: it opens none.
-      message_example: such a message.
-      message_error: the struct that answers a message without a response.
-      or_requests: the structs of other bodies that it takes.
-      chosen_by: the fields that choose among these structs, the first that has one; None: any may
-        be meant.
-      example: such a body; a model in it stands for the one that is served.
-      answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
-      late_answer: returns that type, if its import is slow.
-      events: the type of an event of its stream, if it has one.
-      error: the struct of its errors; None: the document's own.
-      errors: the statuses of its errors, beside 401 and 403.
-      also: other statuses that come with `answer`.
-      parameters: of its path and query.
+      request: the struct of the request body; None: there is no body.
+      message: the struct of the WebSocket's messages; None: the handler opens no WebSocket.
+      message_example: an example message.
+      message_error: the struct of an error event that replaces a response to a message.
+      or_requests: structs of alternative request bodies.
+      chosen_by: for each body struct, the fields that select it, first match first; None: any
+        struct may match.
+      example: an example body. A model in it is replaced by the served model's name.
+      answer: the type of the JSON response; None: the response has `content_type`, or no body if
+        that is None too.
+      late_answer: returns the type, for types whose import is slow.
+      events: the type of the stream's events; None: the endpoint does not stream.
+      error: the struct of error responses; None: the document's default.
+      errors: the error statuses other than 401 and 403.
+      also: additional statuses with `answer` as their body.
+      parameters: path and query parameters.
     """
 
     summary: str

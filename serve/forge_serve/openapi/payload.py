@@ -1,4 +1,4 @@
-"""The base of every object that a client receives."""
+"""The base class of all objects that the server sends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import msgspec
 class Payload(msgspec.Struct, forbid_unknown_fields=True):
     """An object in a response, an event or a message.
 
-    Encoding it gives the bytes that are sent, and its schema is in `/openapi.json`. Fields that
-    default to `UNSET` may be missing. All others are always sent, whether or not they have a
-    default.
+    `/openapi.json` has the schema of each subclass. Fields that default to `UNSET` may be absent.
+    All others are always sent, including those with a default.
     """

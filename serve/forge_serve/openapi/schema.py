@@ -1,12 +1,11 @@
-"""JSON schemas of request bodies, from the structs that decode them.
+"""JSON schemas of request bodies, made from the structs that decode them.
 
-Types and names of fields come from the structs. The limits of one field, and the rules that it is
-checked for, are at the field: `rule` and `refused` make its metadata. A struct whose fields
-depend on each other has a classmethod `narrow_schema(schema, about)`, which changes the schema in
-place.
+Field names and types come from the structs. Limits and rules of a single field are metadata of the
+field, created by `rule` and `refused`. If fields depend on each other, the struct has a classmethod
+`narrow_schema(schema, about)` that changes the schema in place.
 
-The schemas give each value its plain form. `openai.validation` also accepts numbers and booleans as
-strings, and decides which bytes are JSON.
+The schemas describe values in their JSON types. `openai.validation` also accepts numbers and
+booleans as strings.
 """
 
 from __future__ import annotations
@@ -27,26 +26,28 @@ if TYPE_CHECKING:
     from forge_serve.config import ServerConfig
 
 REF = "#/components/schemas/{name}"
-MAX_COUNT = 2**31 - 1  # of anything that the context or another limit bounds anyway
+MAX_COUNT = (
+    2**31 - 1
+)  # the maximum of counts that another limit, such as the context, bounds anyway
 
 type Schema = dict[str, Any]
 type ServerSchema = Callable[[About], Schema]
 
-NOTHING: Schema = {"enum": [None, False, "", [], {}]}  # values that request nothing
+NOTHING: Schema = {"enum": [None, False, "", [], {}]}  # values that have no effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What the schemas depend on: the model and the limits of this server."""
+    """The model and limits of this server, on which the schemas depend."""
 
     model: str
     max_model_len: int
     vocab_size: int
     limits: Limits
     api_keys: bool
-    max_new_tokens: int = MAX_COUNT  # of an output
-    loras: bool = False  # True if adapters, which are models too, may be loaded and unloaded
-    any_model: bool = False  # True if a request may name a model that is not served
+    max_new_tokens: int = MAX_COUNT
+    loras: bool = False  # True if LoRA adapters may be loaded, which are valid model names
+    any_model: bool = False  # True if requests may name models that are not served
 
     @property
     def model_names(self) -> Schema:
@@ -77,15 +78,16 @@ def rule(
     most: tuple[str, str] | None = None,
     **keywords: Any,
 ) -> msgspec.Meta:
-    """Describe a field in its schema. Decoding does not check it: the handlers do, and their errors
-    name the field.
+    """Describe a field in its schema.
+
+    Decoding ignores the description. The handlers check the field, so that errors name it.
 
     Args:
-      text: a reason to refuse a value that the schema allows.
-      schema: the whole schema, in place of that of the field's type.
+      text: a condition that the schema cannot express.
+      schema: the whole schema, which replaces that of the field's type.
       limits: keywords that depend on the server.
-      most: the row of `Limits` for the number of items, and the word for them in the error. The
-        check of limits reads it too.
+      most: the row of `Limits` for the number of items, and the word for items in the error. The
+        check of limits also uses it.
       keywords: other keywords.
     """
     extra = {"schema": schema, "limits": limits, "most": most}
@@ -93,14 +95,15 @@ def rule(
 
 
 def refused(reason: str, *, neutral: float | None = None) -> msgspec.Meta:
-    """Mark a field that is not implemented: only values that request nothing are accepted.
+    """Mark a field that is not implemented. Only values without effect are accepted.
 
     Args:
-      neutral: a number that requests nothing either.
+      reason: ends the error message, and the description in the schema.
+      neutral: a number that also has no effect.
     """
     values = [*NOTHING["enum"], *([] if neutral is None else [neutral])]
     return msgspec.Meta(
-        description=f"refused: {reason}",
+        description=f"Rejected: {reason}.",
         extra_json_schema={"enum": values},
         extra={"refused": reason, "neutral": neutral},
     )
@@ -108,7 +111,7 @@ def refused(reason: str, *, neutral: float | None = None) -> msgspec.Meta:
 
 @cache
 def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[str, float | None]]:
-    """The fields that are `refused`: why, and the neutral number."""
+    """Return the reason and the neutral number of each `refused` field, by name."""
     return {
         name: (extra["refused"], extra["neutral"])
         for name, extra in _extras(kind)
@@ -118,12 +121,12 @@ def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[str, float | N
 
 @cache
 def counted_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
-    """The fields with a limited number of items: the row of `Limits`, and the word for items."""
+    """Return the row of `Limits` and the word for items of each field with limited items."""
     return {name: extra["most"] for name, extra in _extras(kind) if extra.get("most") is not None}
 
 
 def _extras(kind: type[msgspec.Struct]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The metadata that `rule` and `refused` have left at each field."""
+    """Yield the metadata from `rule` and `refused`, with the field's name."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         for meta in getattr(hint, "__metadata__", ()):
             if isinstance(meta, msgspec.Meta) and meta.extra is not None:
@@ -131,12 +134,11 @@ def _extras(kind: type[msgspec.Struct]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def up_to(row: str) -> ServerSchema:
-    """Numbers from 0 to a row of the limits."""
+    """Return the range from 0 to a row of the limits."""
     return lambda about: {"minimum": 0, "maximum": getattr(about.limits, row)}
 
 
 def number(allowed: Range, *, high: float | None = None) -> Schema:
-    """The keywords of a range."""
     low = "exclusiveMinimum" if allowed.open_low else "minimum"
     return {low: allowed.low, "maximum": allowed.high if high is None else min(high, allowed.high)}
 
@@ -151,12 +153,10 @@ def nullable(schema: Schema) -> Schema:
 
 
 def texts(most: int, least: int = 1) -> Schema:
-    """A list of strings."""
     return {"type": "array", "minItems": least, "maxItems": most, "items": {"type": "string"}}
 
 
 def token_ids(about: About) -> Schema:
-    """A prompt as token ids."""
     ids = {"type": "integer", "minimum": 0, "maximum": about.vocab_size - 1}
     return {"type": "array", "minItems": 1, "items": ids}
 
@@ -166,14 +166,14 @@ def one_prompt(about: About) -> Schema:
 
 
 def prompts(about: About) -> Schema:
-    """One or several prompts, as texts or as token ids."""
+    """Return the schema of one or several prompts, as texts or token ids."""
     most, ids = about.limits.prompts, token_ids(about)
     lists = {"type": "array", "minItems": 1, "maxItems": most, "items": ids}
     return {"anyOf": [{"type": "string"}, texts(most), ids, lists]}
 
 
 def tagged(kind: str, *required: str) -> Schema:
-    """An object whose `type` is `kind`, with strings in the required fields."""
+    """Return the schema of an object whose `type` is `kind`, with required string fields."""
     given = {name: {"type": "string"} for name in required}
     return {"required": ["type", *required], "properties": {"type": {"const": kind}, **given}}
 
@@ -186,7 +186,7 @@ TEXT_OR_PARTS: Schema = {"anyOf": [{"type": ["string", "null"]}, TEXT_PARTS]}
 
 
 def components(kinds: Iterable[type], about: About) -> dict[str, Schema]:
-    """The schemas of request bodies, and of all structs in them, by name."""
+    """Return the schemas of request bodies and of all structs in them, by name."""
     kinds = list(kinds)
     _, found = msgspec.json.schema_components(kinds, ref_template=REF)
     for struct in _structs(kinds):
@@ -205,7 +205,7 @@ def components(kinds: Iterable[type], about: About) -> dict[str, Schema]:
 
 
 def _structs(kinds: Iterable[type]) -> Iterator[msgspec.inspect.StructType]:
-    """The structs of bodies, and of all that is in them."""
+    """Yield the structs of bodies and all structs nested in them."""
     seen: set[type] = set()
     left = list(msgspec.inspect.multi_type_info(kinds))
     while left:
@@ -225,7 +225,7 @@ def _structs(kinds: Iterable[type]) -> Iterator[msgspec.inspect.StructType]:
 
 
 def _described(schema: Schema, of: msgspec.inspect.Type, about: About) -> Schema:
-    """The schema of a field with the metadata of the field."""
+    """Return a field's schema with its metadata applied."""
     extra: dict[str, Any] = (of.extra or {}) if isinstance(of, msgspec.inspect.Metadata) else {}
     whole, limits, most = extra.get("schema"), extra.get("limits"), extra.get("most")
     if whole is not None:
@@ -243,7 +243,10 @@ def _described(schema: Schema, of: msgspec.inspect.Type, about: About) -> Schema
 
 
 def _plain(schema: Schema) -> Schema:
-    """`anyOf` of bare types as a list of types, which readers and generators know better."""
+    """Return the schema with `anyOf` of plain types as a list of types.
+
+    Readers and code generators handle the list better.
+    """
     options = schema.get("anyOf", [])
     if not options or any(option.keys() != {"type"} for option in options):
         return schema

@@ -1,1 +1,1 @@
-"""What a model's text says beside content: calls of tools, and reasoning. One file per family."""
+"""Parsers for tool calls and reasoning in a model's output, one file per model family."""

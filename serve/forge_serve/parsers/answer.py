@@ -1,4 +1,4 @@
-"""One choice's text, taken apart: reasoning first, then content and calls of tools."""
+"""A parser for one choice's text: reasoning first, then content and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forge_serve.parsers.tool_calls import ToolCallParser
 
 
 class AnswerParser:
-    """`push` the text piece by piece, then `finish`; each returns what it has brought."""
+    """An incremental parser: `push` pieces of text, then `finish`. Each returns the new parts."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None):
         self._reasoning = reasoning
@@ -16,16 +16,16 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """Whether there has been a complete call of a tool."""
+        """True if there has been a complete tool call."""
         return self._tools is not None and self._tools.num_calls > 0
 
     @property
     def over(self) -> bool:
-        """Whether all that is to come is content, as it is."""
+        """True if all further text is content and passes through unchanged."""
         return self._tools is None and (self._reasoning is None or self._reasoning.over)
 
     def read(self, text: str, *, last: bool) -> Parts:
-        """`push`, and `finish` after the last piece."""
+        """Call `push`, and also `finish` after the last piece."""
         parts = self.push(text)
         if last:
             parts.add(self.finish())

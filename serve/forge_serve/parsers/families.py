@@ -1,4 +1,4 @@
-"""Which parsers there are, and which one a model needs: its chat template shows it."""
+"""The known parsers, and detection of a model's parsers from its chat template."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ REASONING_FORMS: dict[str, ReasoningFormat] = {
     )
 }
 
-# What a template says that teaches, or shows, a form. The first that matches counts.
+# Patterns in a chat template that identify its tool call format. The first match wins.
 _SHOWN_BY: tuple[tuple[str, str | None], ...] = (
-    (r"<function=|<arg_key>|<\|tool_call", None),  # others' forms, some between Hermes' tags
+    (r"<function=|<arg_key>|<\|tool_call", None),  # unsupported formats, some in Hermes' tags
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"<tool_call>", "hermes"),
     (r"<\|python_start\|>", "llama4_pythonic"),
@@ -51,15 +51,15 @@ _TAKES_TOOLS = re.compile(r"\btools\b")
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """How the served model writes calls and reasoning; None: not at all, or in no known way."""
+    """The formats of the served model's tool calls and reasoning; None: no known format."""
 
     calls: ToolCallFormat | None
     reasoning: ReasoningFormat | None
-    takes_tools: bool  # the template does something with them
-    special_tokens: Mapping[str, int]  # which are no text unless they are asked for
+    takes_tools: bool  # True if the template uses the variable `tools`
+    special_tokens: Mapping[str, int]  # decoded text omits them by default
 
     def hides(self, form: ToolCallFormat | ReasoningFormat | None) -> bool:
-        """Whether its text is not all there unless special tokens are."""
+        """Return True if the format uses special tokens, which must then stay in the text."""
         return form is not None and not self.special_tokens.keys().isdisjoint(form.markup)
 
 
@@ -67,10 +67,11 @@ class Families:
 def families(
     tokenizer: Tokenizer | None, template: ChatTemplate | None, calls: str, reasoning: str
 ) -> Families:
-    """The parsers of a model.
+    """Return the parsers of a model.
 
     Args:
-      calls, reasoning: names of parsers, "none", or "auto" for what the template shows.
+      calls: the name of a tool call parser, "none", or "auto" to detect it from the template.
+      reasoning: the same for the reasoning parser.
     """
     sources = "\n".join(template.sources.values()).replace('\\"', '"') if template else ""
     if calls == "auto":

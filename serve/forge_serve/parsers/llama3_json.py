@@ -1,5 +1,6 @@
-"""Llama 3.1 to 3.3: `{"name": "f", "parameters": {...}}`, alone or after `<|python_tag|>`, several
-of them one after the other or with semicolons between.
+"""Llama 3.1 to 3.3: `{"name": "f", "parameters": {...}}`, alone or after `<|python_tag|>`.
+
+Several calls follow each other directly or after a semicolon.
 """
 
 from __future__ import annotations

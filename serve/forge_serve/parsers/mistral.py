@@ -1,5 +1,6 @@
-"""Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, and since its tokenizer 11
-`[TOOL_CALLS]f[ARGS]{...}`, the marker again before each call.
+"""Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`.
+
+Since tokenizer version 11: `[TOOL_CALLS]f[ARGS]{...}`, with the marker before each call.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class MistralFormat(ToolCallFormat):
         )
 
     def new_id(self) -> str:
-        return short_id()  # its templates refuse any other
+        return short_id()  # Mistral's templates reject other ids
 
     def _list(self, calls: CallSink) -> Read[None]:
         c = yield from space((yield))

@@ -1,4 +1,4 @@
-"""What an answer's text turns out to be: content, reasoning, and calls of tools."""
+"""The parts of an answer: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class CallPiece:
-    """News of call `index`: its id and name with the first piece, then pieces of its arguments."""
+    """An addition to call `index`. The first has the id and name; all may have arguments."""
 
     index: int
     id: str | None = None
     name: str | None = None
-    arguments: list[str] = field(default_factory=list)  # of a JSON object, to be joined
+    arguments: list[str] = field(default_factory=list)  # consecutive pieces of a JSON object
 
 
 @dataclass(slots=True)
 class Parts:
-    """What one piece of text has brought, or the whole of it."""
+    """The parts in one piece of text, or in the whole text."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[CallPiece] = field(default_factory=list)
 
     def call(self, index: int) -> CallPiece:
-        """The last call's piece, to be added to; a new one if it is of another call."""
+        """Return the last piece if it belongs to this call, otherwise a new one."""
         if not self.calls or self.calls[-1].index != index:
             self.calls.append(CallPiece(index))
         return self.calls[-1]
 
     def in_order(self, open_call: int | None) -> Iterator[tuple[str, str] | CallPiece]:
-        """What there is, as the blocks of an answer have it: `("reasoning", text)`,
-        `("content", text)` and calls' pieces. The rest of the open call comes first, so that no
-        call is begun twice.
+        """Yield the parts in the order of an answer's blocks.
+
+        They are `("reasoning", text)`, `("content", text)` and call pieces. The rest of the open
+        call precedes the content, so that no call begins twice.
         """
         reasoning, content = "".join(self.reasoning), "".join(self.content)
         if reasoning:
@@ -45,7 +46,7 @@ class Parts:
         yield from self.calls[len(rest) :]
 
     def add(self, more: Parts) -> None:
-        """Appends what comes after this."""
+        """Append parts that follow these."""
         self.content += more.content
         self.reasoning += more.reasoning
         for piece in more.calls:

@@ -1,4 +1,4 @@
-"""Calls as Python writes them: `[f(a=1, b="x"), g()]`. Llama 4 puts them between tags."""
+"""Tool calls in Python syntax: `[f(a=1, b="x"), g()]`. Llama 4 puts them between tags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from forge_serve.parsers.reading import (
 from forge_serve.parsers.tool_calls import CallSink, ToolCallFormat
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_CONSTANTS |= {name: name for name in _CONSTANTS.values()}  # models write them, too
+_CONSTANTS |= {name: name for name in _CONSTANTS.values()}  # models also write JSON's
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
 _ESCAPES |= {c: c for c in "\\'\""}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
@@ -89,7 +89,7 @@ class Llama4PythonicForm(PythonicFormat):
 
 
 class PythonSyntax(JsonSyntax):
-    """Python's literals, but for those that JSON has no word for; what is emitted is JSON."""
+    """Python's literals that JSON can express, emitted as JSON."""
 
     quotes = "\"'"
     trailing_commas = True
@@ -107,7 +107,7 @@ class PythonSyntax(JsonSyntax):
             return _CONSTANTS[text]
         if JSON_NUMBER.fullmatch(text):
             return text
-        if text[0] not in "0123456789+-.":  # a name; not the float's "nan" and "inf"
+        if text[0] not in "0123456789+-.":  # a name, such as "nan", which `float` would accept
             raise Malformed
         try:
             return str(int(text))
@@ -126,7 +126,10 @@ PYTHON = PythonSyntax()
 
 
 def _escape() -> Read[str]:
-    """What follows a backslash: the character it stands for, or both if it stands for none."""
+    """Read an escape sequence after its backslash, and return its text.
+
+    The text of an unknown sequence is the sequence itself.
+    """
     c = yield
     if c in _ESCAPES:
         return _ESCAPES[c]
@@ -135,13 +138,13 @@ def _escape() -> Read[str]:
         if code > 0x10FFFF:
             raise Malformed
         return chr(code)
-    if not c or c in "01234567N":  # octal numbers and Unicode's names: no model writes them
+    if not c or c in "01234567N":  # octal and named escapes, which models do not write
         raise Malformed
     return "\\" + c
 
 
 def _escaped(text: str) -> str:
-    """A text as it stands in a JSON string."""
+    """Return a text as it appears inside a JSON string."""
     plain = len(text) == 1 and text >= " " and text not in '"\\' and not "\ud800" <= text < "\ue000"
     return text if plain else json.dumps(text)[1:-1]
 

@@ -1,11 +1,11 @@
-"""Reading a text one character at a time: what the forms of tool calls are made of.
+"""Readers, which parse a text one character at a time: the building blocks of tool call formats.
 
-A reader is a generator that is sent each character, and "" at the end of the text. It is written
-as if it had the whole text before it, and gives the same wherever the text was cut. Each character
-is looked at once, nothing is recursive, and what is kept is bounded.
+A reader is a generator that receives each character by `send`, and "" at the end of the text. The
+result does not depend on how the text was split. Each character is read once, there is no
+recursion, and memory is bounded.
 
-A function that is given `c`, the character it begins at, returns the next one that has not been
-read; None if it did not have to look beyond its own last character.
+A reader with a parameter `c` begins at that character. It returns the next unread character, or
+None if it did not need to read past its own last one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ClassVar
 type Read[T] = Generator[None, str, T]
 type Emit = Callable[[str], object]
 
-MAX_DEPTH = 64  # of arrays and objects in arguments
+MAX_DEPTH = 64  # nesting levels of arguments
 MAX_NAME_CHARS = 256
 MAX_SCALAR_CHARS = 400
 
@@ -29,15 +29,15 @@ JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", re.A
 
 
 class Malformed(Exception):
-    """The text is not what a reader reads: no error of ours, but the model's."""
+    """The model's text does not have the format that a reader expects."""
 
 
 def ignore(text: str) -> None:
-    """An `Emit` for what nobody needs."""
+    """Discard a text; an `Emit`."""
 
 
 def space(c: str, emit: Emit = ignore) -> Read[str]:
-    """White space, if there is any."""
+    """Read whitespace, if there is any."""
     while c in _SPACE:
         emit(c)
         c = yield
@@ -45,14 +45,13 @@ def space(c: str, emit: Emit = ignore) -> Read[str]:
 
 
 def exactly(text: str) -> Read[None]:
-    """This text and nothing else."""
     for expected in text:
         if (yield) != expected:
             raise Malformed
 
 
 def closing(marker: str) -> Read[None]:
-    """White space and the marker, whose end, or all of it, may be missing at the end of a text."""
+    """Read whitespace and the marker, which the end of the text may truncate or omit."""
     c = yield from space((yield))
     for i, expected in enumerate(marker):
         if i:
@@ -74,7 +73,7 @@ def hex_digits(count: int) -> Read[str]:
 
 
 def word(c: str, allowed: Callable[[str], bool], limit: int) -> Read[tuple[str, str]]:
-    """The characters that are allowed, at least one, at most `limit`, and the one after."""
+    """Read 1 to `limit` allowed characters, and return them and the next character."""
     chars = []
     while c and allowed(c):
         if len(chars) == limit:
@@ -87,13 +86,13 @@ def word(c: str, allowed: Callable[[str], bool], limit: int) -> Read[tuple[str, 
 
 
 class JsonSyntax:
-    """JSON, strictly: what is emitted is the text itself."""
+    """Strict JSON, emitted unchanged."""
 
     quotes: ClassVar[str] = '"'
     trailing_commas: ClassVar[bool] = False
 
     def string(self, quote: str, emit: Emit) -> Read[None]:
-        """The rest of a string, after its opening quote."""
+        """Read the rest of a string, after its opening quote."""
         emit(quote)
         while (c := (yield)) != '"':
             if c < " ":  # also the end of the text
@@ -111,7 +110,7 @@ class JsonSyntax:
         emit(c)
 
     def scalar(self, text: str) -> str:
-        """A number or a constant as JSON."""
+        """Return a number or a constant as JSON."""
         if text in ("true", "false", "null") or JSON_NUMBER.fullmatch(text):
             return text
         raise Malformed
@@ -121,8 +120,8 @@ JSON = JsonSyntax()
 
 
 def value(c: str, emit: Emit, syntax: JsonSyntax = JSON) -> Read[str | None]:
-    """A value, which is emitted as JSON."""
-    closers: list[str] = []  # of the arrays and objects around
+    """Read a value and emit it as JSON."""
+    closers: list[str] = []  # closing brackets of the enclosing arrays and objects
     while True:
         if c and c in "{[":
             if len(closers) == MAX_DEPTH:
@@ -157,7 +156,7 @@ def value(c: str, emit: Emit, syntax: JsonSyntax = JSON) -> Read[str | None]:
 
 
 def _key(c: str, emit: Emit, syntax: JsonSyntax) -> Read[str]:
-    """A key and its colon."""
+    """Read a key and its colon."""
     if not c or c not in syntax.quotes:
         raise Malformed
     yield from syntax.string(c, emit)
@@ -169,7 +168,7 @@ def _key(c: str, emit: Emit, syntax: JsonSyntax) -> Read[str]:
 
 
 def _comma(emit: Emit, closer: str, syntax: JsonSyntax) -> Read[str]:
-    """What follows a comma; one before the closing bracket is not emitted."""
+    """Read past a comma and emit it, unless it precedes the closing bracket."""
     if syntax.trailing_commas:
         c = yield from space((yield))
         if c and c != closer:
@@ -183,7 +182,7 @@ def _comma(emit: Emit, closer: str, syntax: JsonSyntax) -> Read[str]:
 
 
 def short_string(c: str) -> Read[str]:
-    """A JSON string with its quotes, for a name or a key: decoded."""
+    """Read a short JSON string with its quotes, such as a name or key, and return it decoded."""
     if c != '"':
         raise Malformed
     pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between two tags."""
+"""Reasoning, which a model writes between two tags before its answer."""
 
 from __future__ import annotations
 
@@ -12,58 +12,59 @@ from forge_serve.parsers.parts import Parts
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """How a family of models marks its reasoning."""
+    """A model family's reasoning format."""
 
-    name: str  # as --reasoning-parser takes it
+    name: str  # the value of --reasoning-parser
     begin: str
     end: str
-    always: bool = False  # an answer begins with it, and may leave out the opening tag
+    always: bool = False  # True: every answer begins with reasoning, even without the opening tag
 
     @property
     def markup(self) -> tuple[str, ...]:
-        """What may be special tokens."""
+        """The texts that may be special tokens."""
         return (self.begin, self.end)
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins in the middle of reasoning."""
+        """Return True if the answer to this prompt begins inside reasoning."""
         prompt = prompt.rstrip()
         return prompt.endswith(self.begin) or (self.always and not prompt.endswith(self.end))
 
     def is_over_after(self, prompt: str) -> bool:
-        """Whether a prompt has ended the reasoning, so that the answer begins without any."""
+        """Return True if this prompt closes the reasoning, so that the answer has none."""
         return prompt.rstrip().endswith(self.end)
 
     def is_open_in(self, message: str) -> bool:
-        """Whether what continues this message begins in the middle of reasoning."""
+        """Return True if the continuation of this message begins inside reasoning."""
         return message.rfind(self.begin) > message.rfind(self.end)
 
 
 class ReasoningParser:
     """Splits a text into reasoning, which goes to `Parts`, and the rest, which `push` returns.
 
-    The reasoning is what comes first, if it has its opening tag or is `open` already; without a
-    closing tag it is all of the text. Line breaks next to the tags are left out.
+    The text begins with reasoning if the opening tag comes first or the reasoning is `open`
+    already. If the closing tag is missing, all of the text is reasoning. Line breaks next to the
+    tags are removed.
     """
 
     def __init__(self, form: ReasoningFormat, *, open: bool):
-        self.found = open  # there is reasoning, though it may be empty
+        self.found = open  # True if there is reasoning, even if it is empty
         self._form = form
         self._open = open
-        self._before = not open  # nothing but white space has been seen
-        self._blank: list[str] = []  # of it
-        self._held = ""  # what may be the beginning of a tag
-        self._thought = False  # there was some reasoning
-        self._newlines = 0  # after it, left out if it ends here
-        self._ended_now = False  # line breaks that follow are left out
+        self._before = not open  # only whitespace so far
+        self._blank: list[str] = []
+        self._held = ""  # text that may begin a tag
+        self._thought = False
+        self._newlines = 0  # line breaks at the end, removed if the reasoning ends here
+        self._ended_now = False  # removing line breaks after the closing tag
 
     @property
     def over(self) -> bool:
-        """Whether all that is to come is returned as it is."""
+        """True if all further text is returned unchanged."""
         return self.past and not self._ended_now
 
     @property
     def past(self) -> bool:
-        """Whether there will be no more reasoning."""
+        """True if no more reasoning can follow."""
         return not (self._before or self._open)
 
     def push(self, text: str, parts: Parts) -> str:
@@ -77,7 +78,7 @@ class ReasoningParser:
         return text
 
     def finish(self, parts: Parts) -> str:
-        """The text is over; returns what was held back of it and is no reasoning."""
+        """End the text, and return the withheld text that is not reasoning."""
         held, self._held = self._held, ""
         if self._open:
             self._think(held, parts)
@@ -86,7 +87,7 @@ class ReasoningParser:
         return "".join(self._blank) + held
 
     def _opening(self, text: str) -> str:
-        """Looks for the opening tag, before anything but white space."""
+        """Look for the opening tag, which only whitespace may precede."""
         tag = self._form.begin
         text, self._held = self._held + text, ""
         rest = text.lstrip()
@@ -127,14 +128,14 @@ class ReasoningParser:
 
 
 class ReasoningTokens:
-    """How many tokens of an answer are reasoning: all up to its end, with the tags.
+    """A counter of the reasoning tokens of an answer, including the tags.
 
-    They are counted by what each of them adds to the text, so it does not matter how many come at
-    once, nor whether their text is held back.
+    It parses the text of each token separately. The count therefore does not depend on how tokens
+    are batched or whether their text is withheld.
 
     Args:
-      parser: a fresh one, which is this counter's own.
-      token_bytes: what a token adds to a text, special tokens too.
+      parser: a new parser, used only by this counter.
+      token_bytes: returns the text of a token, including special tokens.
     """
 
     def __init__(self, parser: ReasoningParser, token_bytes: Callable[[int], bytes]):
@@ -142,7 +143,7 @@ class ReasoningTokens:
         self._parser = parser
         self._token_bytes = token_bytes
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
-        self._undecided = 0  # tokens before the opening tag is complete
+        self._undecided = 0  # tokens up to the end of the opening tag
 
     def push(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

@@ -1,8 +1,7 @@
-"""Calls of tools in a text that comes in pieces: the same for every family of models.
+"""Tool calls in a text that arrives in pieces: the part that all model families share.
 
-A family's syntax is a `ToolCallFormat`: the markers that open a call, and a reader of what follows.
-This module handles the rest: text before and between calls, text that may be the beginning of a
-marker, and calls that turn out to be malformed.
+A family's syntax is a `ToolCallFormat`: the markers that open a call, and a reader for the text
+after them. This module handles text around calls, partial markers and malformed calls.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from forge_serve.parsers.reading import Malformed, Read, short_string, space, va
 
 log = logging.getLogger(__name__)
 
-MAX_HELD_CHARS = 64 * 1024  # of what may become a call, and none has begun yet
+MAX_HELD_CHARS = 64 * 1024  # limit on withheld text that may become a call
 
 _ids = random.Random()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Calls as a model would write them: `marker first call (between call)* last`, each call
-    `begin(name)`, its arguments and `end`.
+    """The literal texts of a format: `marker first call (between call)* last`.
+
+    Each call is `begin(name)`, its arguments and `end`.
     """
 
     begin: Callable[[str], str]
@@ -41,28 +41,31 @@ class Written:
 
 
 class ToolCallFormat:
-    """How a family of models writes its calls."""
+    """A model family's tool call format."""
 
-    name: ClassVar[str]  # as --tool-call-parser takes it
-    markers: ClassVar[tuple[str, ...]] = ()  # any of them opens a call, anywhere
-    bare: ClassVar[str] = ""  # characters that open one at the beginning of the answer
-    syntax_tokens: ClassVar[tuple[str, ...]] = ()  # beside the markers; all may be special tokens
+    name: ClassVar[str]  # value of --tool-call-parser
+    markers: ClassVar[tuple[str, ...]] = ()  # open a call anywhere
+    bare: ClassVar[str] = ""  # characters that open a call at the start
+    syntax_tokens: ClassVar[tuple[str, ...]] = ()  # other possible special tokens
 
     def read(self, calls: CallSink) -> Read[None]:
-        """Reads what follows a marker, or begins with a `bare` character.
+        """Read the text after a marker, or from a `bare` character.
 
-        It returns at the end of what it knows, and may leave out closing syntax at the end of the
-        text. Raises `Malformed` at the first character that cannot be.
+        The reader returns after the last call. At the end of the text, closing syntax may be
+        missing.
+
+        Raises:
+          Malformed: at the first invalid character.
         """
         raise NotImplementedError
 
     @property
     def markup(self) -> tuple[str, ...]:
-        """What may be special tokens."""
+        """The texts that may be special tokens."""
         return (*self.markers, *self.syntax_tokens)
 
     def written(self, special_tokens: Collection[str]) -> Written | None:
-        """What to hold a model to that must call; None: no grammar can say it."""
+        """Return the texts for a grammar that enforces calls; None: no grammar can express it."""
         return None
 
     def new_id(self) -> str:
@@ -70,17 +73,17 @@ class ToolCallFormat:
 
 
 class CallSink:
-    """What a reader has to say. One call at a time, from `begin` to `end`."""
+    """The receiver of a reader's calls, one at a time from `begin` to `end`."""
 
     def check(self, name: str) -> None:
-        """Raises `Malformed` if what looks like a call of this function is most likely none."""
+        """Raise `Malformed` if text that looks like a call of this function is most likely none."""
         raise NotImplementedError
 
     def begin(self, name: str) -> None:
         raise NotImplementedError
 
     def arguments(self, piece: str) -> None:
-        """A piece of the arguments' JSON object."""
+        """Take a piece of the arguments' JSON object."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -88,55 +91,54 @@ class CallSink:
 
 
 class ToolCallParser(CallSink):
-    """Splits a text into content and calls; `push` it piece by piece, then `finish`.
+    """Splits a text into content and calls. `push` it piece by piece, then `finish`.
 
-    A call is handed on while it is being written, from the beginning of its arguments. What turns
-    out to be none is content. What has been handed on cannot be taken back: then only the rest is
-    content. With `whole` nothing is handed on before its end, and all of it is content.
+    A call is emitted as it arrives, from the beginning of its arguments. A malformed call becomes
+    content, except for the part that has been emitted. If `whole` is True, a call is emitted only
+    at its end, so all of a malformed call becomes content.
 
-    A call that the end of the text cuts off in its arguments is handed on with the arguments that
-    there are, `whole` or not. It does not count as complete. Half a constant or escape sequence at
-    the cut is left out. A call that is cut off before its arguments is content.
+    If the text ends inside a call's arguments, the call is emitted with the arguments so far, even
+    if `whole` is True. It does not count as complete. An incomplete constant or escape sequence at
+    the end is dropped. If the text ends before the arguments, the call is content.
 
-    White space before the first call, if there is nothing else, and around calls is left out.
+    Whitespace between and after calls is dropped, and so is whitespace before a call that begins
+    the text.
 
     Args:
-      functions: the names that the request offers. A call without a marker counts only if it is of
-        one of them.
-      parallel: False leaves out all calls but the first.
+      functions: the names of the request's tools. A call without a marker must name one of them.
+      whole: True if calls must be emitted whole.
+      parallel: False drops all calls but the first.
     """
 
     def __init__(
         self, form: ToolCallFormat, functions: frozenset[str], *, whole: bool, parallel: bool = True
     ):
-        self.num_calls = 0  # that are complete
+        self.num_calls = 0  # complete calls
         self._form = form
         self._markers = form.markers
         self._functions = functions
         self._whole = whole
         self._parallel = parallel
-        self._parts = Parts()  # of this push
-        self._marker_part = ""  # what may be the beginning of a marker
-        self._blank: list[str] = []  # white space, which is left out if a call follows
-        self._said = False  # other content since the beginning, or the last call
+        self._parts = Parts()
+        self._marker_part = ""
+        self._blank: list[str] = []  # whitespace, dropped if a call follows
+        self._said = False  # content since the start or the last call
         self._bare = True  # a call without a marker may begin here
-        self._bare_call = False  # this one did
+        self._bare_call = False
         self._reader: Read[None] | None = None
-        self._raw: list[str] = []  # what the reader has read and not handed on
+        self._raw: list[str] = []  # consumed by the reader, but not emitted
         self._num_raw = 0
-        self._handed_on = False  # something, at this very character
+        self._handed_on = False  # the current character has emitted something
         self._open = False  # between `begin` and `end`
-        self._call = Parts()  # the open call, while it is held back
-        self._index = 0  # of the open call, or the next
+        self._call = Parts()  # the open call, while it is withheld
+        self._index = 0  # index of the open or the next call
 
     def push(self, text: str, parts: Parts) -> None:
-        """Reads a piece of text and adds what it has brought to `parts`."""
         self._parts = parts
         while text:
             text = self._content(text) if self._reader is None else self._read(text)
 
     def finish(self, parts: Parts) -> None:
-        """The text is over."""
         self._parts = parts
         if self._reader is not None and not self._at_end(self._reader):
             if self._open:
@@ -154,7 +156,7 @@ class ToolCallParser(CallSink):
     # ---- content -------------------------------------------------------------------------------
 
     def _content(self, text: str) -> str:
-        """Content, up to where a call may begin. Returns the text from there on."""
+        """Read content up to a possible call, and return the text from there."""
         text, self._marker_part = self._marker_part + text, ""
         if not self._said:
             text = self._without_blank(text)
@@ -194,7 +196,7 @@ class ToolCallParser(CallSink):
         next(self._reader)
 
     def _read(self, text: str) -> str:
-        """A call, or several. Returns the text after it."""
+        """Read one or several calls, and return the text after them."""
         assert self._reader is not None
         begin, send = 0, self._reader.send
         for n, c in enumerate(text):
@@ -209,7 +211,7 @@ class ToolCallParser(CallSink):
             except Exception as error:
                 if not isinstance(error, Malformed):
                     self._fail(error)
-                if self._handed_on:  # all that comes before this character
+                if self._handed_on:  # everything before this character has been emitted
                     self._raw.clear()
                     begin = n
                 self._give_up(text[begin:n])
@@ -222,7 +224,7 @@ class ToolCallParser(CallSink):
         return ""
 
     def _at_end(self, reader: Read[None]) -> bool:
-        """Whether the reader takes the end of the text for the end of what it reads."""
+        """Return True if the reader accepts the end of the text as the end of its calls."""
         try:
             reader.send("")
         except StopIteration:
@@ -234,13 +236,13 @@ class ToolCallParser(CallSink):
         return False
 
     def _cut_off(self) -> None:
-        """The text ends in the arguments of a call: what there is of them stays."""
+        """Emit a call whose arguments the end of the text has cut off."""
         if self._whole and not self._dropping:
             self._parts.add(self._call)
         self._blank = []
 
     def _give_up(self, last: str) -> None:
-        """What has been read is content: all that has not been handed on, and `last`."""
+        """Turn the text that has not been emitted, and `last`, into content."""
         text = "".join([*self._raw, last])
         self._reader, self._handed_on = None, False
         self._raw.clear()
@@ -254,7 +256,7 @@ class ToolCallParser(CallSink):
         self._blank = [] if self._said else [*self._blank, text]
 
     def _fail(self, error: Exception) -> None:
-        """A defect of a reader: no more calls are looked for in this answer."""
+        """Log a defect of the reader, and stop looking for calls in this answer."""
         self._markers = ()
         place = traceback.extract_tb(error.__traceback__)[-1]
         log.error(
@@ -262,7 +264,7 @@ class ToolCallParser(CallSink):
             self._form.name, type(error).__name__, place.name, place.lineno,
         )  # fmt: skip
 
-    # ---- what readers say ----------------------------------------------------------------------
+    # ---- called by readers ---------------------------------------------------------------------
 
     @property
     def _holds_back(self) -> bool:
@@ -277,7 +279,7 @@ class ToolCallParser(CallSink):
             raise Malformed
 
     def begin(self, name: str) -> None:
-        assert not self._open, "a call begins in another"
+        assert not self._open, "a call begins inside another"
         self._open = True
         self._call = Parts()
         piece = self._out.call(self._index)
@@ -306,14 +308,15 @@ class ToolCallParser(CallSink):
 def json_call(
     c: str, calls: CallSink, argument_keys: tuple[str, ...], *, strict: bool
 ) -> Read[None]:
-    """`{"name": "f", "arguments": {...}}`, the keys in any order.
+    """Read `{"name": "f", "arguments": {...}}` with the keys in any order.
 
-    `strict`: beside these there may only be "type" and "id".
+    Args:
+      strict: True if the only other keys allowed are "type" and "id".
     """
     if c != "{":
         raise Malformed
     name: str | None = None
-    early: list[str] = []  # arguments that come before the name
+    early: list[str] = []  # arguments that precede the name
     have_arguments = False
     c = yield from space((yield))
     while True:
@@ -354,10 +357,10 @@ def json_call(
 
 
 def call_begin(name: str, argument_key: str) -> str:
-    """The beginning of what `json_call` reads, up to the arguments."""
+    """Return the beginning of a call for `json_call`, up to the arguments."""
     return f'{{"name": "{name}", "{argument_key}": '
 
 
 def short_id(length: int = 9) -> str:
-    """Letters and digits."""
+    """Return a random id of letters and digits."""
     return "".join(_ids.choices(string.ascii_letters + string.digits, k=length))

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, translated to chats: items, events, storage and WebSocket mode."""
+"""OpenAI's Responses API on top of chats: items, events, storage and WebSocket mode."""

@@ -1,8 +1,8 @@
-"""POST /v1/responses/compact: a conversation as one item, a summary that the model has written.
+"""POST /v1/responses/compact: replacement of a conversation by the model's summary of it.
 
-The conversation becomes a chat whose last message asks for the summary. The answer is an item of
-the type `compaction`, which in the input of a later response is a system message with the summary.
-Nothing is encrypted, whatever the field is called: the summary is the client's own.
+The conversation becomes a chat whose last message requests the summary. The response is an item of
+type `compaction`. In the input of a later response, it becomes a system message with the summary.
+The field `encrypted_content` is not encrypted, because the summary belongs to the client.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ASKS_FOR_SUMMARY = (
 
 
 class CompactRequest(ResponsesRequest, kw_only=True):
-    """POST /v1/responses/compact."""
+    """Body of POST /v1/responses/compact."""
 
     stream: Annotated[bool | None, rule(schema={"enum": [False, None]})] = None
     background: Annotated[bool | None, rule(schema={"enum": [False, None]})] = None
@@ -47,7 +47,7 @@ class CompactRequest(ResponsesRequest, kw_only=True):
             raise RequestError("model is required", param="model")
         for name in ("stream", "background"):
             if getattr(self, name):
-                raise RequestError(f"{name} is not supported here: leave it out", param=name)
+                raise RequestError(f"{name} is not supported on this endpoint: omit it", param=name)
         ResponsesRequest.check(self)
 
     def chat(self, previous: Turn | None, *, kept: bool) -> ResponsesChat:
@@ -55,7 +55,7 @@ class CompactRequest(ResponsesRequest, kw_only=True):
         made.tools = made.tool_choice = None
         last = made.messages[-1] if made.messages else None
         if last is not None and last.role == "user" and isinstance(last.content, str):
-            # Some templates refuse two messages of the user in a row.
+            # Some templates reject consecutive user messages.
             last.content = f"{last.content}\n\n{ASKS_FOR_SUMMARY}"
         else:
             made.messages.append(Message("user", ASKS_FOR_SUMMARY))
@@ -63,15 +63,19 @@ class CompactRequest(ResponsesRequest, kw_only=True):
 
 
 class CompactSerializer(ResponsesSerializer):
-    """The answer: a `response.compaction` object with one item."""
+    """Serializer of a `response.compaction` object, which has one item."""
 
     def body(self, usage: Usage) -> bytes:
-        """Raises `RequestError` if the model wrote no summary."""
+        """Return the whole response.
+
+        Raises:
+          RequestError: the model wrote no summary.
+        """
         items = [item for item in self._items.items if isinstance(item, MessageItem)]
         summary = "".join(item.text for item in items).strip()
         if not summary:
             raise RequestError(
-                "input: the model wrote no summary of it: send it again, or send fewer items",
+                "input: the model wrote no summary; retry, or send fewer items",
                 param="input",
             )
         answer = CompactedResponse(

@@ -1,4 +1,4 @@
-"""The endpoints under /v1/responses: OpenAI's newer protocol, over HTTP and over a WebSocket."""
+"""The endpoints of OpenAI's Responses API, over HTTP and over a WebSocket."""
 
 from __future__ import annotations
 
@@ -46,20 +46,21 @@ from forge_serve.responses_api.websocket import (
     SocketStream,
 )
 
-# `input_tokens` and `compact` are endpoints of their own.
+# `input_tokens` and `compact` are not response ids but endpoints.
 RESPONSE_PATH = PATH + "/{id:(?!(?:input_tokens|compact)$)[^/{}]+}"
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one response
 SOCKET_METHOD = "WEBSOCKET"  # the method of a WebSocket message in logs and metrics
-LOCAL = web.RequestKey("local", LocalResponses)  # of the WebSocket that a message came from
+LOCAL = web.RequestKey("local", LocalResponses)  # set for messages of a WebSocket
 
 _item = msgspec.json.Decoder(Item).decode
 
 
 class ResponsesEndpoints:
-    """Handlers of requests under /v1/responses.
+    """Handlers of the endpoints under /v1/responses.
 
     Args:
-      logs: gets an entry for each WebSocket message. Those of HTTP requests are opened elsewhere.
+      logs: receives an entry for each WebSocket message. Entries of HTTP requests are opened
+        elsewhere.
     """
 
     ROUTES: ClassVar[tuple[Route, ...]] = (
@@ -152,13 +153,13 @@ class ResponsesEndpoints:
     # ---- stored responses ----------------------------------------------------------------------
 
     async def response(self, http: web.Request) -> web.StreamResponse:
-        """Return a stored response, or the events of one in the background again."""
+        """Return a stored response, or replay the events of a background response."""
         response = self._find(http)
         if not is_true(http, "stream"):
             return json_response(response.body())
         if response.log is None:
             raise RequestError(
-                "stream: only a response made with background and stream has events to send again",
+                "stream: only responses created with background and stream can be replayed",
                 param="stream",
             )
         return await self._replay(
@@ -166,12 +167,12 @@ class ResponsesEndpoints:
         )
 
     async def cancel_response(self, http: web.Request) -> web.Response:
-        """End a response in the background. One that is over stays as it is."""
+        """Cancel a background response. A finished one stays unchanged."""
         response = self._find(http)
         if not response.background:
             raise RequestError(
-                "only a response in the background can be cancelled; the others end when their "
-                "connection is closed"
+                "only background responses can be cancelled; to end another one, close its "
+                "connection"
             )
         if response.cancel is not None:
             response.cancel()
@@ -185,7 +186,7 @@ class ResponsesEndpoints:
         return encoded_response(DeletedResponse(id=response.id))
 
     async def input_items(self, http: web.Request) -> web.Response:
-        """A page of the items that the response was made from."""
+        """Return a page of the items in the response's input."""
         items = self._find(http).turn.input_items()
         order = http.query.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -199,7 +200,7 @@ class ResponsesEndpoints:
         after, begin = http.query.get("after"), 0
         if after is not None:
             if after not in ids:
-                raise RequestError("after is none of these items", param="after")
+                raise RequestError("after must be the id of one of the items", param="after")
             begin = ids.index(after) + 1
         page = slice(begin, begin + limit)
         shown = ids[page]
@@ -215,7 +216,7 @@ class ResponsesEndpoints:
         """Return the response of the path.
 
         Raises:
-          UnknownResponseError: it is not stored.
+          UnknownResponseError: the response is not stored.
         """
         return self._store.get(_tenant(http), http.match_info["id"])
 
@@ -245,7 +246,7 @@ class ResponsesEndpoints:
             service.sockets.discard(socket)
 
     async def _answer_message(self, socket: ResponsesSocket, message: Message) -> None:
-        """Answer one message as a request of its own, with its own log entry and metrics."""
+        """Answer one message as a separate request, with its own log entry and metrics."""
         http = _message_request(socket, self._logs)
         exchange = http[EXCHANGE]
         head, status = MessageHead(), CLIENT_CLOSED
@@ -286,7 +287,7 @@ class ResponsesEndpoints:
 
 
 def _message_request(socket: ResponsesSocket, logs: RequestLogs) -> web.Request:
-    """Return the request that stands for the message that a WebSocket is about to answer."""
+    """Return a request that represents the WebSocket's current message."""
     http = socket.http.clone()
     request_id = f"{socket.http[EXCHANGE].request_id}-{socket.num_messages}"
     log = logs.open(http, request_id)

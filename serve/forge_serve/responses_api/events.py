@@ -1,4 +1,4 @@
-"""The answers of /v1/responses: `response` objects, whole or as a stream of numbered events."""
+"""Serializer of /v1/responses: `response` objects, whole or as a stream of numbered events."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ type _OfResponse = (
     | ResponseIncomplete
     | ResponseFailed
 )
-# Fields of a tool that Open Responses requires in a response. Tools are not strict by default here.
+# Tool fields that Open Responses requires in a response. By default, tools are not strict here.
 _TOOL_DEFAULTS = {"description": None, "parameters": None, "strict": False}
 
 
 class ResponsesSerializer(ChatSerializer):
-    """A `response` object, whose output is made of reasoning, messages and calls.
+    """Serializer of a `response` object, whose output has reasoning, messages and calls.
 
-    It is over when it is `concluded`: then `head` and `output` are its JSON as it will stay.
+    When the response is `concluded`, `head` and `output` are its final JSON.
     """
 
     id_prefix = "resp"
@@ -81,20 +81,20 @@ class ResponsesSerializer(ChatSerializer):
         **kwargs: Any,
     ):
         super().__init__(request, prompts, tokenizer, unique_id=unique_id, **kwargs)
-        # Whoever knows the id of a stored response may read it, so nobody must guess one.
+        # The id of a stored response grants access to it, so it must not be guessable.
         self.id = f"resp_{secrets.token_hex(24)}"
-        self.unique_id = unique_id  # what the ids of its items are made of
+        self.unique_id = unique_id  # part of the items' ids
         self.asked, self.kept, self.previous = request.asked, request.kept, request.previous
         self.background = bool(request.asked.background)
-        self.usage_always = False  # no event in the middle has the usage here
+        self.usage_always = False  # only the last event has usage
         self.concluded = False
-        self.when_concluded: Callable[[], None] | None = None  # before anybody is told
+        self.when_concluded: Callable[[], None] | None = None  # runs before the last event is sent
         self.head = self.output = b""
         self._items = Output(unique_id)
         self._num_events = 0
-        self._num_tokens = 0  # whose logprobs have been seen
-        self._waiting: list[TokenLogprobs] = []  # for the text of their tokens
-        self._plain_parts: tuple[bytes, ...] = ()  # of a plain delta: around its number and text
+        self._num_tokens = 0  # tokens whose logprobs have arrived
+        self._waiting: list[TokenLogprobs] = []  # logprobs whose text has not arrived
+        self._plain_parts: tuple[bytes, ...] = ()  # see `_plain_template`
         self._stream_id: str | UnsetType = UNSET
 
     def beginning(self) -> bytes:
@@ -121,7 +121,7 @@ class ResponsesSerializer(ChatSerializer):
     def body(self, usage: Usage) -> bytes:
         return self._conclude(self._status(), usage)
 
-    # ---- one by one ----------------------------------------------------------------------------
+    # ---- lists of events -----------------------------------------------------------------------
 
     def beginning_events(self) -> list[bytes]:
         now = self.snapshot()
@@ -129,29 +129,29 @@ class ResponsesSerializer(ChatSerializer):
         return self._encoded([self._told(ResponseCreated, now), self._told(waits, now)])
 
     def delta_events(self, delta: Delta) -> list[bytes]:
-        """The events of one delta: none if it has nothing to show yet."""
         return self._encoded(self._delta_events(delta))
 
     def end_events(self, usage: Usage) -> list[bytes]:
-        """The last events of a stream that went well."""
         status = self._status()
         kind = ResponseCompleted if status == "completed" else ResponseIncomplete
         return self._encoded([self._told(kind, self._conclude(status, usage))])
 
     def error_events(self, reply: ErrorReply) -> list[bytes]:
-        """The last events of a stream that failed."""
         updates: list[Event] = [*self._items.close("incomplete"), *self._error(reply)]
         updates.append(self._told(ResponseFailed, self._conclude("failed", error=reply)))
         return self._encoded(updates)
 
     def cancel_events(self, usage: Usage) -> list[bytes]:
-        """The last events of a stream that was cancelled: no event is named after that."""
+        """Return the last events of a cancelled stream.
+
+        The protocol has no event for cancellation, so the last one is `response.incomplete`.
+        """
         updates: list[Event] = [*self._items.close("incomplete")]
         updates.append(self._told(ResponseIncomplete, self._conclude("cancelled", usage)))
         return self._encoded(updates)
 
     def snapshot(self) -> bytes:
-        """The response as it is now; its output as far as there have been events."""
+        """Return the current response. The output has the items with events so far."""
         waits = self.background and not self._choices[0].started
         status = "queued" if waits else "in_progress"
         return joined(_json(self._head(status)), _json(self._items.shown()))
@@ -176,7 +176,7 @@ class ResponsesSerializer(ChatSerializer):
             self._plain_parts = self._plain_template(self._items.open)
 
     def _take(self, parts: Parts, logprobs: Sequence[TokenLogprobs]) -> Iterator[Event]:
-        """Adds what has come to the items."""
+        """Add new parts to the items, and yield the events."""
         if parts.reasoning:
             self._waiting.clear()
         self._waiting += self._of_text(logprobs)
@@ -189,11 +189,11 @@ class ResponsesSerializer(ChatSerializer):
                     yield from self._items.say(text, self._logprobs_of_text())
                 case CallPiece():
                     if not parts.content:
-                        self._waiting.clear()  # those of calls belong to no text
+                        self._waiting.clear()  # logprobs of calls belong to no text
                     yield from self._items.call(piece)
 
     def _of_text(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Without those of the reasoning, which are an answer's first, and of special tokens."""
+        """Return the logprobs without those of the leading reasoning and of special tokens."""
         num_reasoning = sum(counter.number for counter in self.reasoning_tokens)
         begin = max(num_reasoning - self._num_tokens, 0)
         self._num_tokens += len(logprobs)
@@ -205,12 +205,14 @@ class ResponsesSerializer(ChatSerializer):
         return [] if found is None else found.content
 
     def _plain_template(self, item: Any) -> tuple[bytes, ...]:
-        """A plain delta in three parts: its number is between the first two, its text between the
-        last two. Empty if the item has none.
+        """Return the three pieces of a plain delta event.
+
+        The sequence number goes between the first two, and the text between the last two. Only
+        message items have plain deltas; for others the result is empty.
         """
         if not isinstance(item, MessageItem):
             return ()
-        number = 2**53  # far above that of any event
+        number = 2**53  # far above any real sequence number
         data = _json(self._numbered(item.delta(""), number))
         head, _, rest = data.partition(b"%d" % number)
         return head, *rest.split(b'""', 1)
@@ -227,7 +229,7 @@ class ResponsesSerializer(ChatSerializer):
         return self._framed("response.output_text.delta", data)
 
     def _error(self, reply: ErrorReply) -> list[Event]:
-        """The event before the last one of a stream that failed."""
+        """Return the events before the last one of a failed stream."""
         error = reply.error
         event = ResponseErrorEvent(
             code=error.code, message=error.message, param=error.param, error=error
@@ -235,7 +237,7 @@ class ResponsesSerializer(ChatSerializer):
         return [event]
 
     def _told(self, kind: type[_OfResponse], response: bytes) -> Event:
-        """An event with a response that is JSON already."""
+        """Return an event with a response that is already encoded as JSON."""
         return kind(response=cast(ResponseAnswer, msgspec.Raw(response)))
 
     def _encoded(self, events: Iterable[Event]) -> list[bytes]:
@@ -250,7 +252,7 @@ class ResponsesSerializer(ChatSerializer):
         return event
 
     def _framed(self, name: str, data: bytes) -> bytes:
-        """The bytes that carry an event over the connection."""
+        """Return the bytes that transport an event."""
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
     # ---- the object ----------------------------------------------------------------------------
@@ -261,7 +263,7 @@ class ResponsesSerializer(ChatSerializer):
     def _conclude(
         self, status: ResponseStatus, usage: Usage | None = None, error: ErrorReply | None = None
     ) -> bytes:
-        """The response as it will stay, as JSON."""
+        """Conclude the response, and return its final JSON."""
         head = self._head(status)
         if usage is not None:
             head.usage = usage_of(usage)
@@ -312,7 +314,6 @@ class ResponsesSerializer(ChatSerializer):
 
 
 def usage_of(usage: Usage) -> ResponseUsage:
-    """The tokens of a response."""
     return ResponseUsage(
         usage.prompt_tokens,
         InputTokensDetails(usage.prompt_tokens_details.cached_tokens),

@@ -1,7 +1,7 @@
-"""The items that a response is asked with and made of, and what they are as messages of a chat.
+"""The items of inputs and outputs, and their conversion to chat messages.
 
-One form serves for both: what clients send, what is kept of earlier responses, and what the model
-has answered are read as `Item`.
+`Item` represents all of them: input from clients, stored items of earlier responses, and the
+model's output.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _ID_PREFIXES = {
     "reasoning": "rs",
     "compaction": "cmp",
 }
-_COMPACTED = "forge-jax-1."  # what the content of a compaction begins with
+_COMPACTED = "forge-jax-1."  # the prefix of a compaction's content
 _BEFORE_SUMMARY = "A summary of the conversation up to here:\n\n"
 
 
 class Part(msgspec.Struct):
-    """A part of an item's content, output or summary."""
+    """Part of an item's content, output or summary."""
 
     type: str
     text: str | None = None
@@ -56,7 +56,7 @@ class Part(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """An item of any type; a message may leave its type out."""
+    """Item of any type. The type of a message is optional."""
 
     type: str | None = None
     id: str | None = None
@@ -66,14 +66,14 @@ class Item(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
-    encrypted_content: str | None = None  # read of a compaction alone
+    encrypted_content: str | None = None  # only used in compactions
     summary: list[Part] | None = None
 
     @classmethod
     def narrow_schema(cls, schema: Schema, about: About) -> None:
         message = {"type": {"enum": ["message", None]}, "role": {"enum": list(ROLES)}}
         compacted = {"type": "string", "pattern": "^forge-jax-1\\."}
-        compacted["description"] = "as /v1/responses/compact of this server made it"
+        compacted["description"] = "Must come from /v1/responses/compact of this server."
         call = tagged("function_call", "call_id", "name", "arguments")
         result = tagged("function_call_output", "call_id", "output")
         result["properties"]["output"] = _parts_schema(*TEXTS)
@@ -105,7 +105,7 @@ def _parts_schema(*types: str) -> Schema:
 
 
 def _part_schema(*types: str) -> Schema:
-    """A part of one of the types, with the text that it needs."""
+    """Return the schema of a part with one of the types, and the text that it requires."""
     names = [name for name in types if name != "refusal"]
     text = tagged("", "text")
     text["properties"]["type"] = {"enum": names}
@@ -113,10 +113,10 @@ def _part_schema(*types: str) -> Schema:
 
 
 def check_item(path: str, item: Item) -> None:
-    """Holds an item to what the server can do with it.
+    """Check that an item is complete and supported.
 
     Raises:
-      RequestError: `param` is the path of the item, or of what is wrong with it.
+      RequestError: it is not. `param` is the path of the item or its invalid field.
     """
     match item.kind:
         case "message":
@@ -138,7 +138,7 @@ def check_item(path: str, item: Item) -> None:
             _required(path, "encrypted_content", item.encrypted_content)
             if _summary(item) is None:
                 raise RequestError(
-                    f"{path}.encrypted_content was not made by /v1/responses/compact of this "
+                    f"{path}.encrypted_content must come from /v1/responses/compact of this "
                     "server: send the messages instead",
                     param=f"{path}.encrypted_content",
                 )
@@ -148,24 +148,24 @@ def check_item(path: str, item: Item) -> None:
         case _:
             known = ", ".join(_ID_PREFIXES)
             raise RequestError(
-                f"{path}.type: items of this type are not supported here; these are: {known}",
+                f"{path}.type must be one of {known}",
                 param=f"{path}.type",
             )
 
 
 def check_outputs(before: Iterable[Item], given: Iterable[Item]) -> None:
-    """Refuses the output of a call that nobody made: templates put it where they should not.
+    """Reject outputs without a matching call, because templates would misplace them.
 
     Raises:
-      RequestError: `param` is the output's `call_id`.
+      RequestError: an output has no call. `param` is the path of its `call_id`.
     """
     given = list(given)
     calls = {item.call_id for item in (*before, *given) if item.kind == "function_call"}
     for i, item in enumerate(given):
         if item.kind == "function_call_output" and item.call_id not in calls:
             raise RequestError(
-                f"input[{i}].call_id: there is no function_call with this id in the input or in "
-                "the responses before it: send the call as well",
+                f"input[{i}].call_id must match a function_call in the input or in the previous "
+                "responses: send the call as well",
                 param=f"input[{i}].call_id",
             )
 
@@ -181,8 +181,7 @@ def _check_parts(path: str, parts: str | Sequence[Part] | None, types: tuple[str
     for j, part in enumerate(parts):
         if part.type not in types:
             raise RequestError(
-                f"{path}[{j}]: parts of this type are not supported here; these are: "
-                f"{', '.join(types)}",
+                f"{path}[{j}]: unsupported type; the supported types are {', '.join(types)}",
                 param=f"{path}[{j}]",
             )
         name = "refusal" if part.type == "refusal" else "text"
@@ -191,14 +190,14 @@ def _check_parts(path: str, parts: str | Sequence[Part] | None, types: tuple[str
 
 
 def messages(items: Iterable[Item]) -> list[Message]:
-    """Checked items as the messages of a chat.
+    """Return checked items as chat messages.
 
-    What a model answers with in one go becomes one message of the assistant's: its reasoning, its
-    text and its calls. Another text or reasoning begins another, unless the calls before it are
-    still without their outputs, which templates want right after the message that made them.
+    Consecutive reasoning, text and calls of the model form one assistant message. A second text or
+    reasoning begins a new message, unless calls precede it whose outputs have not followed yet.
+    Templates require those outputs directly after the message with the calls.
     """
     found: list[Message] = []
-    own: Message | None = None  # the assistant's, which may get more
+    own: Message | None = None  # the assistant message that may get further items
     for item in items:
         if item.kind == "function_call_output":
             content = _text(item.output)
@@ -222,7 +221,7 @@ def messages(items: Iterable[Item]) -> list[Message]:
 
 
 def _takes(own: Message, item: Item) -> bool:
-    """Whether the item is part of this message of the assistant's."""
+    """Return True if the item belongs to this assistant message."""
     if own.tool_calls or item.kind == "function_call":
         return True
     return own.content is None and (item.kind == "message" or own.reasoning_content is None)
@@ -250,10 +249,10 @@ def _text(parts: str | Sequence[Part] | None) -> str:
 
 
 def input_items(asked: str | Sequence[Item], unique_id: str) -> Iterator[Listed]:
-    """A request's checked input as it is kept and listed: every item with a type and an id.
+    """Yield a request's checked input for storage and listing. Every item has a type and an id.
 
     Args:
-      unique_id: what the ids are made of that the client has not given.
+      unique_id: part of the ids that the client has not set.
     """
     items = [Item(role="user", content=asked)] if isinstance(asked, str) else asked
     for i, item in enumerate(items):
@@ -283,20 +282,20 @@ def _listed(item: Item, item_id: str) -> Listed:
 
 
 def compaction(summary: str, unique_id: str) -> Compaction:
-    """The item that stands for a conversation."""
+    """Return the item that replaces a conversation."""
     content = _COMPACTED + base64.urlsafe_b64encode(summary.encode()).decode()
     return Compaction(f"{_ID_PREFIXES['compaction']}_{unique_id}", content)
 
 
 def _summary(item: Item) -> str | None:
-    """That of a compaction; None: the server has not made it."""
+    """Return the summary in a compaction; None if this server did not create it."""
     content = item.encrypted_content or ""
     if not content.startswith(_COMPACTED):
         return None
     try:
         data = base64.b64decode(content.removeprefix(_COMPACTED), b"-_", validate=True)
         return data.decode() or None
-    except ValueError:  # neither base64 nor UTF-8
+    except ValueError:  # not base64, or not UTF-8
         return None
 
 

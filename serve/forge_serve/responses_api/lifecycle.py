@@ -1,7 +1,7 @@
-"""The life of a response that outlives its request: from the store's entry to its end.
+"""The lifecycle of stored responses.
 
-A response is entered when it begins, and finished when its last event has been made. One in the
-background goes on whether or not a client waits for it.
+A response is entered into the store when it begins, and finished there with its last event. A
+background response runs even if no client waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _json = msgspec.json.Encoder().encode
 
 
 class ResponseLifecycle:
-    """Enters responses into a store, and finishes them."""
+    """Enters responses into a store and finishes them."""
 
     def __init__(self, store: ResponseStore):
         self._store = store
@@ -38,23 +38,24 @@ class ResponseLifecycle:
     def translation(
         self, request: ResponsesRequest, tenant: str, local: LocalResponses | None
     ) -> Callable[[], ResponsesChat]:
-        """Return a function that turns a request, and the conversation that it continues, into a
-        chat. Any thread may call it.
+        """Return a thread-safe function that converts a request to a chat.
+
+        The chat includes the conversation that the request continues.
 
         Args:
-          local: the responses of the WebSocket that the request came from.
+          local: the responses of the request's WebSocket; None: the request came over HTTP.
 
         Raises:
-          UnknownResponseError: the previous response is not stored. Over a WebSocket, it is a
-            PreviousResponseNotFoundError.
+          UnknownResponseError: the previous response is not stored. Over a WebSocket, the error is
+            a PreviousResponseNotFoundError.
           RequestError: the previous response has not finished, or the server stores no responses.
         """
         if not self._store.keeps:
             for name in ("background", "store"):
                 if getattr(request, name):
                     raise RequestError(
-                        f"{name}: this server stores no responses (--max-stored-responses): "
-                        "leave it out",
+                        f"{name}: this server stores no responses (--max-stored-responses); "
+                        "omit it",
                         param=name,
                     )
         previous = None
@@ -63,7 +64,7 @@ class ResponseLifecycle:
             response = find(tenant, request.previous_response_id, param="previous_response_id")
             if response.running:
                 raise RequestError(
-                    "previous_response_id: that response has not finished yet",
+                    "previous_response_id: the response has not finished; wait for it",
                     param="previous_response_id",
                 )
             previous = response.turn
@@ -72,9 +73,10 @@ class ResponseLifecycle:
     def begin(
         self, serializer: ResponsesSerializer, tenant: str, local: LocalResponses | None
     ) -> StoredResponse | None:
-        """Enter a response that is to be stored, or that its WebSocket may continue.
+        """Enter a response that will be stored, or that its WebSocket may continue.
 
-        Returns None for any other response.
+        Returns:
+          None for any other response.
         """
         if serializer.kept:
             local = None
@@ -92,7 +94,7 @@ class ResponseLifecycle:
         self._store.begin(response)
         if local is not None:
             local.add(response)
-        if not serializer.background:  # the client may continue it after its last event
+        if not serializer.background:  # clients may continue it right after the last event
             serializer.when_concluded = partial(self._finish, response, serializer)
         return response
 
@@ -102,10 +104,10 @@ class ResponseLifecycle:
         generation: Generation,
         serializer: ResponsesSerializer,
     ) -> None:
-        """End a response whose request is over, because it was answered or its client has left."""
+        """End a response after its request: it is complete, or its client has disconnected."""
         if response is None or serializer.concluded:
             return
-        if serializer.streams:  # the client has the response's id
+        if serializer.streams:  # the client already has the response's id
             serializer.cancel_events(generation.usage)
         else:
             self._store.delete(response)
@@ -129,7 +131,7 @@ class ResponseLifecycle:
 
 
 class _Background:
-    """A response that advances in the callbacks of its generation."""
+    """A background response, driven by the callbacks of its generation."""
 
     def __init__(
         self,

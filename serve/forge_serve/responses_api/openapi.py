@@ -28,7 +28,7 @@ RESPONSE_ID = Parameter("id", "path", {"type": "string", "pattern": "^resp_[0-9a
 
 OPERATIONS = {
     "responses": Operation(
-        summary="Continue a conversation, in OpenAI's newer protocol",
+        summary="Create a response (Responses API)",
         request=ResponsesRequest,
         example={"input": "Tell me a story.", "max_output_tokens": 8},
         answer=ResponseAnswer,
@@ -36,7 +36,7 @@ OPERATIONS = {
         errors=GENERATES,
     ),
     "responses_socket": Operation(
-        summary="Continue conversations over a WebSocket, in OpenAI's newer protocol",
+        summary="Create responses over a WebSocket (Responses API)",
         content_type=None,
         message=ResponseCreate,
         message_error=SocketError,
@@ -63,7 +63,7 @@ OPERATIONS = {
         errors=READS,
     ),
     "response": Operation(
-        summary="A response that is kept, or its events",
+        summary="Get a stored response, or replay its events",
         answer=ResponseAnswer,
         events=ResponseEvent,
         errors=(400, 404, *DEFECT),
@@ -73,25 +73,28 @@ OPERATIONS = {
                 "stream",
                 "query",
                 {"type": "string"},
-                "true or 1: the events of a response made with background and stream",
+                "Set to `true` to replay the events of a response created with background and "
+                "stream.",
             ),
-            Parameter("starting_after", "query", WHOLE, "the events after that number"),
+            Parameter(
+                "starting_after", "query", WHOLE, "Replay only events after this sequence number."
+            ),
         ),
     ),
     "delete_response": Operation(
-        summary="Forget a response",
+        summary="Delete a stored response",
         answer=DeletedResponse,
         errors=(404, *DEFECT),
         parameters=(RESPONSE_ID,),
     ),
     "cancel_response": Operation(
-        summary="End a response in the background",
+        summary="Cancel a background response",
         answer=ResponseAnswer,
         errors=(400, 404, *DEFECT),
         parameters=(RESPONSE_ID,),
     ),
     "input_items": Operation(
-        summary="The items that a response was made from",
+        summary="List the input items of a response",
         answer=InputItems,
         errors=(400, 404, *DEFECT),
         parameters=(
@@ -102,7 +105,7 @@ OPERATIONS = {
                 "query",
                 {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE},
             ),
-            Parameter("after", "query", {"type": "string"}, "the id of one of the items"),
+            Parameter("after", "query", {"type": "string"}, "Return the items after this id."),
         ),
     ),
 }

@@ -1,7 +1,7 @@
-"""The items of an answer, and the events that tell of each.
+"""The items of an output and their events.
 
-An item is begun, added to, and ended. Each of these yields events. Only one item is open at a time,
-and an ended one never changes.
+An item is begun, extended and ended, and each of these yields events. Only one item is open at a
+time, and an ended item never changes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ type Logprobs = Sequence[TokenLogprob]
 
 
 class OutputItem:
-    """Item `index` of an answer."""
+    """Item `index` of an output."""
 
-    prefix: ClassVar[str]  # of its id
+    prefix: ClassVar[str]  # prefix of the id
 
     def __init__(self, unique_id: str, index: int):
         self.id = f"{self.prefix}_{unique_id}o{index}"
@@ -54,7 +54,7 @@ class OutputItem:
         return "".join(self.pieces)
 
     def shown(self) -> AnyItem:
-        """The item as clients get it."""
+        """Return the item for clients."""
         raise NotImplementedError
 
     def begin(self) -> Iterator[Event]:
@@ -70,7 +70,7 @@ class OutputItem:
 
 
 class _TextItem[Part: OutputText | ReasoningText](OutputItem):
-    """An item whose content is one part, a text."""
+    """An item whose content is a single text part."""
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
@@ -80,7 +80,7 @@ class _TextItem[Part: OutputText | ReasoningText](OutputItem):
         raise NotImplementedError
 
     def content(self) -> list[Part]:
-        """Nothing while the item is open: its events tell of the part."""
+        """Return the content, which is empty while the item is open."""
         return [] if self.status == "in_progress" else [self.part()]
 
     def _ending(self) -> Iterator[Event]:
@@ -88,12 +88,11 @@ class _TextItem[Part: OutputText | ReasoningText](OutputItem):
         yield PartDone(item_id=self.id, output_index=self.index, part=self.part())
 
     def done(self) -> Event:
-        """The event of the whole text."""
         raise NotImplementedError
 
 
 class ReasoningItem(_TextItem[ReasoningText]):
-    """Reasoning in full; there is no summary of it."""
+    """The full reasoning. There are no summaries."""
 
     prefix = "rs"
 
@@ -130,7 +129,7 @@ class MessageItem(_TextItem[OutputText]):
         return self.delta(text, logprobs)
 
     def delta(self, text: str, logprobs: Logprobs = ()) -> Event:
-        """The event of a piece of the text."""
+        """Return the event of a piece of the text."""
         return OutputTextDelta(
             item_id=self.id, output_index=self.index, delta=text, logprobs=list(logprobs)
         )
@@ -142,7 +141,7 @@ class MessageItem(_TextItem[OutputText]):
 
 
 class CallItem(OutputItem):
-    """A call of a function; `number` is the call's among those of the answer."""
+    """A function call. `number` is its index among the output's calls."""
 
     prefix = "fc"
 
@@ -170,7 +169,7 @@ class CallItem(OutputItem):
         )
 
     def _is_whole(self) -> bool:
-        """Whether the arguments are JSON: the model may have broken the call off."""
+        """Return True if the arguments are valid JSON. A truncated call's are not."""
         try:
             msgspec.json.decode(self.text)
         except msgspec.DecodeError:
@@ -179,7 +178,7 @@ class CallItem(OutputItem):
 
 
 class Output:
-    """All items of an answer, in their order."""
+    """All items of an output, in order."""
 
     def __init__(self, unique_id: str):
         self.items: list[OutputItem] = []
@@ -212,7 +211,6 @@ class Output:
         yield item.add(piece)
 
     def close(self, status: DoneStatus = "completed") -> Iterator[Event]:
-        """Ends the item that is open, if there is one."""
         item, self.open = self.open, None
         if item is not None:
             yield from item.end(status)

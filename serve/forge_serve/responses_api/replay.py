@@ -1,4 +1,4 @@
-"""A stored stream of events, sent again from any event."""
+"""Replay of a stored event stream from any event."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from forge_serve.responses_api.store import EventLog
 
 
 class Replay:
-    """Writes the events of a log, beginning with number `first`, as fast as the client reads.
+    """Writes the events of a log from number `first` on, as fast as the client reads.
 
-    The log does not depend on its readers: it grows without any.
+    The log grows independently of its readers.
     """
 
     error: str | None = None  # failures of the response are events of the log
@@ -29,8 +29,8 @@ class Replay:
         """Write the headers, the events and the end.
 
         Raises:
-          TimeoutError: the client took nothing for `stall_s`.
-          ConnectionError: the client has gone.
+          TimeoutError: the client read nothing for `stall_s`.
+          ConnectionError: the client has disconnected.
         """
         await self.response.prepare(self._http)
         while True:

@@ -1,7 +1,7 @@
-"""POST /v1/responses: OpenAI's newer protocol, as another form of a chat.
+"""The body of POST /v1/responses, and its conversion to a chat.
 
-A request becomes a `ChatRequest`, so that everything behind it is the same. What is kept of it for
-later requests is in `store.py`, the form of the answer in `events.py`.
+A request becomes a `ChatRequest`, which is then served like any other chat. `store.py` stores
+responses for later requests, and `events.py` encodes them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from forge_serve.responses_api.store import Turn
 PATH = "/v1/responses"
 
 LOGPROBS = "message.output_text.logprobs"
-# Of the others OpenAI's server has, those of tools that are not here add nothing, and reasoning is
-# given as it is, so that nothing has to be encrypted.
+# The other values are OpenAI's and have no effect here. Their tools do not exist, and reasoning is
+# returned unencrypted.
 INCLUDABLE = frozenset(
     (
         LOGPROBS,
@@ -60,14 +60,14 @@ INCLUDABLE = frozenset(
         "code_interpreter_call.outputs",
     )
 )
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
-MESSAGE_TYPE = "response.create"  # of a WebSocket
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's limits
+MESSAGE_TYPE = "response.create"  # type of a WebSocket message
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}", re.ASCII)
 _NESTED = re.compile(r"(tools\[\d+\])\.function\b")
 
 
 class Format(msgspec.Struct):
-    """The `text` field."""
+    """Format and verbosity of the output, in the field `text`."""
 
     format: Annotated[dict[str, Any] | None, rule(schema=FORMAT_SCHEMA)] = None
     verbosity: str | None = None
@@ -76,12 +76,12 @@ class Format(msgspec.Struct):
 class Reasoning(msgspec.Struct):
     effort: str | None = None
     summary: Annotated[str | None, rule(schema={"enum": ["auto", None]})] = None
-    # Its older name.
+    # An older alias of `summary`.
     generate_summary: Annotated[str | None, rule(schema={"enum": ["auto", None]})] = None
 
 
 def _flat(schema: Schema) -> Schema:
-    """The schema of a function in a chat, with the fields of `function` beside `type`."""
+    """Return a chat function's schema with the fields of `function` at the level of `type`."""
     function = schema["properties"]["function"]
     return {
         "type": "object",
@@ -111,13 +111,13 @@ _INCLUDE = {"type": "array", "items": {"enum": sorted(INCLUDABLE)}}
 
 
 class ResponsesRequest(GenerationRequest, kw_only=True):
-    """POST /v1/responses, and /v1/responses/input_tokens."""
+    """Body of POST /v1/responses and /v1/responses/input_tokens."""
 
     input: Annotated[
         str | list[Item] | None,
         rule(
-            "it has to fit the context; where the model is to answer, something has to be said; a "
-            "function_call_output needs its function_call, there or in a response before it"
+            "The rendered prompt must fit the context and must not be empty. Each "
+            "function_call_output needs its function_call in the input or in a previous response."
         ),
     ] = None
     n: OneSample = None
@@ -125,11 +125,15 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     prompt_logprobs: NoPromptLogprobs = None
     instructions: str | None = None
     previous_response_id: Annotated[
-        str | None, rule("a response that is kept here, and has finished")
+        str | None, rule("The id of a stored and finished response.")
     ] = None
-    store: Annotated[bool | None, rule("true only where responses are kept")] = None
+    store: Annotated[bool | None, rule("`true` requires that the server stores responses.")] = None
     background: Annotated[
-        bool | None, rule("excludes store: false; only where responses are kept")
+        bool | None,
+        rule(
+            "Cannot be combined with `store: false`. `true` requires that the server stores "
+            "responses."
+        ),
     ] = None
     max_output_tokens: Annotated[int | None, ranged("max_tokens")] = None
     max_tool_calls: Annotated[int | None, rule(minimum=0, maximum=MAX_COUNT)] = None
@@ -142,7 +146,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         rule(CHOICE_RULE, schema={"anyOf": [_MODES, _FUNCTION_NAME, _ALLOWED_TOOLS]}),
     ] = None
     parallel_tool_calls: bool | None = None
-    text: Annotated[Format | None, rule("as response_format, which its format excludes")] = None
+    text: Annotated[
+        Format | None, rule("`text.format` is an alternative to `response_format`.")
+    ] = None
     reasoning: Reasoning | None = None
     include: Annotated[list[str] | None, rule(schema=nullable(_INCLUDE))] = None
     top_logprobs: Annotated[
@@ -155,12 +161,12 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     safety_identifier: str | None = None
     chat_template_kwargs: TemplateKwargs = None
 
-    conversation: Annotated[Any, refused("not supported: use previous_response_id")] = None
+    conversation: Annotated[Any, refused("not supported; use previous_response_id")] = None
     prompt: Annotated[
-        Any, refused("templates of prompts are not supported: use instructions and input")
+        Any, refused("prompt templates are not supported; use instructions and input")
     ] = None
-    context_management: Annotated[Any, refused("not supported: send fewer items")] = None
-    moderation: Annotated[Any, refused("not supported: leave it out")] = None
+    context_management: Annotated[Any, refused("not supported; send fewer items")] = None
+    moderation: Annotated[Any, refused("not supported; omit it")] = None
 
     @classmethod
     def narrow_schema(cls, schema: Schema, about: About) -> None:
@@ -181,7 +187,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
 
     @property
     def given(self) -> str | list[Item]:
-        """The input; nothing, where a response is only continued."""
+        """The input; empty if the request only continues a response."""
         return [] if self.input is None else self.input
 
     @property
@@ -190,13 +196,16 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
 
     @property
     def stored(self) -> bool:
-        """Whether the response is to be kept."""
+        """True if the request does not disable storage of the response."""
         return self.store is not False
 
     def check(self) -> None:
         GenerationRequest.check(self)
         if self.num_samples != 1:
-            raise RequestError("n must be 1 here: ask for a chat completion", param="n")
+            raise RequestError(
+                "n must be 1 on this endpoint; for several samples, use /v1/chat/completions",
+                param="n",
+            )
         if self.input is None and self.previous_response_id is None:
             raise RequestError("input is required", param="input")
         if self.input == [] and self.previous_response_id is None:
@@ -210,22 +219,24 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
             )
         if self.background and not self.stored:
             raise RequestError(
-                "background: a response that nobody waits for has to be stored: leave store out",
+                "background cannot be combined with store: false, because clients retrieve a "
+                "background response from the store",
                 param="background",
             )
         if self.truncation not in (None, "disabled"):
             raise RequestError(
-                "truncation must be disabled: nothing is left out of the input here; send less",
+                "truncation must be disabled, because the server does not shorten the input",
                 param="truncation",
             )
         if self.format is not None and self.response_format is not None:
             raise RequestError(
-                "text.format and response_format are the same: send one", param="text.format"
+                "text.format and response_format cannot be combined: send only one",
+                param="text.format",
             )
         for i, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise RequestError(
-                    f"include[{i}] is unknown; {LOGPROBS} is what can be added"
+                    f"include[{i}] is unknown; only {LOGPROBS} has an effect"
                     f"{did_you_mean(name, INCLUDABLE - {LOGPROBS})}",
                     param=f"include[{i}]",
                 )
@@ -234,7 +245,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
 
     def _check_prompt_logprobs(self) -> None:
         raise RequestError(
-            "prompt_logprobs are not supported here: ask for a chat completion",
+            "prompt_logprobs is not supported on this endpoint; use /v1/chat/completions",
             param="prompt_logprobs",
         )
 
@@ -242,8 +253,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         for name in ("summary", "generate_summary"):
             if getattr(self.reasoning, name, None) not in (None, "auto"):
                 raise RequestError(
-                    f"reasoning.{name}: there are no summaries here, reasoning is given in full: "
-                    "leave it out, or send auto",
+                    f"reasoning.{name} must be auto or omitted, because reasoning is returned in "
+                    "full",
                     param=f"reasoning.{name}",
                 )
 
@@ -255,20 +266,20 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         )
         if len(metadata) > MAX_METADATA or too_long:
             raise RequestError(
-                f"metadata may have {MAX_METADATA} entries, with keys of {MAX_METADATA_KEY} "
-                f"characters and values of {MAX_METADATA_VALUE}",
+                f"metadata must have at most {MAX_METADATA} entries, keys of at most "
+                f"{MAX_METADATA_KEY} characters and values of at most {MAX_METADATA_VALUE}",
                 param="metadata",
             )
 
     def chat(self, previous: Turn | None, *, kept: bool) -> ResponsesChat:
-        """The same as a chat.
+        """Convert the request to a chat.
 
         Args:
-          previous: the response that it continues.
-          kept: whether the server will store the response.
+          previous: the turn of the response that the request continues.
+          kept: True if the server will store the response.
 
         Raises:
-          RequestError: for a tool, or a choice of tools, that is not supported.
+          RequestError: a tool or the tool choice is not supported.
         """
         shared = {name: getattr(self, name) for name in GenerationRequest.__struct_fields__}
         if self.format is not None:
@@ -303,20 +314,20 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         if not self.instructions:
             return found
         texts = [self.instructions]
-        # Templates want one message of the system's, and want it first.
+        # Templates expect a single system message at the beginning.
         while found and found[0].role in ("system", "developer"):
             texts.append(str(found.pop(0).content))
         return [Message("system", "\n\n".join(texts)), *found]
 
 
 class ResponseCreate(ResponsesRequest, kw_only=True):
-    """A message of a WebSocket: a body of POST /v1/responses with its type."""
+    """WebSocket message: a body of POST /v1/responses with a `type`."""
 
     type: Annotated[str | None, rule(schema={"const": MESSAGE_TYPE})] = None
     stream: Annotated[bool | None, rule(schema={"enum": [True, None]})] = None
     background: Annotated[bool | None, rule(schema={"enum": [False, None]})] = None
     generate: bool | None = None  # false: only prepare the prompt
-    # Repeated in the events.
+    # The events repeat this id.
     stream_id: Annotated[
         str | None,
         rule(schema=nullable({"type": "string", "pattern": f"^{_STREAM_ID.pattern}$"})),
@@ -334,16 +345,17 @@ class ResponseCreate(ResponsesRequest, kw_only=True):
     def check(self) -> None:
         if not self.stream:
             raise RequestError(
-                "stream: a WebSocket always has the events: leave it out", param="stream"
+                "stream cannot be false over a WebSocket, which always streams: omit it",
+                param="stream",
             )
         if self.background:
             raise RequestError(
-                "background is not supported over a WebSocket: leave it out, or send a POST",
+                "background is not supported over a WebSocket: omit it, or send a POST",
                 param="background",
             )
         if self.stream_id is not None and not _STREAM_ID.fullmatch(self.stream_id):
             raise StreamIdError(
-                "stream_id must have 1 to 256 letters, digits and _.-", param="stream_id"
+                "stream_id must be 1 to 256 letters, digits or _ - .", param="stream_id"
             )
         ResponsesRequest.check(self)
 
@@ -355,7 +367,7 @@ class ResponseCreate(ResponsesRequest, kw_only=True):
 
 
 class MessageHead(msgspec.Struct):
-    """What must be known of a WebSocket's message that may be no `ResponseCreate` at all."""
+    """The fields that identify a WebSocket message, even if it is not a `ResponseCreate`."""
 
     type: Any = None
     previous_response_id: Any = None
@@ -363,19 +375,19 @@ class MessageHead(msgspec.Struct):
 
     @property
     def valid_stream_id(self) -> str | None:
-        """The id that an error may repeat."""
+        """The id, if an error event may repeat it."""
         given = self.stream_id
         return given if isinstance(given, str) and _STREAM_ID.fullmatch(given) else None
 
     def check(self) -> None:
         if self.type != MESSAGE_TYPE:
             raise RequestError(
-                f"type must be {MESSAGE_TYPE}: no other messages are supported", param="type"
+                f"type must be {MESSAGE_TYPE}, the only supported message", param="type"
             )
 
 
 class ResponsesChat(ChatRequest, kw_only=True):
-    """The chat that a request for a response becomes."""
+    """A chat converted from a Responses request."""
 
     asked: ResponsesRequest
     previous: Turn | None
@@ -394,7 +406,7 @@ class ResponsesChat(ChatRequest, kw_only=True):
         if error.param is None:
             return error
         field, dot, rest = _NESTED.sub(r"\1", error.param).partition(".")
-        if field.startswith("messages["):  # which is not the item's number
+        if field.startswith("messages["):  # message indices differ from item indices
             return type(error)(str(error), param="input")
         param = self.names_sent().get(field, field) + dot + rest
         return type(error)(_NESTED.sub(r"\1", str(error)), param=param)
@@ -403,7 +415,7 @@ class ResponsesChat(ChatRequest, kw_only=True):
 def _tools_and_choice(
     tools: Sequence[dict[str, Any]], choice: Any
 ) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
-    """Both in the words of a chat; tools that the choice does not allow are left out."""
+    """Return both in a chat's format, without the tools that the choice excludes."""
     functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     match choice:
         case None | str():
@@ -411,12 +423,12 @@ def _tools_and_choice(
         case {"type": "function", "name": str(name)}:
             return functions, {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-            _check_functions(functions)  # also those that are left out
+            _check_functions(functions)  # including excluded ones
             names = [_allowed_name(f"tool_choice.tools[{i}]", a) for i, a in enumerate(allowed)]
             return [tool for tool in functions if tool["function"].get("name") in names], mode
     raise RequestError(
         "tool_choice must be none, auto, required, a function with its name, or allowed_tools "
-        "with mode and tools: other tools are not supported",
+        "with mode and tools",
         param="tool_choice",
     )
 
@@ -439,7 +451,7 @@ def _allowed_name(path: str, allowed: Any) -> str:
 def _function(path: str, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise RequestError(
-            f"{path}.type: only functions are supported; this server runs no tools of its own",
+            f"{path}.type must be function: server tools are not supported",
             param=f"{path}.type",
         )
     names = ("name", "description", "parameters", "strict")

@@ -1,4 +1,4 @@
-"""The objects that clients of /v1/responses receive: responses, their items, events and errors.
+"""The objects that /v1/responses sends: responses, their items, events and errors.
 
 The serializer and the endpoints build these structs, and `/openapi.json` is generated from them.
 """
@@ -22,7 +22,7 @@ DoneStatus = Literal["completed", "incomplete"]
 class OutputText(Payload, tag="output_text"):
     text: str
     annotations: list[Any] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | UnsetType = UNSET  # not in the items of an input
+    logprobs: list[TokenLogprob] | UnsetType = UNSET  # absent in input items
 
 
 class ReasoningText(Payload, tag="reasoning_text"):
@@ -47,7 +47,7 @@ class OutputCall(Payload, tag="function_call"):
     id: str
     call_id: str
     name: str
-    arguments: str  # JSON, if the item is completed
+    arguments: str  # valid JSON if the item is completed
     status: ItemStatus
 
 
@@ -89,7 +89,7 @@ class ListedCallOutput(Payload, tag="function_call_output"):
 
 
 class Compaction(Payload, tag="compaction"):
-    """A conversation as one item of an input."""
+    """Item that replaces a conversation by its summary."""
 
     id: str
     encrypted_content: str
@@ -99,7 +99,7 @@ Listed = ListedMessage | ListedReasoning | OutputCall | ListedCallOutput | Compa
 
 
 class InputItems(Payload, kw_only=True):
-    """A page of the items that a response was made from."""
+    """Page of a response's input items."""
 
     object: Literal["list"] = "list"
     data: list[Listed]
@@ -152,7 +152,7 @@ ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "fa
 
 
 class ResponseHead(Payload, kw_only=True):
-    """A response without its output, which is kept apart: continuations share it."""
+    """Response without its output, which is stored separately because continuations share it."""
 
     id: str
     object: Literal["response"] = "response"
@@ -188,13 +188,13 @@ class ResponseHead(Payload, kw_only=True):
 
 
 class ResponseAnswer(ResponseHead, kw_only=True):
-    """The answer of /v1/responses."""
+    """Response of /v1/responses."""
 
     output: list[Output]
 
 
 class DeletedResponse(Payload, kw_only=True):
-    """A response that is not there any more."""
+    """Confirmation that a response was deleted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -202,14 +202,14 @@ class DeletedResponse(Payload, kw_only=True):
 
 
 class InputTokens(Payload, kw_only=True):
-    """How many tokens the prompt of a response has."""
+    """Number of tokens in the prompt of a response."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
 class CompactedResponse(Payload, kw_only=True):
-    """The answer of /v1/responses/compact."""
+    """Response of /v1/responses/compact."""
 
     id: str
     object: Literal["response.compaction"] = "response.compaction"
@@ -222,10 +222,10 @@ class CompactedResponse(Payload, kw_only=True):
 
 
 class Event(Payload, kw_only=True):
-    """An event of a stream. Its tag is its name. The serializer sets the fields of all events."""
+    """Event of a stream, with its name as the tag. The serializer sets the common fields."""
 
     sequence_number: int = 0
-    stream_id: str | UnsetType = UNSET  # of a WebSocket's message that has one
+    stream_id: str | UnsetType = UNSET  # repeats the id of a WebSocket message
 
 
 class ResponseCreated(Event, tag="response.created", kw_only=True):
@@ -256,7 +256,7 @@ class ResponseErrorEvent(Event, tag="error", kw_only=True):
     code: str | None
     message: str
     param: str | None
-    error: Error  # OpenAI has these fields at the top, Open Responses in an object
+    error: Error  # the same fields: OpenAI sends them at the top level, Open Responses nested
 
 
 class ItemAdded(Event, tag="response.output_item.added", kw_only=True):
@@ -342,12 +342,12 @@ class SocketErrorDetails(Payload):
     code: str
     message: str
     param: str | None
-    headers: dict[str, str] | UnsetType = UNSET  # those of the same error as a response to POST
+    headers: dict[str, str] | UnsetType = UNSET  # the headers that a POST would get
 
 
 class SocketError(Payload, tag="error"):
-    """The event that answers a message of a WebSocket without a response."""
+    """Error event for a WebSocket message without a response."""
 
-    status: int  # that of the same error as a response to POST
+    status: int  # the HTTP status that a POST would get
     error: SocketErrorDetails
     stream_id: str | UnsetType = UNSET

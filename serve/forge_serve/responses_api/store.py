@@ -1,8 +1,8 @@
-"""Responses that are kept for later: to be looked up, and to be continued. In memory, and bounded.
+"""The store of responses, which clients can retrieve and continue. It is in memory and bounded.
 
-A response is kept as JSON, and its conversation as a chain of turns. Turns are shared: a response
-that continues another holds its turns too, and they are counted once. So to look up the first
-response of a conversation may fail while the conversation goes on.
+A response is stored as JSON, and its conversation as a chain of turns. A response that continues
+another shares its turns, which are counted once. The first response of a conversation may therefore
+be evicted while later ones still continue from its turn.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 from forge_serve.errors import PreviousResponseNotFoundError, UnknownResponseError
 from forge_serve.responses_api.items import Item
 
-OVERHEAD_BYTES = 1024  # of a response, or of a turn, beside its JSON
-MAX_LOCAL = 16  # responses that a WebSocket can go on from without storing them
+OVERHEAD_BYTES = 1024  # added to the JSON of each response and turn
+MAX_LOCAL = 16  # unstored responses that a WebSocket can continue
 
 _items = msgspec.json.Decoder(list[Item]).decode
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -27,19 +27,19 @@ _item = msgspec.json.Decoder(Item).decode
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """What a response was asked, and what it answered; both are JSON arrays of items."""
+    """The input and output of a response, both as JSON arrays of items."""
 
     previous: Turn | None
     input: bytes
     output: bytes = b"[]"
-    holders: int = 0  # responses in the store, and turns that they hold
+    holders: int = 0  # reference count: stored responses and later turns
 
     @property
     def num_bytes(self) -> int:
         return len(self.input) + len(self.output) + OVERHEAD_BYTES
 
     def input_items(self) -> list[bytes]:
-        """Everything that the response was made from, each item as JSON: what came before, too."""
+        """Return all input items as JSON, including those of previous turns."""
         chain: list[Turn] = []
         turn = self.previous
         while turn is not None:
@@ -49,12 +49,12 @@ class Turn:
         return [bytes(item) for part in (*before, self.input) for item in _raw_items(part)]
 
     def items(self) -> list[Item]:
-        """The whole conversation, with the answer."""
+        """Return the items of the whole conversation, including the output."""
         return [*map(_item, self.input_items()), *_items(self.output)]
 
 
 class EventLog:
-    """The events of a response in the background; event i has the sequence number i."""
+    """The events of a background response. Event i has the sequence number i."""
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
@@ -68,23 +68,22 @@ class EventLog:
         self._changed = asyncio.Event()
 
     async def change(self) -> None:
-        """Waits for more events, or for the end."""
         await self._changed.wait()
 
 
 @dataclass(eq=False, slots=True)
 class StoredResponse:
-    """One response. While it runs, `snapshot` gives its JSON."""
+    """One response. While it runs, `snapshot` returns its JSON."""
 
     id: str
     tenant: str
     turn: Turn
     snapshot: Callable[[], bytes] | None
     background: bool = False
-    local: LocalResponses | None = None  # those of a WebSocket, which alone can continue this one
+    local: LocalResponses | None = None  # set if only this WebSocket can continue the response
     log: EventLog | None = None
-    cancel: Callable[[], None] | None = None  # of one in the background, while it runs
-    head: bytes = b"{}"  # its JSON without the output, which is the turn's
+    cancel: Callable[[], None] | None = None  # set while a background response runs
+    head: bytes = b"{}"  # the JSON without the output, which the turn has
 
     @property
     def running(self) -> bool:
@@ -97,36 +96,36 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Without its turn's."""
+        """Bytes of the response without its turn."""
         events = sum(map(len, self.log.events)) if self.log is not None else 0
         return len(self.head) + events + OVERHEAD_BYTES
 
 
 def joined(head: bytes, output: bytes) -> bytes:
-    """A response as JSON; `head` is an object that is not empty."""
+    """Return a response as JSON. `head` must be a nonempty object."""
     return head[:-1] + b',"output":' + output + b"}"
 
 
 @dataclass(eq=False, slots=True)
 class _Tenant:
-    """The finished responses of one tenant, the one used least recently first."""
+    """The finished responses of one tenant, least recently used first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    local: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  # of WebSockets
+    local: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  # `store: false`
     num_bytes: int = 0
 
     def like(self, response: StoredResponse) -> OrderedDict[str, StoredResponse]:
-        """The responses that this one belongs to."""
+        """Return the collection for this response."""
         return self.responses if response.local is None else self.local
 
 
 class ResponseStore:
-    """At most `max_responses` and `max_bytes` of finished responses, over all tenants.
+    """Finished responses of all tenants, limited to `max_responses` and `max_bytes`.
 
-    What has to go is the least recently used response of the tenant that holds most: nobody's
-    responses are pushed out by somebody who has more of them. Responses that run are not counted,
-    and stay: the engine's queue bounds them. Of `LocalResponses` only the bytes are counted, and
-    they make room last: somebody is connected for them.
+    The store evicts the least recently used response of the tenant that holds the most. A tenant
+    therefore cannot evict responses of tenants that hold fewer. Running responses are not counted
+    or evicted, because the engine's queue bounds them. `LocalResponses` count only in bytes and are
+    evicted last, because their client is connected.
     """
 
     def __init__(self, max_responses: int, max_bytes: int):
@@ -137,12 +136,12 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept that outlives a connection."""
+        """True if the store keeps responses beyond their connection."""
         return self._max_responses > 0 and self._max_bytes > 0
 
     @property
     def num_responses(self) -> int:
-        """Those that are finished, without those of WebSockets."""
+        """Finished responses, without `LocalResponses`."""
         return sum(len(tenant.responses) for tenant in self._tenants.values())
 
     @property
@@ -150,15 +149,19 @@ class ResponseStore:
         return sum(tenant.num_bytes for tenant in self._tenants.values())
 
     def get(self, tenant: str, response_id: str, *, param: str | None = None) -> StoredResponse:
-        """Raises `UnknownResponseError`: there is none, or it is another tenant's."""
+        """Return a response that is running or stored.
+
+        Raises:
+          UnknownResponseError: the response does not exist or belongs to another tenant.
+        """
         found = self._running.get((tenant, response_id))
         if found is not None and found.local is None:
             return found
         mine = self._tenants.get(tenant)
         if mine is None or response_id not in mine.responses:
             raise UnknownResponseError(
-                "there is no such response here: it was not stored, has been deleted, or had to "
-                "make room for newer ones (--max-stored-responses, --max-stored-bytes)",
+                "unknown response: it was not stored, was deleted, or was evicted to make room for "
+                "newer ones (--max-stored-responses, --max-stored-bytes)",
                 param=param,
             )
         mine.responses.move_to_end(response_id)
@@ -168,7 +171,7 @@ class ResponseStore:
         self._running[response.tenant, response.id] = response
 
     def finish(self, response: StoredResponse, head: bytes, output: bytes) -> None:
-        """Keeps a response as it is now, unless it has been deleted meanwhile."""
+        """Store a finished response, unless it has been deleted."""
         response.head, response.turn.output = head, output
         response.snapshot = response.cancel = None
         if self._running.pop((response.tenant, response.id), None) is None:
@@ -180,7 +183,7 @@ class ResponseStore:
         self._make_room()
 
     def delete(self, response: StoredResponse) -> None:
-        """Forgets a response; one that runs goes on, but is not kept."""
+        """Delete a response. A running one continues, but will not be stored."""
         if self._running.pop((response.tenant, response.id), None) is not None:
             return
         tenant = self._tenants.get(response.tenant)
@@ -220,10 +223,10 @@ class ResponseStore:
 
 
 class LocalResponses:
-    """The last responses of one WebSocket that were asked with `store: false`: nobody else can
-    look them up or continue them, and they end with the connection.
+    """The latest responses of one WebSocket with `store: false`.
 
-    They are in the server's store, so that their bytes are bounded with all others'.
+    Only this connection can continue them, and they are deleted when it closes. They are part of
+    the server's store, so that its byte limit includes them.
     """
 
     def __init__(self, store: ResponseStore):
@@ -234,10 +237,10 @@ class LocalResponses:
         return len(self._responses)
 
     def previous(self, tenant: str, response_id: str, param: str) -> StoredResponse:
-        """A response to be continued: one of these, or one that the tenant has stored.
+        """Return a response to continue: a local one, or one that the tenant has stored.
 
         Raises:
-          PreviousResponseNotFoundError: it is neither.
+          PreviousResponseNotFoundError: there is none with this id.
         """
         mine = self._responses.get(response_id)
         if mine is not None:
@@ -247,29 +250,27 @@ class LocalResponses:
             return self._store.get(tenant, response_id, param=param)
         except UnknownResponseError as error:
             raise PreviousResponseNotFoundError(
-                "there is no such response here: it was not stored and is not one of this "
-                "connection's last, or a turn that continued it has failed: leave "
-                "previous_response_id out and send the whole input",
+                "unknown response: it is neither stored nor among this connection's latest, or a "
+                "later turn failed; omit previous_response_id and send the whole input",
                 param=param,
             ) from error
 
     def add(self, response: StoredResponse) -> None:
-        """Enters a response of this connection. The one before `MAX_LOCAL` others is forgotten."""
+        """Enter a response of this connection, and delete the oldest beyond `MAX_LOCAL`."""
         self._responses[response.id] = response
         if len(self._responses) > MAX_LOCAL:
             self.forget(next(iter(self._responses)))
 
     def forget(self, response_id: str) -> None:
-        """Forgets a response, if it is one of these."""
+        """Delete a response, if it is local."""
         response = self._responses.pop(response_id, None)
         if response is not None:
             self._store.delete(response)
 
     def dropped(self, response: StoredResponse) -> None:
-        """Called by the store: the response had to make room."""
+        """Remove a response that the store has evicted."""
         self._responses.pop(response.id, None)
 
     def close(self) -> None:
-        """Forgets them all."""
         while self._responses:
             self.forget(next(iter(self._responses)))

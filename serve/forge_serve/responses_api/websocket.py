@@ -1,12 +1,12 @@
 """GET /v1/responses: the requests and events of POST /v1/responses over a WebSocket.
 
-A message of the client is what a body is to a POST, and is served by the same code: it becomes a
-request of its own, a clone of the one that opened the connection, with its own checks, line in the
-log and count in the metrics. Messages are answered one after the other. While one is answered
-others are read and wait, so that a client that leaves is noticed.
+The same code serves a WebSocket message and the body of a POST. Each message becomes a clone of the
+request that opened the connection, with its own checks, log entry and metrics. Messages are
+answered in order. While one is answered, others are read and queued, so that a disconnect is
+noticed.
 
-aiohttp does the handshake, reads messages, and closes. Events are written as those of a stream are
-(`http.sse`), each as a text message.
+aiohttp handles the handshake, incoming messages and closing. Events are written like those of a
+stream (`http.sse`), each as a text message.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from forge_serve.responses_api.response_types import (
 )
 from forge_serve.responses_api.store import LocalResponses
 
-MAX_WAITING = 16  # messages, while one is answered
+MAX_WAITING = 16  # queued messages, while one is answered
 ONE_AT_A_TIME = "send the next message after the last event of a response"
-PING_S = 30.0  # without a message; a client that is idle has as long to answer
+PING_S = 30.0  # idle time before a ping, and to answer it
 CONNECTION_S = 3600.0  # Open Responses: "limited to 60 minutes"
-_LONGEST_SHORT, _LONGEST_MEDIUM = 125, 0xFFFF  # payloads by the form of their length, RFC 6455 5.2
-_TEXT = 0x80 | WSMsgType.TEXT  # in one frame
+_LONGEST_SHORT, _LONGEST_MEDIUM = 125, 0xFFFF  # payload lengths by encoding, RFC 6455 5.2
+_TEXT = 0x80 | WSMsgType.TEXT  # FIN and opcode
 
 log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder().encode
 
-type Message = bytes | Exception  # an exception: the message could not be taken
+type Message = bytes | Exception  # an exception: the message was rejected
 
 
 def text_frame(payload: bytes) -> bytes:
-    """A text message as a server sends it: in one frame, neither masked nor compressed."""
+    """Return a text message as one frame of a server, unmasked and uncompressed."""
     size = len(payload)
     if size <= _LONGEST_SHORT:
         head = bytes((_TEXT, size))
@@ -69,7 +69,7 @@ def text_frame(payload: bytes) -> bytes:
 
 
 def error_event(reply: ErrorReply, stream_id: str | None = None) -> bytes:
-    """The JSON of the event that answers a message without a response."""
+    """Return the JSON of an error event for a message without a response."""
     error = SocketErrorDetails(reply.type, reply.name, reply.text, reply.param)
     if reply.retry_after is not None:
         error.headers = {hdrs.RETRY_AFTER: reply.retry_after}
@@ -77,10 +77,10 @@ def error_event(reply: ErrorReply, stream_id: str | None = None) -> bytes:
 
 
 class SocketSerializer(ResponsesSerializer):
-    """A response whose events are messages of a WebSocket.
+    """Serializer of a response whose events are WebSocket messages.
 
-    A failure has no `error` event beside `response.failed`: a client that takes the first for the
-    end would take the second for an answer to its next message.
+    A failure sends only `response.failed` and no `error` event. A client that treats the `error`
+    event as the end would attribute `response.failed` to its next message.
     """
 
     def __init__(self, request: ResponsesChat, *args: Any, **kwargs: Any):
@@ -101,7 +101,7 @@ class SocketSerializer(ResponsesSerializer):
 
 
 class SocketStream(EventStream):
-    """Writes one generation's events to a WebSocket that is open, and stays open."""
+    """Writes one generation's events to an open WebSocket, which stays open."""
 
     def __init__(
         self,
@@ -129,10 +129,10 @@ class SocketStream(EventStream):
 
 
 class _Response(web.WebSocketResponse):
-    """aiohttp's WebSocket. It closes after a message over the limit: here with an error first."""
+    """aiohttp's WebSocket, with an error event before it closes because of a too large message."""
 
     def __init__(self, max_bytes: int):
-        # Compressed messages would have to be read to know how long they are.
+        # The size of a compressed message is only known after reading it.
         super().__init__(autoping=False, compress=False, max_msg_size=max_bytes, decode_text=False)
         self.on_too_large: Callable[[], None] | None = None
 
@@ -149,10 +149,10 @@ class ResponsesSocket:
 
     Args:
       http: the request that opens it.
-      local: what it can go on from without storing it.
-      max_bytes: the limit of a message, and of all that wait together.
-      stall_s: after which a client that takes nothing is given up.
-      answer: answers a message, with everything that goes wrong with it.
+      local: unstored responses that it can continue.
+      max_bytes: the limit of one message, and of all queued messages together.
+      stall_s: the time after which a client that reads nothing is disconnected.
+      answer: answers a message and handles all its errors.
     """
 
     def __init__(
@@ -167,28 +167,28 @@ class ResponsesSocket:
         self.http = http
         self.local = local
         self.response = _Response(max_bytes)
-        self.num_messages = 0  # that have been answered, or are
+        self.num_messages = 0  # answered, including the current one
         self._max_bytes = max_bytes
         self._stall_s = stall_s
         self._answer = answer
         self._waiting: deque[Message] = deque()
         self._waiting_bytes = 0
-        self._updates = asyncio.Event()  # a message waits, or it is to end
-        self._busy = False  # a message is answered
-        self._pinged = False  # and nothing has come since
+        self._updates = asyncio.Event()  # a message is queued, or the connection must end
+        self._busy = False  # True while a message is answered
+        self._pinged = False  # True if nothing was received since the last ping
         self._ending: tuple[ErrorReply, WSCloseCode] | None = None
 
     async def run(self) -> web.StreamResponse:
-        """Opens the connection, and answers its messages until it is closed.
+        """Open the connection and answer its messages until it is closed.
 
         Raises:
-          UpgradeRequiredError: the request opens no WebSocket.
+          UpgradeRequiredError: the request has no WebSocket handshake.
         """
         http, response = self.http, self.response
         if http.method != hdrs.METH_GET or not response.can_prepare(http):
             raise UpgradeRequiredError(
-                "a GET of this path opens a WebSocket: send Upgrade: websocket, Connection: "
-                "Upgrade, Sec-WebSocket-Version: 13 and a Sec-WebSocket-Key, or send a POST"
+                "GET on this path requires a WebSocket handshake (Upgrade: websocket, Connection: "
+                "Upgrade, Sec-WebSocket-Version: 13 and a Sec-WebSocket-Key); otherwise use POST"
             )
         response.on_too_large = self._refuse_large
         await response.prepare(http)
@@ -203,37 +203,41 @@ class ResponsesSocket:
         try:
             floods = await self._read_all()
         except ConnectionError:
-            pass  # the client went while it was answered a ping
+            pass  # the client disconnected during the response to its ping
         finally:
             expiry.cancel()
-            # Nothing is awaited here: the connection's end may cancel this task a second time.
+            # There is no await here, because the connection's end may cancel this task again.
             answering.add_done_callback(lambda _: self.local.close())
             answering.cancel()
         if floods:
-            error = RequestError(f"more than {MAX_WAITING} messages wait: {ONE_AT_A_TIME}")
+            error = RequestError(f"more than {MAX_WAITING} messages are queued: {ONE_AT_A_TIME}")
             self.refuse(error_reply(error))
             await response.close(code=WSCloseCode.POLICY_VIOLATION)
         return response
 
     def stop(self) -> None:
-        """Closes the connection when the response that runs is over: the server shuts down."""
+        """Close the connection after the running response, because the server shuts down."""
         reply = error_reply(NotReadyError("the server is shutting down"))
         self._end(reply, WSCloseCode.SERVICE_RESTART)
 
     def write(self, frames: bytes) -> None:
-        """Writes whole frames, unless the connection is closed."""
+        """Write whole frames, unless the connection is closed."""
         transport = self.http.transport
         if transport is not None and not transport.is_closing() and not self.response.closed:
             transport.write(frames)
 
     def refuse(self, reply: ErrorReply, stream_id: str | None = None) -> None:
-        """Answers a message with an error."""
+        """Send an error event for a message."""
         self.write(text_frame(error_event(reply, stream_id)))
 
     # ---- reading -------------------------------------------------------------------------------
 
     async def _read_all(self) -> bool:
-        """Reads until the connection is closed, by either side, or too many messages wait: True."""
+        """Read until either side closes the connection, or too many messages are queued.
+
+        Returns:
+          True in the second case.
+        """
         while True:
             try:
                 message = await self.response.receive(timeout=PING_S)
@@ -246,10 +250,10 @@ class ResponsesSocket:
                 case WSMsgType.TEXT:
                     taken = self._take(message.data)
                 case WSMsgType.BINARY:
-                    error = "a message must be JSON in a text message: this one was binary"
+                    error = "messages must be JSON in text messages, got a binary message"
                     taken = self._take(RequestError(error))
                 case WSMsgType.PING:
-                    if not self.http.protocol.writing_paused:  # else nobody reads the answers
+                    if not self.http.protocol.writing_paused:  # otherwise pongs would pile up
                         await self.response.pong(message.data)
                     continue
                 case WSMsgType.PONG:
@@ -260,7 +264,10 @@ class ResponsesSocket:
                 return True
 
     async def _ping(self) -> bool:
-        """False if the client is gone. Of one that reads a response, its stream decides that."""
+        """Send a ping, and return False if the client did not answer the previous one.
+
+        While a response is written, its stream detects disconnects instead.
+        """
         if self.http.protocol.writing_paused:
             return True
         if self._pinged and not self._busy:
@@ -271,12 +278,12 @@ class ResponsesSocket:
         return True
 
     def _take(self, message: Message) -> bool:
-        """Has a message answered in its turn. Returns False if too many wait."""
+        """Queue a message. Return False if the queue is full."""
         if len(self._waiting) >= MAX_WAITING:
             return False
         size = 0 if isinstance(message, Exception) else len(message)
         if self._waiting_bytes + size > self._max_bytes:
-            what = f"more than {self._max_bytes} bytes of messages wait"
+            what = f"more than {self._max_bytes} bytes of messages are queued"
             message, size = RequestError(f"{what}: {ONE_AT_A_TIME}"), 0
         self._waiting.append(message)
         self._waiting_bytes += size
@@ -307,19 +314,19 @@ class ResponsesSocket:
         await self.response.close(code=code)
 
     async def _drain(self) -> None:
-        """Waits until the client has read answers that no stream waited for."""
+        """Wait until the client has read error events, which no stream waits for."""
         try:
             async with asyncio.timeout(self._stall_s):
                 await self.http.writer.drain()
         except TimeoutError:
-            log.warning("gave up a client that read nothing for %.0f s", self._stall_s)
+            log.warning("disconnecting a client that read nothing for %.0f s", self._stall_s)
             self._abort()
 
     def _expire(self) -> None:
         reply = ErrorReply(
             400,
-            f"this connection has reached its limit of {CONNECTION_S / 60:.0f} minutes: open "
-            "another one",
+            f"this connection has reached its limit of {CONNECTION_S / 60:.0f} minutes: open a "
+            "new one",
             "invalid_request_error",
             None,
             "websocket_connection_limit_reached",
