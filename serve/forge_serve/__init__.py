@@ -1,1 +1,1 @@
-"""The HTTP server on forge-jax: OpenAI's protocol, streaming, metrics and the command line."""
+"""HTTP server of forge-jax: OpenAI's protocol, streaming, metrics and the command line."""

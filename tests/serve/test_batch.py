@@ -471,7 +471,7 @@ def test_a_model_is_named_at_the_end_or_by_a_flag(configs, model, named):
 def test_two_models_are_refused(configs, capsys):
     assert cli.main(["batch", "in", "out", "a", "--model", "b"]) == 1
     assert configs == []
-    assert "MODEL and --model: give one of them" in capsys.readouterr().err
+    assert "MODEL and --model cannot both be set: omit one of them" in capsys.readouterr().err
 
 
 def test_a_number_that_cannot_be_is_one_line_and_ends_with_1(capsys, configs):

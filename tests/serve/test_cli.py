@@ -140,9 +140,9 @@ def test_help_lists_every_flag_with_its_default(capsys):
     [
         (ConfigError("two\nlines \x1b[2J"), "error: two lines ␛[2J", 1),
         (FileNotFoundError(2, "No such file", "x.json"), "error: x.json: No such file", 1),
-        (MemoryError(), "error: out of memory: a smaller model, --quantization int8", 1),
+        (MemoryError(), "error: out of memory: use a smaller model, --quantization int8", 1),
         (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), "error: the device is out of memory: lower", 1),
-        (TypeError("no len()"), "error: TypeError: no len() (unexpected: --debug shows where", 1),
+        (TypeError("no len()"), "error: TypeError: no len() (unexpected: run with --debug", 1),
         (KeyboardInterrupt(), "interrupted", 130),
     ],
 )
