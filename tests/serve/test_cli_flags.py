@@ -347,7 +347,7 @@ def test_no_help_shows_names_of_other_engines(command, capsys):
         ("serve --zzz", "unknown flag --zzz", ALL),
         ("chat --port 1", "--port is a flag of serve", "chat --help"),
         ("convert a b --dtypo x", "did you mean --dtype?", "convert --help"),
-        ("serve --dtype bfloat1", "unknown value 'bfloat1'; did you mean bfloat16?", "serve --help"),
+        ("serve --dtype bfloat1", "value 'bfloat1'; did you mean bfloat16?", "serve --help"),
         ("sevre", "unknown command 'sevre'; did you mean serve?", "--help"),
         ("serve a b", "unexpected argument 'b'", "serve --help"),
         ("profile diff a b --pecrent 1", "did you mean --percent?", "profile diff --help"),
