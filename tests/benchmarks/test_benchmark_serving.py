@@ -133,7 +133,7 @@ def test_completions_take_text_too(url, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9"], "no server responds at http://127.0.0.1:9"),
         (["--url", "URL", "--model", "gpt-9"], "no model 'gpt-9' at URL: it has 'forge-fake'"),
         (["--url", "URL", "--serve-args=--fake"], "leave out --url"),
         (["--url", "URL", "--endpoint", "chat"], "pass --tokenizer"),

@@ -227,7 +227,7 @@ def test_a_taken_port_is_one_line_and_ends_with_1():
             [*FORGE, "serve", "--port", str(port)], capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 1
-    assert done.stderr == f"forge-jax: error: port {port} is already in use: pass --port\n"
+    assert done.stderr == f"forge-jax: error: port {port} is already in use: set --port\n"
 
 
 def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
@@ -284,7 +284,7 @@ def test_a_server_starts_serves_and_drains():
             assert process.wait(timeout=10) == 0
             log = process.stderr.read()
             assert "Traceback" not in log
-            assert "WARNING --fake loads no model: it ignores MODEL" in log
+            assert "WARNING --fake loads no model and ignores MODEL" in log
         finally:
             process.kill()
 

@@ -55,7 +55,7 @@ def test_a_server_is_measured_with_its_key(url, capsys, tmp_path):
     [run] = report["runs"]
     assert (run["completed"], run["output_tokens"]) == (8, 40)
     assert cli.main(["bench", *asked]) == 1
-    assert "wants an API key: pass --api-key-file" in capsys.readouterr().err
+    assert "requires an API key: set --api-key-file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_without_a_terminal_stdin_is_the_message_and_stdout_the_answer(server):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9"], "no server responds at http://127.0.0.1:9"),
         (["--url", "127.0.0.1:9"], "--url must begin with http:// or https://"),
         (["--url", "http://x", "--dtype", "float32", "--fake"], "--dtype, --fake: only for an"),
         (["--api-key-file", "x"], "--api-key-file requires --url"),
