@@ -150,7 +150,7 @@ async def test_broken_streams_are_errors(script):
     m = await ask(script, b"data: {nothing\n\n", DONE)
     assert m.error is not None and "not JSON" in m.error
     m = await ask(script, event(USAGE | {"usage": {"completion_tokens": 0}}), DONE)
-    assert m.error == "an answer without output"
+    assert m.error == "response without output"
     assert not m.refused
 
 
