@@ -255,7 +255,10 @@ def test_a_file_takes_every_flag_and_every_field(tmp_path):
         ("api-key = [1]", "api-key: must be a string or a list of strings"),
         ("swap-space = 4", "swap-space: has no counterpart: preempted sequences"),
         ('quantization = "gptq"', "gptq: a quantized checkpoint needs no flag"),
-        ("tensor-parallel = 1\ntensor_parallel_size = 2", "are the same option: remove one"),
+        (
+            "tensor-parallel = 1\ntensor_parallel_size = 2",
+            "are the same option: set only one of them",
+        ),
         ("[server]\nport = 1", "server: unknown table: put keys at the top level"),
         ("port.number = 1", "port: must not be a table: put keys at the top level"),
         ("port = ", "not a TOML file"),

@@ -38,12 +38,12 @@ ALIASES = (
 )
 
 _TOOLS = "the parsers are built in: see --tool-call-parser"
-_TEXTS = "prompts and outputs are never logged: omit it"
+_TEXTS = "prompts and outputs are never logged: remove the flag"
 REFUSED: Mapping[str, str] = {
     **aliases.REFUSED,
     "max_num_queued_reqs": "it also counts running requests: see --max-queued-requests",
-    "response_role": "the role is always assistant: omit it",
-    "chat_template_content_format": "the chat template determines it: omit it",
+    "response_role": "the role is always assistant: remove the flag",
+    "chat_template_content_format": "the chat template determines it: remove the flag",
     "default_chat_template_kwargs": "set chat_template_kwargs in each request",
     "trust_request_chat_template": "requests cannot provide a template: use --chat-template",
     "tool_parser_plugin": _TOOLS,

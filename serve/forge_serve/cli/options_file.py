@@ -42,7 +42,8 @@ def read_options(parser: Parser, file: Path) -> dict[str, Any]:
         for name in found:
             if name in set_by and name != "implied":
                 raise ConfigError(
-                    f"--config {file}: {key} and {set_by[name]} are the same option: remove one"
+                    f"--config {file}: {key} and {set_by[name]} are the same option: set only one "
+                    "of them"
                 )
             set_by[name] = key
         if "implied" in found:

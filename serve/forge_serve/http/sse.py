@@ -106,7 +106,7 @@ class EventStream:
         await self._open()
         transport = self._http.transport
         if transport is None:
-            raise ConnectionResetError("the client has gone")
+            raise ConnectionResetError("the client disconnected")
         self._transport = transport
         self._protocol = self._http.protocol
         if self._keep_alive_s:
@@ -173,7 +173,7 @@ class EventStream:
             async with asyncio.timeout(self._stall_s):
                 await self._http.writer.drain()
             if self._transport.is_closing():
-                raise ConnectionResetError("the client has gone")
+                raise ConnectionResetError("the client disconnected")
             self._write(self._events(self._next_piece()))
 
     def _next_piece(self) -> Updates:

@@ -1,4 +1,4 @@
-"""Information about the server and its model, for operators and, as SGLang and Ollama, for routers.
+"""Information about the server and its model, also in SGLang's and Ollama's fields.
 
 Each field is listed explicitly. None contains a secret, or a path or the content of a file. The
 exception is the name of the model as passed to the server, which /v1/models also returns.

@@ -120,7 +120,7 @@ class Chat:
     async def answer(self, text: str, out: Answer) -> None:
         """Stream the answer to a message. On a terminal its reasoning comes first.
 
-        The partial text of a cancelled answer stays in the conversation. A message without an
+        The partial text of a stopped answer stays in the conversation. A message without an
         answer is dropped.
 
         Raises:
@@ -188,8 +188,9 @@ def _obey(text: str, chat: Chat, out: Answer) -> bool:
             out.write("(conversation cleared)\n", dim=True)
         case "/system":
             chat.system = rest.strip() or None
-            done = "system message set" if chat.system else "system message removed"
-            out.write(f"({done})\n", dim=True)
+            out.write(
+                "(system message set)\n" if chat.system else "(system message removed)\n", dim=True
+            )
         case "/help":
             out.write(COMMANDS_HELP + "\n", dim=True)
         case _:
