@@ -60,7 +60,7 @@ class BenchFlags:
         f"{LEAST_REQUESTS}",
     )
     context: int | None = option(
-        None, "tokens per sequence, at least 1; auto: the context length of the model or server"
+        None, "tokens per sequence, at least 64; auto: the context length of the model or server"
     )
     seed: int = option(0, "seed of the random prompts")
 
@@ -95,7 +95,7 @@ def add_to(commands: Commands) -> None:
         epilog=EPILOG,
     )
     add_model(parser)
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument("--json", action="store_true", help="write one JSON object instead of a table")
     add_sections(parser, {"measurement": BenchFlags}, all_essential=True)
     add_engine(parser)
     parser.set_defaults(run=run)

@@ -32,7 +32,7 @@ def add_to(commands: Commands) -> None:
         description=DESCRIPTION,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL.metadata["doc"])
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument("--json", action="store_true", help="write one JSON object instead of text")
     parser.add_argument(
         "--timeout",
         type=float,
