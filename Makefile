@@ -81,7 +81,7 @@ clean: ## remove the environments, the test cache and the site
 	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs .cache site $(NODE_CLIENTS)/node_modules
 
 .venv/.python:
-	@test -n "$(PYTHON)" || { echo "forge-jax requires Python 3.12 or newer, which was not found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, which was not found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
 	@echo "creating .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
 	@touch $@
@@ -97,14 +97,14 @@ clean: ## remove the environments, the test cache and the site
 	@touch $@
 
 .venv-aot/.aot: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "forge-jax requires Python 3.12 or newer" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
 	@echo "installing the GPU compilers into .venv-aot (300 MB)"
 	@$(PYTHON) -m venv .venv-aot
 	@.venv-aot/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[aot]"
 	@touch $@
 
 .venv-clients/.clients: tests/clients/requirements.txt
-	@test -n "$(PYTHON)" || { echo "forge-jax requires Python 3.12 or newer" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
 	@echo "installing third-party clients into .venv-clients"
 	@$(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
@@ -124,7 +124,7 @@ $(NODE_CLIENTS)/node_modules/.clients: $(NODE_CLIENTS)/package.json
 	@touch $@
 
 .venv-browser/.driver: tests/browser/requirements.txt
-	@test -n "$(PYTHON)" || { echo "forge-jax requires Python 3.12 or newer" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 		echo "installing chromium (300 MB)" && apt-get update -qq >/dev/null && \
@@ -142,7 +142,7 @@ $(NODE_CLIENTS)/node_modules/.clients: $(NODE_CLIENTS)/package.json
 	@touch $@
 
 .venv-docs/.docs: docs/site/requirements.txt
-	@test -n "$(PYTHON)" || { echo "forge-jax requires Python 3.12 or newer" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
 	@echo "installing the documentation tools into .venv-docs"
 	@$(PYTHON) -m venv .venv-docs
 	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
