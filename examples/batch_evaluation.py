@@ -1,9 +1,9 @@
-"""Evaluates a model on a file of questions with `forge-jax batch`, and prints how many are right.
+"""Evaluate a model on a file of questions with `forge-jax batch`, and print its accuracy.
 
     python examples/batch_evaluation.py [MODEL] [OUT.jsonl] [--FLAG ...]
 
-The questions are examples/questions.jsonl. With OUT, a run that was ended goes on where it was.
-The flags are those of `forge-jax batch`.
+The questions are in examples/questions.jsonl. Set OUT to make interrupted runs resumable. The flags
+are those of `forge-jax batch`.
 """
 
 import json
@@ -20,13 +20,13 @@ SYNONYMS = {"four": "4", "seven": "7", "eight": "8", "twelve": "12", "sixty": "6
 
 
 def request(question: dict[str, Any]) -> dict[str, Any]:
-    """A line of the input: a chat, greedy, with the question's id."""
+    """Return a line of the batch file: a greedy chat with the question's id."""
     messages = [{"role": "user", "content": question["question"]}]
     return {"id": question["id"], "messages": messages, "temperature": 0, "max_tokens": 32}
 
 
 def is_right(answer: dict[str, Any], expected: str) -> bool:
-    """Whether the expected answer is the last number or among the words of what came."""
+    """Return True if the expected answer is the last number or one of the words of the output."""
     words: list[str] = re.findall(r"[a-z]+|\d+", (answer.get("text") or "").lower())
     words = [SYNONYMS.get(word) or word for word in words]
     if expected.isdecimal():
@@ -37,7 +37,7 @@ def is_right(answer: dict[str, Any], expected: str) -> bool:
 def evaluate(
     questions: list[dict[str, Any]], model: str, out: Path, flags: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """The answers in the order of the questions; those that OUT has are not made again."""
+    """Return the answers in the order of the questions, and reuse those that `out` has."""
     source = out.with_suffix(".in.jsonl")
     source.write_text("".join(json.dumps(request(question)) + "\n" for question in questions))
     command = [sys.executable, "-m", "forge_serve", "batch", str(source), str(out), model, *flags]
@@ -48,7 +48,7 @@ def evaluate(
 
 
 def main(model: str = "forge-tiny", out: str | None = None, *flags: str) -> float:
-    """Prints the share of right answers by kind and of all, which it returns."""
+    """Print the accuracy by kind and overall, and return the latter."""
     questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         answers = evaluate(questions, model, Path(out or f"{folder}/out.jsonl"), flags)

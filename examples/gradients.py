@@ -1,8 +1,8 @@
-"""The gradient of a loss through the serving forward, checked against a forward without a cache.
+"""Gradient of a loss through the serving forward, compared with a forward without a cache.
 
     python examples/gradients.py [MODEL]
 
-With a float32 cache and `implementation="reference"`, `forward` is differentiable end to end: the
+`forward` is differentiable end to end if the cache is float32 and `implementation="reference"`. The
 gradient of a key weight passes through the write into the paged cache and the read from it.
 """
 
@@ -23,13 +23,13 @@ BLOCK_SIZE = 16
 
 
 def next_token_loss(scores: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each token given those before it. scores: f32[T, V], tokens: i32[T]."""
+    """Return the mean next-token cross-entropy. scores: f32[T, V], tokens: i32[T]."""
     log_probs = jax.nn.log_softmax(scores[:-1])
     return -jnp.mean(jnp.take_along_axis(log_probs, tokens[1:, None], axis=1))
 
 
 def paged_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
-    """The loss by the serving forward, over the paged cache."""
+    """Compute the loss with the serving forward and its paged cache."""
     T = tokens.shape[0]
     num_blocks = -(-T // BLOCK_SIZE)
     positions = jnp.arange(T, dtype=jnp.int32)
@@ -50,7 +50,7 @@ def paged_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
 
 
 def dense_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
-    """The same loss by a Llama written out without modules and without a cache."""
+    """Compute the same loss with a plain Llama, without modules and without a cache."""
     spec, weights = model.spec, dict(zip(model.model.names, leaves, strict=True))
     H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     T = tokens.shape[0]
@@ -83,13 +83,13 @@ def dense_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
 def loss_and_gradient(
     loss: Callable[..., jax.Array], model: LoadedModel, tokens: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The loss, and its gradient by every leaf in the order of `model.model.names`."""
+    """Return the loss and its gradient for every leaf, in the order of `model.model.names`."""
     of_leaves = jax.jit(jax.value_and_grad(lambda leaves: loss(model, leaves, tokens)))
     return of_leaves(model.leaves)
 
 
 def main(name: str = "forge-tiny") -> dict[str, float]:
-    """Prints the norms of the key and value weights' gradients, and how far the two are apart."""
+    """Print the gradients' norms for keys and values, and return the relative differences."""
     model = forge_jax.load(name, dtype="float32")
     spec = model.spec
     tokens = jax.random.randint(jax.random.key(0), (24,), 0, spec.vocab_size, jnp.int32)

@@ -1,9 +1,9 @@
-"""Sends the prompts of a data set through a model on Ray Data: an engine in each of several actors.
+"""Run a model on the prompts of a data set with Ray Data, with one engine per actor.
 
     python examples/ray_batch.py IN.jsonl OUT [MODEL] [ACTORS]
 
-Each line of IN has a `prompt`, and whatever else is to be kept. OUT is a folder; its files' lines
-have `output` and `finish_reason` besides. On GPUs each actor takes one.
+Each line of IN has a `prompt` and optional other fields. OUT is a folder of files whose lines also
+have `output` and `finish_reason`. On GPUs, each actor uses one.
 """
 
 import sys
@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 
 MAX_TOKENS = 128
-BATCH_SIZE = 256  # rows that an engine gets at once; it runs as many of them together as fit
+BATCH_SIZE = 256  # rows per call of an engine, which runs as many of them at once as fit
 
 
 class Generate:
-    """An engine, and what it makes of a batch of rows: Ray makes one of these in each actor.
+    """Generator with its own engine. Ray creates one per actor.
 
-    `options` are those of `LLM`.
+    Args:
+      model: the model, as for `LLM`.
+      max_tokens: maximum number of output tokens.
+      options: options of `LLM`.
     """
 
     def __init__(self, model: str = "forge-tiny", max_tokens: int = MAX_TOKENS, **options: Any):
@@ -28,7 +31,7 @@ class Generate:
         self._params = SamplingParams(temperature=0, max_tokens=max_tokens)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Adds two columns to those of the batch: (rows,) of text each."""
+        """Add the columns `output` and `finish_reason`, of shape (rows,), to a batch."""
         prompts = [str(prompt) for prompt in batch["prompt"]]
         outputs = self._llm.generate(prompts, self._params, progress=False)
         batch["output"] = np.array([output.text for output in outputs], dtype=object)

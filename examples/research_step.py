@@ -1,9 +1,9 @@
-"""Greedy decoding by hand, with a look inside: what would each layer say next?
+"""Greedy decoding with the pure functions, and the next token that each layer predicts.
 
     python examples/research_step.py [MODEL] [PROMPT]
 
-MODEL is forge-tiny, a folder or a Hugging Face id. The logit lens (nostalgebraist, 2020) puts the
-residual stream after each layer through the final norm and the head.
+MODEL is forge-tiny, a folder or a Hugging Face id. The logit lens (nostalgebraist, 2020) applies
+the final norm and the head to the residual stream after each layer.
 """
 
 import sys
@@ -22,7 +22,7 @@ NEW_TOKENS = 24
 
 
 def generate(model: LoadedModel, prompt: list[int], new_tokens: int) -> list[int]:
-    """Greedy continuation of `prompt`: the prompt in one step, then one token per step."""
+    """Return the greedy continuation of `prompt`, with one step for it and one per new token."""
     num_blocks = -(-(len(prompt) + new_tokens) // BLOCK_SIZE)
     kv = forge_jax.new_kv(model, num_blocks, BLOCK_SIZE)
     table = jnp.arange(num_blocks, dtype=jnp.int32)[None]  # one sequence: blocks 0, 1, 2, ...
@@ -42,7 +42,7 @@ def generate(model: LoadedModel, prompt: list[int], new_tokens: int) -> list[int
 
 
 def logit_lens(model: LoadedModel, tokens: list[int]) -> np.ndarray:
-    """i32[L + 1]: the likeliest next token by the embedding and by each layer's output."""
+    """Return the most likely next token after the embedding and after each layer, i32[L + 1]."""
     T = len(tokens)
     num_blocks = -(-T // BLOCK_SIZE)
     positions = jnp.arange(T, dtype=jnp.int32)

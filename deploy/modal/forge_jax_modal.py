@@ -1,10 +1,10 @@
-"""forge-jax on Modal, a GPU for it as long as somebody asks:
+"""Deployment on Modal with one GPU, which is released when there are no requests.
 
     pip install modal
     modal deploy deploy/modal/forge_jax_modal.py
 
-Modal prints the URL. The keys are the secret `forge-jax`, with a variable API_KEYS in it, a key on
-each line. Models and compiled steps stay on the volume `forge-jax`.
+Modal prints the URL. Store the API keys in the variable API_KEYS of the secret `forge-jax`, one key
+per line. The volume `forge-jax` keeps models and compiled steps.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m forge_serve`, which is the command `forge-jax`."""
+"""Entry point of `python -m forge_serve`, which is the same as `forge-jax`."""
 
 import sys
 

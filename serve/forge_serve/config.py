@@ -1,4 +1,4 @@
-"""The server's own configuration, beside the engine's: frozen, every default written once."""
+"""Configuration of the server. The engine's configuration is `forge_jax.config`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ToolCallParserName = Literal[
 ]
 ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"]
 
-_API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # what a header can carry, without spaces
+_API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # characters that a header can carry, no spaces
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 ANY_HOST = "*"
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
@@ -24,126 +24,143 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    host: str = option(
-        "127.0.0.1", "address to listen on; 0.0.0.0: all of the machine's", essential=True
-    )
-    port: int = option(8000, "port to listen on; 0: any free one", essential=True)
+    """Options of the server. Each field has the default and the help text of its flag."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", essential=True)
+    port: int = option(8000, "port to listen on, from 1 to 65535; 0: any free port", essential=True)
     served_model_name: str | None = option(
         None,
-        "name of the model in requests and answers; default: MODEL as given",
+        "name of the model in requests and responses; default: MODEL as given",
         essential=True,
     )
     accept_any_model: bool = option(
-        False, "serve requests for a model of any name with the model that is loaded"
+        False, "accept any model name in requests and use the loaded model"
     )
     lora_folder: str | None = option(
-        None, "folder whose LoRA adapters clients may load and unload; default: they may not"
+        None,
+        "folder with LoRA adapters that clients may load and unload; default: loading is disabled",
     )
     tool_call_parser: ToolCallParserName = option(
-        "auto", "how the model writes calls of tools; auto: as its chat template shows"
+        "auto", "format of the model's tool calls; auto: detected from the chat template"
     )
     reasoning_parser: ReasoningParserName = option(
-        "auto", "how the model marks its reasoning; auto: as its chat template shows"
+        "auto", "format of the model's reasoning; auto: detected from the chat template"
     )
-    request_log: bool = option(True, "do not log a line per request", flag="--no-request-log")
+    request_log: bool = option(
+        True, "turn off the request log, which has one line per request", flag="--no-request-log"
+    )
     log_format: LogFormat = option(
-        "text", "form of the log; json: an object in each line", essential=True
+        "text", "log format; json: one JSON object per line", essential=True
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL that takes OpenTelemetry's traces, such as http://localhost:4318/v1/traces: send it a "
-        "span for each request",
+        "URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces, that gets one "
+        "span per request",
     )
     drain_timeout_s: float = option(
-        30.0, "seconds that running requests get to finish on SIGTERM", flag="--drain-timeout"
+        30.0,
+        "seconds that running requests have to finish after SIGTERM, at least 0",
+        flag="--drain-timeout",
     )
     request_timeout_s: float | None = option(
         None,
-        "seconds that a request may take at most; its own timeout may be shorter",
+        "maximum duration of a request in seconds, at least 0 (a request may set a shorter one); "
+        "auto: no limit",
         flag="--request-timeout",
     )
     max_new_tokens: int | None = option(
         None,
-        "tokens that an output may have: more are refused, and it is the default where a request "
-        "does not say; default: what the context has room for",
+        "maximum and default number of output tokens per request, at least 1; auto: as many as fit "
+        "the context",
     )
     sse_keep_alive_s: float = option(
         15.0,
-        "seconds without news after which a stream has a comment, for proxies on its way; 0: never",
+        "idle seconds after which a stream sends an SSE comment, so that proxies keep it open; 0: "
+        "never",
         flag="--sse-keep-alive",
     )
     max_queued_requests: int = option(
-        4096, "samples that may wait for their first token; more are refused with 503"
+        4096,
+        "maximum number of samples that wait for their first token, at least 0; the server rejects "
+        "more with 503",
     )
     max_queued_tokens: int = option(
-        8 * 1024 * 1024, "prompt tokens that may wait for their first output, likewise"
+        8 * 1024 * 1024,
+        "maximum number of prompt tokens that wait for their first output token, at least 0; the "
+        "server rejects more with 503",
     )
     memory_watermark: float = option(
-        0.95, "part of the host's memory in use from which on requests are refused; 1: never"
+        0.95,
+        "fraction of the host's memory in use, above 0, from which the server rejects requests; 1: "
+        "never",
     )
     stall_timeout_s: float = option(
         60.0,
-        "seconds without a completed step, while there is work, after which /health fails",
+        "seconds without a completed step, while there is work, after which /health fails; at "
+        "least 0",
         flag="--stall-timeout",
     )
     engine_process: bool = option(
         False,
-        "run the engine in a process of its own, which is started again if it dies",
+        "run the engine in its own process and restart it if it dies",
         essential=True,
     )
     max_stored_responses: int = option(
-        1024, "responses of /v1/responses that are kept for later requests; 0: none"
+        1024, "maximum number of responses that /v1/responses stores; 0: none"
     )
     max_stored_bytes: int = option(
-        256 * 1024 * 1024, "bytes that they take together, with their conversations"
+        256 * 1024 * 1024,
+        "total size limit in bytes for stored responses and their conversations, at least 0",
     )
     profile_dir: str | None = option(
-        None, "a folder for profiles: turns on POST /start_profile and /stop_profile"
+        None, "folder for profiles; enables POST /start_profile and /stop_profile"
     )
     fake: bool = option(
         False,
-        "serve a fake device without weights: deterministic text at any speed",
+        "serve deterministic text from a fake device without weights",
         essential=True,
     )
-    fake_step_time_ms: float = option(0.0, "milliseconds that a step of the fake device takes")
+    fake_step_time_ms: float = option(
+        0.0, "duration of a step of the fake device in milliseconds, at least 0"
+    )
     api_key: tuple[str, ...] = option(
         (),
-        "a key that clients must send as a bearer token, and a tenant of its own; may be repeated. "
-        "Other users of this machine can see it: prefer --api-key-file",
+        "API key that clients must send as a bearer token; may be repeated. Each key is a separate "
+        "tenant. Other users of this machine can see the key: prefer --api-key-file",
         secret=True,
     )
     api_key_file: str | None = option(
         None,
-        "a file with API keys that clients must send, one in each line; # begins a comment",
+        "file with the API keys that clients must send, one per line; # starts a comment",
         essential=True,
     )
     tls_cert: str | None = option(
         None,
-        "a file with the certificate, in PEM form, and those it depends on: serve HTTPS",
+        "PEM file with the certificate and its chain; enables HTTPS",
         essential=True,
     )
     tls_key: str | None = option(
-        None, "a file with the certificate's private key, in PEM form", essential=True
+        None, "PEM file with the certificate's private key", essential=True
     )
     cors_origin: tuple[str, ...] = option(
         (),
-        "an origin (https://example.org) whose web pages may use the server, or * for all; may be "
-        "repeated",
+        "origin, such as https://example.org, whose web pages may call the server, or * for all; "
+        "may be repeated",
     )
     allowed_host: tuple[str, ...] = option(
         (),
-        "a host name by which clients or a proxy reach the server, or * for all; may be repeated. "
-        "Default: without API keys on a loopback address localhost and IP addresses, else all",
+        "host name that requests may use for the server, or * for all; may be repeated. Default: "
+        "all, but on a loopback address without API keys only localhost and IP addresses",
     )
     limits: Limits = field(
-        default_factory=Limits, metadata={"doc": "what one request may ask for", "flag": None}
+        default_factory=Limits, metadata={"doc": "limits of one request", "flag": None}
     )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
         if self.served_model_name is not None and not self.served_model_name.strip():
-            raise ConfigError("--served-model-name must not be empty: leave it out for MODEL")
+            raise ConfigError("--served-model-name must not be empty: omit it to use MODEL")
         if not 0.0 < self.memory_watermark <= 1.0:
             raise ConfigError(f"--memory-watermark must be in (0, 1], not {self.memory_watermark}")
         for flag, value in (
@@ -162,7 +179,7 @@ class ServerConfig:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
         if self.profile_dir is not None and not self.profile_dir:
-            raise ConfigError("--profile-dir must not be empty: leave it out for no profiles")
+            raise ConfigError("--profile-dir must not be empty: omit it to disable profiles")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
             raise ConfigError(
@@ -178,9 +195,9 @@ class ServerConfig:
         for key in self.api_key:
             check_api_key(key, "--api-key")
         if self.api_key_file is not None and not self.api_key_file:
-            raise ConfigError("--api-key-file must not be empty: leave it out for no keys")
+            raise ConfigError("--api-key-file must not be empty: omit it to serve without keys")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("--tls-cert and --tls-key: give both of them, or neither")
+            raise ConfigError("--tls-cert and --tls-key must be set together")
         for name in self.allowed_host:
             if name != ANY_HOST and not _HOST_NAME.fullmatch(name):
                 raise ConfigError(
@@ -196,6 +213,6 @@ class ServerConfig:
 
 
 def check_api_key(key: str, where: str) -> None:
-    """Raises `ConfigError`, which says `where` and not the key, for what no client could send."""
+    """Raise `ConfigError` if no client could send the key. The message has `where`, not the key."""
     if not _API_KEY.fullmatch(key):
         raise ConfigError(f"{where}: a key is 1 to 512 printable ASCII characters without spaces")

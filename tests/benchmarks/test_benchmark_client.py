@@ -150,7 +150,7 @@ async def test_broken_streams_are_errors(script):
     m = await ask(script, b"data: {nothing\n\n", DONE)
     assert m.error is not None and "not JSON" in m.error
     m = await ask(script, event(USAGE | {"usage": {"completion_tokens": 0}}), DONE)
-    assert m.error == "an answer without output"
+    assert m.error == "response without output"
     assert not m.refused
 
 
@@ -202,8 +202,8 @@ async def test_the_context_is_what_the_server_says(script):
     [
         ({"data": [{"id": "a"}, {"id": "b"}]}, "c", "no model 'c' at .*: it has 'a', 'b'"),
         ({"data": []}, None, "it has none"),
-        ({"nothing": 1}, None, "not a list of models"),
-        ({"data": [{"name": "a"}]}, None, "not a list of models"),
+        ({"nothing": 1}, None, "did not return a list of models"),
+        ({"data": [{"name": "a"}]}, None, "did not return a list of models"),
     ],
 )
 async def test_a_model_that_is_not_there_is_one_line(script, models, model, message):

@@ -128,7 +128,7 @@ def test_every_switch_is_a_field_or_one_that_is_planned():
     [
         (["--model", "nowhere/at/all"], "no model 'nowhere/at/all'"),
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--context", "8"], "too short"),
+        (["--context", "8"], "at least 64 tokens"),
     ],
 )
 def test_what_cannot_run_is_one_line(benchmark, arguments, message, capsys, tmp_path: Path):

@@ -133,15 +133,15 @@ def test_completions_take_text_too(url, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9"], "no server responds at http://127.0.0.1:9"),
         (["--url", "URL", "--model", "gpt-9"], "no model 'gpt-9' at URL: it has 'forge-fake'"),
         (["--url", "URL", "--serve-args=--fake"], "leave out --url"),
-        (["--url", "URL", "--endpoint", "chat"], "pass --tokenizer"),
+        (["--url", "URL", "--endpoint", "chat"], "set --tokenizer"),
         (["--url", "URL", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
         (["--url", "URL", "--trace", "nowhere.csv"], "nowhere.csv: No such file"),
         (["--url", "URL", "--rate", "0"], "--rate must be greater than 0"),
         (["--url", "URL", "--input-len", "8"], "--workload baseline alone"),
-        (["--url", "URL", "--context", "8"], "too short"),
+        (["--url", "URL", "--context", "8"], "at least 64 tokens"),
         (["--model", "nowhere/at/all"], "the server did not start: forge-jax: error: no model"),
         (["--serve-args=--no-such-flag"], "unknown flag --no-such-flag"),
     ],

@@ -110,10 +110,10 @@ def test_the_answer_to_a_schema_is_json_of_it(server, visit):
 def test_what_is_no_schema_is_told_and_not_sent(server, visit):
     visit = visit(server)
     asked = bodies(visit.page)
-    box = visit.page.get_by_label("The answer follows it")
+    box = visit.page.get_by_label("Schema for the answer")
     for wrong in ('{"type": ', "[1]", "3"):
         box.fill(wrong)
-        expect(visit.page.locator("#schema-note")).to_contain_text("Not a schema")
+        expect(visit.page.locator("#schema-note")).to_contain_text("Invalid schema")
         expect(box).to_have_attribute("aria-invalid", "true")
         visit.ask(STORY)
         expect(box).to_be_focused()
@@ -131,7 +131,7 @@ def test_sampling_controls_reach_the_server(server, visit):
     }  # fmt: skip
     set_options(visit.page, **{name: str(value) for name, value in given.items()})
     set_options(visit.page, stop="END\n\n ok")
-    visit.page.get_by_label("Ask for them").uncheck()
+    visit.page.get_by_label("Show probabilities").uncheck()
     visit.ask(STORY)
     visit.answered()
     [body] = asked
@@ -431,7 +431,7 @@ def test_a_server_with_keys_is_used_with_the_key_that_is_entered(closed_server, 
     page.reload()
     expect(page.locator("#state")).to_have_attribute("data-state", "ready")
     page.get_by_role("button", name="API key").click()
-    page.get_by_role("button", name="Forget it").click()
+    page.get_by_role("button", name="Remove key").click()
     expect(dialog).to_contain_text("an API key is required")
     assert KEY not in page.evaluate("JSON.stringify(sessionStorage)")
 
@@ -623,7 +623,7 @@ def test_a_connection_that_breaks_is_told(server, visit):
     visit.refusals = 1
     visit.page.route("**/v1/chat/completions", lambda route: route.abort())
     visit.ask(STORY)
-    expect(visit.page.locator(".error")).to_have_text("The server cannot be reached.")
+    expect(visit.page.locator(".error")).to_have_text("Cannot reach the server.")
     expect(visit.page.get_by_label("Message", exact=True)).to_have_value(STORY)
 
 
@@ -631,7 +631,7 @@ def test_an_answer_that_breaks_off_is_told_and_what_came_stays(server, visit):
     visit = visit(server)
     answer_with(visit.page, events({"content": "Once upon"}).removesuffix("data: [DONE]\n\n"))
     visit.ask(STORY)
-    expect(visit.page.locator(".error")).to_contain_text("broke off")
+    expect(visit.page.locator(".error")).to_contain_text("closed before")
     expect(visit.page.locator(".turn.assistant .text")).to_have_text("Once upon")
 
 

@@ -246,7 +246,7 @@ def test_keys_of_a_file_and_of_flags_are_all_taken(tmp_path):
     ("content", "message"),
     [
         (None, "cannot read"),
-        (b"", "holds no key"),
+        (b"", "has no key"),
         (b"# only\n", "no key"),
         (b"\xff", "not a text"),
     ],
@@ -283,7 +283,7 @@ def test_keys_come_from_repeated_flags(monkeypatch):
 def test_a_server_that_is_open_to_others_says_so(host, config, warned, caplog):
     with contextlib.closing(server.bind(host, 0)) as sock:
         server.warn_of_exposure(sock, config)
-    assert ("without an API key" in caplog.text) is warned
+    assert ("without API keys" in caplog.text) is warned
 
 
 def test_nobody_else_is_let_in_by_default():

@@ -207,7 +207,7 @@ def test_the_same_id_twice_is_refused_by_line_before_anything_runs(tmp_path, cap
     source = write(tmp_path / "in", [{**line, name: each} for each in ("a", "b", "a")])
     assert cli.main(["batch", str(source), str(tmp_path / "out"), *FAKE]) == 1
     error = capsys.readouterr().err
-    assert f"line 3: the {name} 'a' is also that of line 1" in error and error.count("\n") == 1
+    assert f"line 3: duplicate {name} 'a', first used in line 1" in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -245,7 +245,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path, number):
         target.write_bytes(before + b'{"line":29,"dig')  # what it could have been in
     else:
         assert code == 128 + number
-        assert "interrupted: the same command goes on" in said and "Traceback" not in said
+        assert "interrupted: run the same command again" in said and "Traceback" not in said
     batch(source, target, "--no-prefix-cache")
     done = target.read_bytes()
     assert done.startswith(before)
@@ -275,10 +275,16 @@ def test_an_openai_file_goes_on_too(tmp_path):
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (b"my notes\n", "line 1: this is no answer to a line of"),
-        (b"my notes", "line 1: this is no answer to a line of"),
-        (b'{"line":1,"digest":"00000000000000aa","id":null}\n', "line 1: this answers a line 1"),
-        (b'{"line":9,"digest":"00000000000000aa","id":null}\n', "line 1: this answers a line 9"),
+        (b"my notes\n", "line 1: not a response to a line of"),
+        (b"my notes", "line 1: not a response to a line of"),
+        (
+            b'{"line":1,"digest":"00000000000000aa","id":null}\n',
+            "line 1: this response belongs to a line 1",
+        ),
+        (
+            b'{"line":9,"digest":"00000000000000aa","id":null}\n',
+            "line 1: this response belongs to a line 9",
+        ),
     ],
 )
 def test_a_file_that_holds_anything_else_stays_as_it_is(tmp_path, capsys, written, message):
@@ -301,7 +307,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path):
     source = write(tmp_path / "in", prompts(3))
     lines = Input(source, 1 << 20)
     write(source, [*prompts(2), {"prompt": "another"}])
-    with pytest.raises(BatchFileError, match="has changed while it was read"):
+    with pytest.raises(BatchFileError, match="changed while it was being read"):
         list(lines.open_lines())
 
 
@@ -426,7 +432,7 @@ def test_quiet_says_nothing_and_otherwise_there_is_a_summary(tmp_path, capsys):
     assert cli.main(["batch", str(source), str(tmp_path / "out"), "--fake"]) == 0
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1  # no bar where there is no terminal
-    assert "4 of 4 lines answered; 1 of them are errors; 6 tokens generated in " in err
+    assert "4 of 4 lines done; 1 of them failed; 6 tokens generated in " in err
 
 
 def test_a_terminal_has_a_bar_with_tokens_and_the_time_left(monkeypatch):
@@ -471,7 +477,7 @@ def test_a_model_is_named_at_the_end_or_by_a_flag(configs, model, named):
 def test_two_models_are_refused(configs, capsys):
     assert cli.main(["batch", "in", "out", "a", "--model", "b"]) == 1
     assert configs == []
-    assert "MODEL and --model: give one of them" in capsys.readouterr().err
+    assert "MODEL and --model cannot both be set: omit one of them" in capsys.readouterr().err
 
 
 def test_a_number_that_cannot_be_is_one_line_and_ends_with_1(capsys, configs):

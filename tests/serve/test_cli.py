@@ -140,9 +140,9 @@ def test_help_lists_every_flag_with_its_default(capsys):
     [
         (ConfigError("two\nlines \x1b[2J"), "error: two lines ␛[2J", 1),
         (FileNotFoundError(2, "No such file", "x.json"), "error: x.json: No such file", 1),
-        (MemoryError(), "error: out of memory: a smaller model, --quantization int8", 1),
+        (MemoryError(), "error: out of memory: use a smaller model, --quantization int8", 1),
         (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), "error: the device is out of memory: lower", 1),
-        (TypeError("no len()"), "error: TypeError: no len() (unexpected: --debug shows where", 1),
+        (TypeError("no len()"), "error: TypeError: no len() (unexpected: run with --debug", 1),
         (KeyboardInterrupt(), "interrupted", 130),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_taken_port_is_one_line_and_ends_with_1():
             [*FORGE, "serve", "--port", str(port)], capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 1
-    assert done.stderr == f"forge-jax: error: port {port} is already in use: pass --port\n"
+    assert done.stderr == f"forge-jax: error: port {port} is already in use: set --port\n"
 
 
 def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
@@ -284,7 +284,7 @@ def test_a_server_starts_serves_and_drains():
             assert process.wait(timeout=10) == 0
             log = process.stderr.read()
             assert "Traceback" not in log
-            assert "WARNING --fake loads no model: it ignores MODEL" in log
+            assert "WARNING --fake loads no model and ignores MODEL" in log
         finally:
             process.kill()
 

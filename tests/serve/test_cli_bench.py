@@ -55,7 +55,7 @@ def test_a_server_is_measured_with_its_key(url, capsys, tmp_path):
     [run] = report["runs"]
     assert (run["completed"], run["output_tokens"]) == (8, 40)
     assert cli.main(["bench", *asked]) == 1
-    assert "wants an API key: pass --api-key-file" in capsys.readouterr().err
+    assert "requires an API key: set --api-key-file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_server_is_measured_with_its_key(url, capsys, tmp_path):
         (["--concurrency", "0"], "--concurrency must be numbers from 1 to"),
         (["--requests", "0"], "--requests must be at least 1, not 0"),
         (["--input-len", "4000", "--output-len", "200"], "more than the context of 4096 tokens"),
-        (["--url", "http://127.0.0.1:9"], "--fake: that is for an engine in this process"),
-        (["--api-key-file", "x"], "--api-key-file is for a server: give its --url"),
+        (["--url", "http://127.0.0.1:9"], "--fake: only for an engine in this process"),
+        (["--api-key-file", "x"], "--api-key-file requires --url"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(capsys, arguments, message):

@@ -118,10 +118,10 @@ class Terminal:
 @pytest.mark.slow
 def test_a_conversation_with_the_bundled_model():
     with Terminal("chat", *SMALL) as chat:
-        chat.expect("forge-tiny: /help tells what there is, Ctrl-D ends")
+        chat.expect("forge-tiny: /help lists the commands, Ctrl-D ends the chat")
         chat.say("What is 2+2?", "2 + 2 = 4.")
         chat.say("/help", "/system TEXT")
-        chat.say("/dance", "(there is no /dance: /help tells what there is)")
+        chat.say("/dance", "(unknown command /dance: /help lists the commands)")
         assert chat.end(CTRL_D) == 0
         assert "Traceback" not in chat.shown
 
@@ -216,9 +216,9 @@ def test_a_conversation_with_a_server(server, tmp_path):
         chat.say("And", prompt="… ")
         chat.say("then?", prompt="… ")
         chat.say('"""', "Go on.", prompt="… ")
-        chat.say("/system Be long.", "(noted)")
+        chat.say("/system Be long.", "(system message set)")
         chat.say("More?", "forge-jax: error: HTTP 400: the context is ␛]0;full␇")
-        chat.say("/reset", "(forgotten)")
+        chat.say("/reset", "(conversation cleared)")
         chat.say("A line \\")
         chat.say("and another", "A new beginning.", prompt="… ")
         chat.expect("> ")
@@ -245,7 +245,7 @@ def test_an_answer_of_this_process_is_stopped_and_the_chat_goes_on():
         chat.say("Tell me a story.", " ")
         chat.type(CTRL_C)
         chat.expect("(stopped)")
-        chat.say("/reset", "(forgotten)")
+        chat.say("/reset", "(conversation cleared)")
         chat.say("Another.", " ")
         chat.type(CTRL_C)
         chat.expect("(stopped)")
@@ -271,10 +271,10 @@ def test_without_a_terminal_stdin_is_the_message_and_stdout_the_answer(server):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9"], "no server responds at http://127.0.0.1:9"),
         (["--url", "127.0.0.1:9"], "--url must begin with http:// or https://"),
-        (["--url", "http://x", "--dtype", "float32", "--fake"], "--dtype, --fake: that is for an"),
-        (["--api-key-file", "x"], "--api-key-file is for a server: give its --url"),
+        (["--url", "http://x", "--dtype", "float32", "--fake"], "--dtype, --fake: only for an"),
+        (["--api-key-file", "x"], "--api-key-file requires --url"),
         (["--url", "http://x", "--api-key-file", "nowhere"], "cannot read nowhere: No such file"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_switch_that_needs_another_flag_says_which(configs, capsys):
 
 def test_the_model_is_given_once(configs, capsys):
     assert cli.main(["serve", "org/a", "--model", "org/b"]) == 1
-    assert "MODEL and --model: give one of them" in capsys.readouterr().err
+    assert "MODEL and --model cannot both be set: omit one of them" in capsys.readouterr().err
     assert configs == []
 
 
@@ -241,9 +241,9 @@ def test_a_file_takes_every_flag_and_every_field(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("prot = 1", "prot: no such flag of serve; did you mean port?"),
+        ("prot = 1", "prot: not a flag of serve; did you mean port?"),
         ("tensor-paralel-size = 2", "did you mean tensor-parallel-size?"),
-        ("in-flight = 2", "in-flight: no such flag of serve"),
+        ("in-flight = 2", "in-flight: not a flag of serve"),
         ('port = "8000"', "port: must be a whole number, not '8000'"),
         ("port = true", "port: must be a whole number, not True"),
         ("port = 1.5", "port: must be a whole number, not 1.5"),
@@ -252,15 +252,18 @@ def test_a_file_takes_every_flag_and_every_field(tmp_path):
         ('block-size = "big"', "block-size: must be a whole number or \"auto\", not 'big'"),
         ("deterministic = 1", "deterministic: must be true or false, not 1"),
         ('dtype = "bfloat"', "must be one of auto, bfloat16, float16, float32, not 'bfloat'"),
-        ("api-key = [1]", "api-key: must be a text or a list of texts"),
-        ("swap-space = 4", "swap-space: it has no counterpart: preempted sequences"),
+        ("api-key = [1]", "api-key: must be a string or a list of strings"),
+        ("swap-space = 4", "swap-space: has no counterpart: preempted sequences"),
         ('quantization = "gptq"', "gptq: a quantized checkpoint needs no flag"),
-        ("tensor-parallel = 1\ntensor_parallel_size = 2", "are the same option: keep one"),
-        ("[server]\nport = 1", "server: no such flag, nor a table: keys are at the top level"),
-        ("port.number = 1", "port: a table: keys are at the top level"),
+        (
+            "tensor-parallel = 1\ntensor_parallel_size = 2",
+            "are the same option: set only one of them",
+        ),
+        ("[server]\nport = 1", "server: unknown table: put keys at the top level"),
+        ("port.number = 1", "port: must not be a table: put keys at the top level"),
         ("port = ", "not a TOML file"),
-        ('config = "x.toml"', "config: only the command line takes it"),
-        ("debug = true", "debug: only the command line takes it"),
+        ('config = "x.toml"', "config: can only be set on the command line"),
+        ("debug = true", "debug: can only be set on the command line"),
         ("enable-lora = true", "--enable-lora has no effect by itself"),
         ('model = ""', "no model ''"),
         ("max-num-seqs = 0", "--max-num-seqs must be at least 1"),
@@ -283,10 +286,10 @@ def test_a_file_that_is_not_there_is_one_line(capsys, tmp_path):
 def test_other_commands_take_a_file_of_their_own_flags(capsys, tmp_path):
     file = write(tmp_path, 'url = "http://127.0.0.1:1"\nmax-num-seqs = 3\nmax-tokens = "auto"')
     assert cli.main(["bench", "--config", file]) == 1
-    assert "max-tokens: no such flag of bench" in capsys.readouterr().err
+    assert "max-tokens: not a flag of bench" in capsys.readouterr().err
     file = write(tmp_path, 'url = "http://127.0.0.1:1"\nmax-num-seqs = 3')
     assert cli.main(["bench", "--config", file]) == 1
-    assert "--max-num-seqs: that is for an engine" in capsys.readouterr().err
+    assert "--max-num-seqs: only for an engine" in capsys.readouterr().err
 
 
 # ---- help --------------------------------------------------------------------------------------
@@ -347,8 +350,8 @@ def test_no_help_shows_names_of_other_engines(command, capsys):
         ("serve --zzz", "unknown flag --zzz", ALL),
         ("chat --port 1", "--port is a flag of serve", "chat --help"),
         ("convert a b --dtypo x", "did you mean --dtype?", "convert --help"),
-        ("serve --dtype bfloat1", "no value 'bfloat1'; did you mean bfloat16?", "serve --help"),
-        ("sevre", "no command 'sevre'; did you mean serve?", "--help"),
+        ("serve --dtype bfloat1", "value 'bfloat1'; did you mean bfloat16?", "serve --help"),
+        ("sevre", "unknown command 'sevre'; did you mean serve?", "--help"),
         ("serve a b", "unexpected argument 'b'", "serve --help"),
         ("profile diff a b --pecrent 1", "did you mean --percent?", "profile diff --help"),
     ],

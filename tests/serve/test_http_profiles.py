@@ -79,7 +79,7 @@ async def test_a_client_that_leaves_leaves_nothing_half_begun(tmp_path):
                     name = await profiles.stop(engine)
                 await asyncio.sleep(0.01)
         assert [folder.name for folder in tmp_path.iterdir()] == [name]
-        with pytest.raises(RequestError, match="there are 1 profiles"):
+        with pytest.raises(RequestError, match="the folder already has 1 profiles"):
             await profiles.start(engine)
     finally:
         await engine.stop()

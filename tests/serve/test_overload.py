@@ -128,7 +128,7 @@ async def test_requests_are_refused_while_memory_is_short(start, caplog):
     server.service.memory.check()
     status, answer = await server.post("/v1/completions", SHORT)
     assert status == 503 and "memory" in answer["error"]["message"]
-    assert "requests are refused" in caplog.text
+    assert "rejecting requests" in caplog.text
     in_use = 0.9
     server.service.memory.check()
     assert (await server.post("/v1/completions", SHORT))[0] == 200

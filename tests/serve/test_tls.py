@@ -60,12 +60,12 @@ async def test_old_versions_of_tls_are_not_spoken():
         ("nowhere.pem", KEY, "--tls-cert: cannot read nowhere.pem: No such file"),
         (CERT, "nowhere.pem", "--tls-key: cannot read nowhere.pem: No such file"),
         (str(FIXTURES), KEY, "--tls-cert: cannot read .*tls: Is a directory"),
-        (__file__, KEY, "--tls-cert: .*test_tls.py is not a certificate in PEM form"),
-        (KEY, KEY, "--tls-cert: .*key.pem is not a certificate in PEM form"),
-        (CERT, __file__, "--tls-key: .*test_tls.py is not a private key in PEM form"),
-        (CERT, CERT, "--tls-key: .*cert.pem is not a private key in PEM form"),
+        (__file__, KEY, "--tls-cert: .*test_tls.py is not a certificate in PEM format"),
+        (KEY, KEY, "--tls-cert: .*key.pem is not a certificate in PEM format"),
+        (CERT, __file__, "--tls-key: .*test_tls.py is not a private key in PEM format"),
+        (CERT, CERT, "--tls-key: .*cert.pem is not a private key in PEM format"),
         (CERT, OTHER_KEY, "--tls-key: .*other_key.pem is not the key of the certificate in .*cert"),
-        (CERT, LOCKED_KEY, "--tls-key: .*locked_key.pem has a password: store it without one"),
+        (CERT, LOCKED_KEY, "--tls-key: .*locked_key.pem is encrypted: store it without a password"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(cert, key, message):

@@ -1,1 +1,1 @@
-"""Files of requests, answered without a server: `forge-jax batch`."""
+"""Batch files without a server: `forge-jax batch`."""

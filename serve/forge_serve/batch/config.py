@@ -1,4 +1,4 @@
-"""What `forge-jax batch` takes beside the engine's configuration."""
+"""Options of `forge-jax batch` in addition to the engine's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from forge_jax.config import option
 from forge_jax.errors import ConfigError
 
-# Flags of the server's that mean the same here.
+# Server flags that also apply to batch runs.
 SERVER_FLAGS = (
     "served_model_name",
     "tool_call_parser",
@@ -25,16 +25,16 @@ SERVER_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRunConfig:
-    """Files and how they are worked on."""
+    """Files of a batch run and how it processes them."""
 
-    input: Path = option(Path("in.jsonl"), "requests, one in each line", flag=None)
-    output: Path = option(Path("out.jsonl"), "where the answers go", flag=None)
+    input: Path = option(Path("in.jsonl"), "batch file: one request per line", flag=None)
+    output: Path = option(Path("out.jsonl"), "file for the responses", flag=None)
     in_flight: int | None = option(
         None,
-        "lines that are worked on at once; auto: all that the engine can run, and as many again "
-        "that wait, at least 64",
+        "maximum number of lines in progress, at least 1; auto: --max-num-seqs running and as "
+        "many waiting, at least 64 of these",
     )
-    quiet: bool = option(False, "no progress bar and no summary, only warnings and errors")
+    quiet: bool = option(False, "print only warnings and errors, no progress bar and no summary")
 
     def __post_init__(self) -> None:
         if self.in_flight is not None and self.in_flight < 1:

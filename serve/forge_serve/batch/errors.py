@@ -1,4 +1,4 @@
-"""What can be wrong with a file, and what with one of its lines."""
+"""Errors of batch files and of their lines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from forge_jax.errors import ForgeError
 
 
 class BatchFileError(ForgeError):
-    """A file cannot be read or written, or is not what it would have to be: nothing can go on."""
+    """A file cannot be read or written, or has invalid contents. The run ends."""
 
 
 class LineError(ForgeError):
-    """A line is no request. It has this answer, and the others have theirs.
+    """A line is not a valid request. The error is its response; other lines are not affected.
 
-    `code` is one of OpenAI's words for what is wrong with a batch's line, or like them.
+    `code` is one of OpenAI's error codes for batch lines, or follows their style.
     """
 
     def __init__(self, code: str, message: str):

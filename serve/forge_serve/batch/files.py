@@ -1,7 +1,7 @@
-"""The input, which is read in a stream, and the output, which takes whole lines.
+"""Input file, read as a stream, and output file, written by whole lines.
 
-Of a line that is not being answered nine bytes are kept: a hash of its text, and whether it is
-done; eight more, of its id, while ids are compared.
+Each line that is not in progress takes nine bytes of memory: a hash of its text and a flag that it
+is done. A hash of its id takes eight more while ids are compared.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ _CHUNK = 1024 * 1024
 
 
 class Input:
-    """A file of requests, looked through once: how many lines there are, and in which format.
+    """Batch file. The constructor scans it once for the number of lines and their format.
 
     Args:
-      max_line_bytes: a longer line is not read.
+      path: the file.
+      max_line_bytes: maximum length of a line. The contents of longer lines are skipped.
 
     Raises:
-      BatchFileError: it cannot be read, or two of its lines have the same id.
+      BatchFileError: the file cannot be read, or two of its lines have the same id.
     """
 
     def __init__(self, path: Path, max_line_bytes: int):
         self.path = path
-        self.num_requests = 0  # lines that are not empty
+        self.num_requests = 0  # non-empty lines
         self._max_line_bytes = max_line_bytes
-        self._digests, ids = array("Q"), array("Q")  # of each line; 0: it is empty, has no id
+        # Hashes of each line and its id. 0 is an empty line, or a line without an id.
+        self._digests, ids = array("Q"), array("Q")
         line_format: LineFormat | None = None
         for line in self._lines():
             if line_format is None and line.digest:
@@ -54,21 +56,21 @@ class Input:
         self._done = bytearray(len(self._digests))
 
     def mark_done(self, number: int, digest: int) -> bool:
-        """Notes that a line has its answer; False: there is no such line here."""
+        """Mark a line as done. Return False if the file has no such line."""
         if not 1 <= number <= len(self._digests) or self._digests[number - 1] != digest:
             return False
         self._done[number - 1] = 1
         return True
 
     def open_lines(self) -> Iterator[Line]:
-        """The lines that have no answer yet.
+        """Yield the lines that are not done.
 
         Raises:
-          BatchFileError: the file has changed meanwhile.
+          BatchFileError: the file changed since it was scanned.
         """
         for i, line in enumerate(self._lines()):
             if i >= len(self._digests) or line.digest != self._digests[i]:
-                raise BatchFileError(f"{self.path} has changed while it was read")
+                raise BatchFileError(f"{self.path} changed while it was being read")
             if line.digest and not self._done[i]:
                 yield line
 
@@ -90,7 +92,7 @@ class Input:
                 yield Line(number, int.from_bytes(hasher.digest()) or 1, None)
 
     def _check_ids(self, ids: array[int]) -> None:
-        """Refuses ids that two lines have: whose would the answer be?"""
+        """Reject duplicate ids, because responses could not be matched to requests."""
         hashes = np.sort(np.frombuffer(ids, np.uint64)) if ids else np.zeros(0, np.uint64)
         twice = set(hashes[1:][(hashes[1:] == hashes[:-1]) & (hashes[1:] != 0)].tolist())
         if not twice:
@@ -102,28 +104,32 @@ class Input:
                 continue
             if name in first:
                 raise BatchFileError(
-                    f"{self.path}, line {line.number}: the {self.line_format.id_name} {name!r} is "
-                    f"also that of line {first[name]}: each line must have its own"
+                    f"{self.path}, line {line.number}: duplicate {self.line_format.id_name} "
+                    f"{name!r}, first used in line {first[name]}: make it unique"
                 )
             first[name] = line.number
 
 
 class Output:
-    """A file of answers, open to take more. Only one process may have it open.
+    """Output file, opened for appending. Only one process can open it at a time.
 
-    What an earlier run has written into it is kept, and noted in the input as done; a line that it
-    was in the middle of is cut off.
+    Responses of earlier runs are kept, and their requests are marked as done in the input. An
+    incomplete last line is removed.
+
+    Args:
+      path: the file.
+      lines: the input.
 
     Raises:
-      BatchFileError: it cannot be written, or holds anything but answers to this input.
+      BatchFileError: the file cannot be written, or has lines that do not belong to this input.
     """
 
     def __init__(self, path: Path, lines: Input):
         self.path = path
-        self.num_found = 0  # answers of earlier runs
+        self.num_found = 0  # responses of earlier runs
         try:
             if path.exists() and path.samefile(lines.path):
-                raise BatchFileError(f"{path} is the input: pass another file for the output")
+                raise BatchFileError(f"{path} is the input: use another file for the output")
             self._file = path.open("a+b")
         except OSError as error:
             raise _failed("write", path, error) from error
@@ -146,7 +152,7 @@ class Output:
             raise _failed("write", self.path, error) from error
 
     def write(self, line: bytes) -> None:
-        """Hands a line over to the system: what has been written outlives this process."""
+        """Write a line and flush it, so that it survives the end of this process."""
         try:
             self._file.write(line)
             self._file.flush()
@@ -157,12 +163,12 @@ class Output:
         mode = os.fstat(self._file.fileno()).st_mode
         if not stat.S_ISREG(mode):
             raise BatchFileError(
-                f"{self.path} is not a regular file: a run could not go on from it"
+                f"{self.path} is not a regular file, so the run could not be resumed"
             )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BatchFileError(f"{self.path}: another process is writing into it") from error
+            raise BatchFileError(f"{self.path}: another process is writing to it") from error
 
     def _find_answers(self, lines: Input) -> None:
         line_format, end = lines.line_format, 0
@@ -179,15 +185,15 @@ class Output:
                 ours = answered is not None
             if not ours:
                 raise BatchFileError(
-                    f"{self.path}, line {number}: this is no answer to a line of {lines.path}: "
-                    "pass another file for the output"
+                    f"{self.path}, line {number}: not a response to a line of {lines.path}: "
+                    "use another file for the output"
                 )
             if answered is None:
                 break
             if not lines.mark_done(*answered):
                 raise BatchFileError(
-                    f"{self.path}, line {number}: this answers a line {answered[0]} that "
-                    f"{lines.path} does not have, or no longer: pass another file for the output"
+                    f"{self.path}, line {number}: this response belongs to a line {answered[0]} "
+                    f"that is not in {lines.path}: use another file for the output"
                 )
             self.num_found += 1
             end += len(data)
@@ -207,7 +213,7 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise BatchFileError(f"{path} is not a regular file: it is read several times")
+                raise BatchFileError(f"{path} must be a regular file, because it is read twice")
             yield file
     except OSError as error:
         raise _failed("read", path, error) from error

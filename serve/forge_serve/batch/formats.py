@@ -1,7 +1,7 @@
-"""The two forms of a line: OpenAI's, which says where it would be posted, and a plain request.
+"""The two formats of batch files: OpenAI's, whose lines have a URL, and plain request bodies.
 
-A format reads what a line asks for and writes the line that answers it. Both put the number of the
-input's line into the answer and a digest of it, by which a run that goes on knows what is done.
+A format parses requests and writes response lines. A response line has the number and a digest of
+its input line, so that a resumed run can skip requests that are done.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ABSENT = msgspec.Raw(b"")
 _NULL = b"null"
 
 Kind = type[CompletionRequest | ChatRequest | EmbeddingRequest]
-FORMS: dict[type[GenerationRequest], type[ResponseSerializer]]  # of what generates
+FORMS: dict[type[GenerationRequest], type[ResponseSerializer]]  # of requests that generate
 
 
 class PlainChat(ChatRequest, kw_only=True):
-    """A chat as a line of its own."""
+    """Chat as a plain line."""
 
     id: Any = None
 
 
 class PlainCompletion(CompletionRequest, kw_only=True):
-    """A prompt as a line of its own."""
+    """Completion as a plain line."""
 
     id: Any = None
 
@@ -54,16 +54,16 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input. `number` counts from 1, as editors do, and empty lines too."""
+    """Line of the input. `number` starts at 1 and counts empty lines, as in editors."""
 
     number: int
-    digest: int  # 64 bits of a hash of its text
-    data: bytes | None  # None: it is longer than any request may be
+    digest: int  # 64-bit hash of the text; 0: the line is empty
+    data: bytes | None  # None: the line is longer than the limit on requests
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a line asks for."""
+    """Request of a line."""
 
     kind: Kind
     body: bytes
@@ -85,33 +85,37 @@ _ids = msgspec.json.Decoder(str | int)
 
 
 class LineFormat:
-    """How the lines of a file are read and answered."""
+    """Format of a batch file: parses request lines and writes response lines."""
 
-    beginning: ClassVar[bytes]  # of each answer
+    beginning: ClassVar[bytes]  # first bytes of each response line
     id_name: ClassVar[str]
 
     def id_of(self, line: Line) -> str | int | None:
-        """The client's name of a line.
+        """Return the client's id of a line.
 
         Raises:
-          LineError: the line cannot be read, or its id cannot be one.
+          LineError: the line is not valid JSON, or its id is invalid.
         """
         raise NotImplementedError
 
     def read(self, line: Line) -> Asked:
-        """Raises LineError: the line is no request."""
+        """Return the request of a line.
+
+        Raises:
+          LineError: the line is not a request.
+        """
         raise NotImplementedError
 
     def answer(self, line: Line, status: int, unique_id: str, body: bytes) -> bytes:
-        """The line that says what HTTP would have answered."""
+        """Return the response line for an HTTP response."""
         raise NotImplementedError
 
     def refusal(self, line: Line, error: LineError) -> bytes:
-        """The line that says why there was nothing to be asked."""
+        """Return the response line for an invalid line."""
         raise NotImplementedError
 
     def answered(self, data: bytes) -> tuple[int, int] | None:
-        """Number and digest of the line that an answer is for; None: this is no answer."""
+        """Return the number and digest of a response's input line, or None if it is no response."""
         raise NotImplementedError
 
     def _id_or_none(self, line: Line) -> str | int | None:
@@ -122,7 +126,7 @@ class LineFormat:
 
 
 class OpenAIFormat(LineFormat):
-    """OpenAI's batch files."""
+    """Format of OpenAI's batch files."""
 
     beginning = b'{"id":"batch_req_'
     id_name = "custom_id"
@@ -177,7 +181,7 @@ class OpenAIFormat(LineFormat):
 
 
 class PlainFormat(LineFormat):
-    """A request in each line, with a prompt or messages, and an id if it likes."""
+    """Format whose lines are request bodies with `prompt` or `messages`, and optionally an `id`."""
 
     beginning = b'{"line":'
     id_name = "id"
@@ -197,7 +201,7 @@ class PlainFormat(LineFormat):
         prompt, messages = bytes(envelope.prompt), bytes(envelope.messages)
         if bool(prompt) == bool(messages):
             raise LineError(
-                "missing_required_parameter", "a line must have prompt or messages, one of them"
+                "missing_required_parameter", "a line must have either prompt or messages"
             )
         assert line.data is not None
         return Asked(PlainChat if messages else PlainCompletion, line.data)
@@ -240,7 +244,7 @@ class _PlainAnswer(msgspec.Struct):
 
 
 def format_of(line: Line) -> LineFormat | None:
-    """The format that a line has; None: that of others must be asked."""
+    """Return the format of a line, or None if the line is not a JSON object."""
     try:
         envelope = _envelope(line)
     except LineError:
@@ -250,7 +254,7 @@ def format_of(line: Line) -> LineFormat | None:
 
 
 def _says_more(choice: dict[str, Any]) -> bool:
-    """Whether a choice has more than its text and why it ended."""
+    """Return True if a choice has more fields than its text and finish reason."""
     message = choice.get("message", {})
     shown = {"index", "text", "message", "finish_reason", "role", "content", "refusal"}
     return any(value is not None for name, value in (choice | message).items() if name not in shown)
@@ -258,7 +262,7 @@ def _says_more(choice: dict[str, Any]) -> bool:
 
 def _envelope(line: Line) -> _Envelope:
     if line.data is None:
-        raise LineError("line_too_long", "the line is longer than any request may be")
+        raise LineError("line_too_long", "the line exceeds the maximum size of a request")
     try:
         return _envelopes.decode(line.data)
     except msgspec.ValidationError as error:
@@ -276,5 +280,5 @@ def _text(raw: msgspec.Raw) -> str | None:
 
 def _checked[Id: str | int](given: Id, name: str) -> Id:
     if len(str(given)) > MAX_ID_CHARS:
-        raise LineError(f"invalid_{name}", f"{name} has more than {MAX_ID_CHARS} characters")
+        raise LineError(f"invalid_{name}", f"{name} must have at most {MAX_ID_CHARS} characters")
     return given

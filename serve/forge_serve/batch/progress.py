@@ -1,4 +1,4 @@
-"""How far a run is: a bar where somebody looks at it, and a summary at the end."""
+"""Progress of a run: a bar on terminals and a summary at the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REFRESH_S = 0.5
 
 @dataclass
 class Counts:
-    """Lines and tokens of a run; `found` are lines that earlier runs had answered."""
+    """Lines and tokens of a run."""
 
     requests: int
-    found: int
+    found: int  # lines that earlier runs completed
     answered: int = 0
-    errors: int = 0  # of `answered`
-    tokens: int = 0  # generated
+    errors: int = 0  # failed lines, which are part of `answered`
+    tokens: int = 0  # generated tokens
     begin_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -29,11 +29,11 @@ class Counts:
         return self.tokens / max(time.monotonic() - self.begin_s, 1e-3)
 
     def summary(self) -> str:
-        parts = [f"{self.answered} of {self.requests} lines answered"]
+        parts = [f"{self.answered} of {self.requests} lines done"]
         if self.found:
             parts[0] += f" now, {self.found} before"
         if self.errors:
-            parts.append(f"{self.errors} of them are errors")
+            parts.append(f"{self.errors} of them failed")
         seconds = time.monotonic() - self.begin_s
         parts.append(
             f"{self.tokens} tokens generated in {seconds:.1f} s ({self.tokens_per_s:,.0f} tokens/s)"
@@ -42,10 +42,12 @@ class Counts:
 
 
 class Progress:
-    """The bar on stderr, where that is a terminal.
+    """Progress bar on stderr, if that is a terminal.
 
     Args:
-      tokens: how many the engine has generated.
+      counts: the counts of the run.
+      tokens: returns the number of tokens that the engine has generated.
+      quiet: True to show no bar.
     """
 
     def __init__(self, counts: Counts, tokens: Callable[[], int], *, quiet: bool):
@@ -60,13 +62,13 @@ class Progress:
         )
 
     async def keep_fresh(self) -> None:
-        """Refreshes the bar for ever, if there is one."""
+        """Refresh the bar periodically, without end, if there is one."""
         while not self._bar.disable:
             self.refresh()
             await asyncio.sleep(REFRESH_S)
 
     def refresh(self) -> None:
-        """Shows what has come of the lines that are not done, too."""
+        """Update the token counts, including lines in progress."""
         counts = self._counts
         counts.tokens = self._tokens() - self._before
         if not self._bar.disable:

@@ -1,7 +1,7 @@
-"""A run: lines from the input to the engine, as many at once as keep it full, and into the output.
+"""Batch run: sends lines of the input to the engine and writes responses to the output.
 
-Each answer is made by the functions that the HTTP server calls (`operations`), so that a line says
-what a server would have said. Answers are written as they come: one that takes long holds up none.
+The run keeps enough lines in progress to fill the engine. Responses come from the HTTP server's
+functions (`operations`), so they equal the server's. They are written in the order of completion.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from forge_serve.openai.embeddings import PoolingRequest
 from forge_serve.server.process import load_engine, loop_factory
 from forge_serve.server.service import Service
 
-MIN_WAITING = 64  # lines in flight beside those that run
-BYTES_IN_FLIGHT = 64 * MIB  # of lines; one alone may have more
-ENVELOPE_BYTES = 64 * KIB  # of a line, beside its body
-NEWS_INTERVAL_S = 0.02  # of the engine: nobody looks at single tokens
-AGAIN_S = 0.2  # after what was refused because too much waits
+MIN_WAITING = 64  # lines in progress in addition to running ones
+BYTES_IN_FLIGHT = 64 * MIB  # limit on lines in progress, except for a single line
+
+ENVELOPE_BYTES = 64 * KIB  # allowance for a line's fields around its body
+NEWS_INTERVAL_S = 0.02  # interval of the engine's updates
+AGAIN_S = 0.2  # delay before a retry when the queue is full
 ENGINE_IS_GONE = ("stopping", "stopped", "failed")
 
 log = logging.getLogger(__name__)
 
 
 def batch(engine_config: EngineConfig, server_config: ServerConfig, config: BatchRunConfig) -> int:
-    """Answers the lines of a file that have no answer yet. Returns the exit status.
+    """Run the lines of a batch file that are not done, and return the exit status.
 
     Raises:
-      BatchFileError: a file is not what it must be. The lines that were answered stay so.
-      ConfigError: the configuration does not fit.
+      BatchFileError: a file is invalid. Written responses are kept.
+      ConfigError: the configuration is invalid.
       ModelError: the model cannot be served.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -65,7 +66,7 @@ def batch(engine_config: EngineConfig, server_config: ServerConfig, config: Batc
         signals: list[int] = []
 
         async def run() -> bool:
-            """Returns whether executables are still being made, in threads that cannot be ended."""
+            """Return True if threads that cannot be stopped still compile executables."""
             engine.start()
             try:
                 with _signals_cancel(signals):
@@ -82,7 +83,7 @@ def batch(engine_config: EngineConfig, server_config: ServerConfig, config: Batc
             compiling = runner.run(run())
     _say(config, counts.summary())
     if signals:
-        _say(config, "interrupted: the same command goes on with what is left")
+        _say(config, "interrupted: run the same command again to resume")
     status = 128 + signals[0] if signals else 0
     if compiling:
         sys.stderr.flush()
@@ -93,11 +94,11 @@ def batch(engine_config: EngineConfig, server_config: ServerConfig, config: Batc
 async def answer(
     service: Service, lines: Input, output: Output, config: BatchRunConfig, counts: Counts
 ) -> None:
-    """Answers every open line of the input on the service's engine, which has been started.
+    """Run every open line of the input on the service's engine, which must have been started.
 
     Raises:
-      BatchFileError: a file is not what it must be.
-      EngineError: the engine has failed, and has no answer to what is left.
+      BatchFileError: a file is invalid.
+      EngineError: the engine failed before all lines were done.
     """
     engine = service.engine
     assert engine is not None
@@ -158,7 +159,7 @@ class _Run:
         self._progress.line()
 
     async def _post(self, line: Line, asked: Asked) -> tuple[int, str, bytes]:
-        """Status, request id and body, as a server would have answered."""
+        """Return the status, request id and body of the response that a server would send."""
         unique_id = f"{line.number:09d}-{line.digest:016x}"
         try:
             limits = self._service.config.limits
@@ -167,19 +168,19 @@ class _Run:
             request = operations.read(self._service, asked.body, asked.kind)
             unique_id = request.request_id or unique_id
             if request.streams:
-                raise RequestError("stream: a batch has no streams: leave it out", param="stream")
+                raise RequestError("stream is not supported in batches: omit it", param="stream")
             while True:
                 try:
                     return 200, unique_id, await self._generate(request, unique_id)
                 except OverloadedError:
-                    # Others wait in the engine, which this one would not help.
+                    # The engine's queue is full, so retry when another line is done.
                     await self._window.changed(AGAIN_S)
         except Exception as error:
             assert self._service.engine is not None
             if isinstance(error, EngineError):
                 state = self._service.engine.stats().state
                 if state in ENGINE_IS_GONE:
-                    raise EngineError(f"the engine is {state}: the rest has no answer") from error
+                    raise EngineError(f"the engine is {state}: not all lines are done") from error
             reply = error_reply(error)
             return reply.status, unique_id, reply.body()
 
@@ -212,7 +213,7 @@ class _Run:
 
 
 class _Window:
-    """How many lines may be in flight, and how many bytes of them."""
+    """Limit on the number and the bytes of the lines in progress."""
 
     def __init__(self, most: int, most_bytes: int):
         self._most, self._most_bytes = most, most_bytes
@@ -220,7 +221,7 @@ class _Window:
         self._left = asyncio.Event()
 
     async def enter(self, size: int) -> None:
-        """Waits until there is room for a line of so many bytes."""
+        """Wait until there is room for a line of `size` bytes."""
         while self._number and (
             self._number >= self._most or self._bytes + size > self._most_bytes
         ):
@@ -234,7 +235,7 @@ class _Window:
         self._left.set()
 
     async def changed(self, at_most_s: float) -> None:
-        """Waits until a line is done, or so long."""
+        """Wait until a line is done, at most `at_most_s`."""
         try:
             async with asyncio.timeout(at_most_s):
                 await self._wait()
@@ -248,7 +249,7 @@ class _Window:
 
 @contextmanager
 def _signals_cancel(arrived: list[int]) -> Iterator[None]:
-    """While it lasts, SIGINT and SIGTERM cancel this task, and are noted."""
+    """Make SIGINT and SIGTERM cancel this task, and record them in `arrived`."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
@@ -267,7 +268,7 @@ def _signals_cancel(arrived: list[int]) -> Iterator[None]:
 
 
 def _first(group: ExceptionGroup) -> Exception:
-    """One of the errors that ended a run, each of which would have ended it alone."""
+    """Return one of the errors that ended a run. Each of them would have ended it alone."""
     error: Exception = group
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

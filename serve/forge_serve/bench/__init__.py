@@ -1,5 +1,5 @@
-"""Measuring how fast an engine or a server answers: what `forge-jax bench` is made of.
+"""Load generation and measurement of engines and servers, for `forge-jax bench`.
 
-Times are taken by the client, `metrics` makes figures of them. The modules in benchmarks/ of the
-repository use it, too.
+The client measures times, and `metrics` computes figures from them. The modules in the repository's
+benchmarks/ also use this package.
 """

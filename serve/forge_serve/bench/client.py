@@ -1,8 +1,8 @@
-"""A streaming client of any OpenAI-compatible server, with a clock on every event.
+"""Streaming client of OpenAI-compatible servers that measures the time of every event.
 
-`stream` posts one body; `Server` makes the bodies of a workload's requests; `run` sends them under
-their load. `run` takes any function that answers a request, so the same load drives an engine in
-this process.
+`stream` posts one body, `Server` makes the bodies of a workload's requests, and `run` sends them at
+the workload's load. `run` accepts any function that answers a request, so the same load also drives
+an engine in this process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forge_serve.http.client import (
     read_events,
 )
 
-REFUSED = frozenset({400, 404, 405, 422, 501})  # the request is not for this server
+REFUSED = frozenset({400, 404, 405, 422, 501})  # the server does not support the request
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 Endpoint = Literal["completions", "chat"]
@@ -41,9 +41,9 @@ _decode = msgspec.json.decode
 
 
 async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Measured:
-    """POSTs `body` with streaming and usage, and reads the answer to its end.
+    """Post `body` with streaming and usage, and read the response to its end.
 
-    Never raises for what the server or the network does: that is an `error` in the result.
+    Errors of the server or the network do not raise. They are the `error` of the result.
     """
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     result = Measured()
@@ -69,7 +69,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
 
 
 def _take(event: Any, result: Measured, now: float) -> None:
-    """Adds one event that arrived `now` seconds after the request was sent."""
+    """Add an event that arrived `now` seconds after the request was sent."""
     if event.get("error"):
         result.error = error_message(event["error"])
         return
@@ -84,7 +84,7 @@ def _take(event: Any, result: Measured, now: float) -> None:
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
         result.finish_reason = choice.get("finish_reason") or result.finish_reason
-        # Thinking is output too; a model without a tokenizer answers in token ids alone.
+        # Reasoning is also output. A model without a tokenizer returns only token ids.
         others = (delta.get("reasoning_content"), delta.get("reasoning"), choice.get("token_ids"))
         if not (text or any(others)):
             continue
@@ -97,7 +97,7 @@ async def stream_chat(session: aiohttp.ClientSession, url: str, body: dict[str, 
 
 
 async def run_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Measured], float]:
-    """Chats, all at once. Returns their measurements and the wall time of the whole, in s."""
+    """Send chats simultaneously. Return their measurements and the total wall time in seconds."""
     async with new_session() as session:
         start = time.perf_counter()
         results = await asyncio.gather(*(stream_chat(session, url, body) for body in bodies))
@@ -106,16 +106,16 @@ async def run_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Meas
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server that takes requests. `connect` makes one that is known to be there."""
+    """Server under measurement. `connect` checks that it responds."""
 
     session: aiohttp.ClientSession
     url: str
     model: str
-    context: int | None  # tokens that a sequence may have, if the server says so
+    context: int | None  # context length in tokens, if the server reports it
     vocabulary: Vocabulary
     endpoint: Endpoint = "completions"
-    prompts: Prompts = "ids"  # of completions; chats are text
-    ignore_eos: bool = True  # outputs have exactly the length asked for, where the server takes it
+    prompts: Prompts = "ids"  # form of completions' prompts; chats are text
+    ignore_eos: bool = True  # outputs have exactly the requested length if the server supports it
     temperature: float = 0.0
 
     @classmethod
@@ -129,12 +129,13 @@ class Server:
         vocabulary: Vocabulary | None = None,
         **options: Any,
     ) -> AsyncIterator[Server]:
-        """Asks the server for its models; takes the one that is named, or the first.
+        """Connect to a server and use the named model, or its first one.
 
-        The vocabulary is that of the model if it is on this machine, else a plain one.
+        The default vocabulary is the model's if its files are on this machine, otherwise a plain
+        one.
 
         Raises:
-          ServerError: nobody answers, or it does not have the model.
+          ServerError: the server does not respond, or does not serve the model.
         """
         url = base_url(url)
         async with new_session(api_key) as session:
@@ -153,11 +154,11 @@ class Server:
         endpoint = "chat" if request.text is not None else self.endpoint
         measured = await stream(self.session, self.url + PATHS[endpoint], self.body(request))
         if measured.completion_tokens == 0 and measured.error is None:
-            measured.error = "an answer without output"
+            measured.error = "response without output"
         return measured
 
     def body(self, request: Request) -> dict[str, Any]:
-        """The request as this server takes it."""
+        """Return the JSON body of a request for this server."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.max_tokens,
@@ -180,7 +181,7 @@ class Server:
         return body
 
     async def counters(self) -> dict[str, float]:
-        """The server's own counters since its start, under our names; empty if it shows none."""
+        """Return the server's counters since its start, by our names; empty if it has none."""
         stats = await _get_or_none(self.session, f"{self.url}/stats")
         if stats is not None:
             with suppress(msgspec.DecodeError):
@@ -191,7 +192,7 @@ class Server:
         return {} if text is None else parse_counters(text.decode(errors="replace"))
 
 
-# Our name -> what the field's servers call it in /metrics, after their prefix and before _total.
+# Our name -> names of other servers in /metrics, without their prefix and _total.
 COUNTERS = {
     "steps": ("engine_steps",),
     "prompt_tokens": ("prompt_tokens",),
@@ -207,7 +208,7 @@ COUNTERS = {
 
 
 def _from_stats(stats: dict[str, Any]) -> dict[str, float]:
-    """The counters of our own server's /stats."""
+    """Return the counters of this project's /stats."""
     found = {name: stats[name] for name in COUNTERS if name in stats}
     speculation = stats.get("speculation")
     if speculation:
@@ -218,7 +219,7 @@ def _from_stats(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def parse_counters(text: str) -> dict[str, float]:
-    """The counters we know in Prometheus' text format, summed over labels."""
+    """Return the known counters in Prometheus' text format, summed over labels."""
     ours = {theirs: name for name, all_theirs in COUNTERS.items() for theirs in all_theirs}
     found: dict[str, float] = {}
     for line in text.splitlines():
@@ -239,10 +240,10 @@ class Run:
 
 
 async def run(submit: Submit, workload: Workload, *, progress: bool = False) -> Run:
-    """Sends a workload's requests under its load; returns when the last is answered.
+    """Send a workload's requests at its load, and return when all have completed.
 
-    A request is sent when it is due, the one it comes after has been answered, and its group has a
-    place free; first come, first served.
+    A request is sent when it is due, its predecessor has completed, and its group is below its
+    concurrency. Waiting requests are sent in order.
     """
     limits = {name: asyncio.Semaphore(n) for name, n in workload.concurrency.items()}
     answered = [asyncio.Event() for _ in workload.requests]
@@ -271,7 +272,7 @@ async def run(submit: Submit, workload: Workload, *, progress: bool = False) -> 
         total=len(workload.requests),
         desc=workload.name,
         unit="request",
-        disable=None if progress else True,  # None: shown on terminals
+        disable=None if progress else True,  # None: show on terminals only
     ) as bar:
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -282,7 +283,7 @@ async def run(submit: Submit, workload: Workload, *, progress: bool = False) -> 
 
 
 def run_async[T](main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop's loop where there is one: the client must not be what is slow."""
+    """Run a coroutine on uvloop if installed, so that the client is not the bottleneck."""
     factory = None
     with suppress(ImportError):
         import uvloop

@@ -1,7 +1,7 @@
-"""What stops a measurement: one error, whose message is one line for whoever asked for it."""
+"""Error that stops a measurement, with a message of one line."""
 
 from forge_jax.errors import ForgeError
 
 
 class BenchmarkError(ForgeError):
-    """It cannot run as asked; the message says what to change."""
+    """The measurement cannot run. The message has the remedy."""

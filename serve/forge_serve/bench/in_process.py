@@ -1,4 +1,4 @@
-"""An engine in this process behind the same clock as the HTTP client."""
+"""Measurement of an engine in this process, with the same clock as the HTTP client."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ READY_POLL_S = 0.05
 
 
 def sampling_params(request: Request) -> SamplingParams:
-    """Greedy, of exactly the length asked for."""
+    """Return greedy parameters with exactly the requested output length."""
     return SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
 
 
 async def ready(engine: AsyncEngine) -> None:
-    """Until nothing is left to be compiled, which would take the time of what is measured.
+    """Wait until everything is compiled, because compilation would slow down the measurement.
 
     Raises:
-      EngineError: it has failed.
+      EngineError: the engine has failed or stopped.
     """
     while (state := engine.stats().state) != "ready":
         if state in ("failed", "stopped"):
@@ -35,11 +35,11 @@ async def ready(engine: AsyncEngine) -> None:
 
 
 class Submitter:
-    """Answers a workload's requests on an engine; also notes how many sequences ran at once."""
+    """Submitter of a workload's requests to an engine. It also records the peak concurrency."""
 
     def __init__(self, engine: AsyncEngine):
         self.engine = engine
-        self.most_running = 0  # seen when news came; whoever starts a run sets it to 0
+        self.most_running = 0  # peak of running sequences, sampled at updates; callers reset it
         self._count = 0
 
     async def submit(self, request: Request) -> Measured:

@@ -1,4 +1,4 @@
-"""What a report must say of where it was made."""
+"""Description of the machine and software for reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("forge-jax", "jax", "jaxlib", "flax", "aiohttp", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Date, machine with its instruction sets, and versions; no host name and no path."""
+    """Return the date, the machine and versions, without host names and paths."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,6 +1,7 @@
-"""What was measured of each request, and the figures made of it.
+"""Measurements of requests, and figures computed from them.
 
-Times are in seconds in `Measured` and in milliseconds in figures; README.md defines each of them.
+Times are in seconds in `Measured` and in milliseconds in figures, which benchmarks/README.md
+defines.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ PERCENTILES = (50, 95, 99)
 
 @dataclass(kw_only=True)
 class Measured:
-    """One streamed request. Times in seconds from the moment it was sent."""
+    """Measurement of one streamed request. Times are in seconds since it was sent."""
 
     group: str = "all"
     sent_s: float = 0.0  # since the start of the run
-    late_s: float = 0.0  # sent later than it was due: the client's own fault
+    late_s: float = 0.0  # delay of the client
     ttft_s: float | None = None  # first event with content
     last_s: float | None = None  # last event with content
     end_s: float = 0.0  # end of the stream
-    gaps_s: list[float] = field(default_factory=list)  # between events with content
-    events: int = 0  # with content
-    prompt_tokens: int | None = None  # the server's own count, like the next two
+    gaps_s: list[float] = field(default_factory=list)
+    events: int = 0  # events with content
+    prompt_tokens: int | None = None  # this and the next two are the server's counts
     completion_tokens: int = 0
     cached_tokens: int = 0
-    tokens_known: bool = False  # else `completion_tokens` is the number of events
+    tokens_known: bool = False  # False: `completion_tokens` is the number of events
     asked_tokens: int = 0
     finish_reason: str | None = None
     text: str = ""
     json_wanted: bool = False
     error: str | None = None
-    refused: bool = False  # the server does not take such a request
+    refused: bool = False  # the server does not support the request
 
     def heard(self, now_s: float) -> None:
-        """Counts an event with content, the first or a later one."""
+        """Count an event with content."""
         self.events += 1
         if self.last_s is None:
             self.ttft_s = now_s
@@ -57,10 +58,10 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """What a request must keep to count as good. None: anything goes."""
+    """Latency limits for goodput. None is no limit."""
 
     ttft_ms: float | None = None
-    itl_ms: float | None = None  # the longest gap of the request
+    itl_ms: float | None = None  # maximum inter-token latency of the request
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
@@ -69,7 +70,7 @@ class Slo:
         return {name: limit for name, limit in vars(self).items() if limit is not None}
 
     def met_by(self, m: Measured) -> bool:
-        """Whether a request kept all of it; one that failed did not, one without output neither."""
+        """Return True if a request has output, did not fail and met all limits."""
         if m.error is not None or m.ttft_s is None:
             return False
         taken_s = {
@@ -82,7 +83,7 @@ class Slo:
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """The p-th percentile (0 to 100) by linear interpolation; NaN of nothing."""
+    """Return the p-th percentile (0 to 100) by linear interpolation, or NaN without values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -97,7 +98,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread_ms(seconds: Iterable[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None of nothing."""
+    """Return the mean and percentiles in milliseconds, or None without values."""
     values = [1e3 * s for s in seconds]
     if not values:
         return None
@@ -107,7 +108,7 @@ def spread_ms(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 def latencies(measured: Sequence[Measured]) -> dict[str, Any]:
-    """TTFT, ITL, TPOT and the whole of the requests that were answered."""
+    """Return TTFT, ITL, TPOT and end-to-end latency of the successful requests."""
     good = [m for m in measured if m.error is None]
     return {
         "ttft_ms": spread_ms(m.ttft_s for m in good if m.ttft_s is not None),
@@ -120,7 +121,7 @@ def latencies(measured: Sequence[Measured]) -> dict[str, Any]:
 def summarise(
     measured: Sequence[Measured], wall_s: float, slo: Slo | None = None
 ) -> dict[str, Any]:
-    """All figures of one run, ready for JSON."""
+    """Return all figures of one run, as JSON values."""
     good = [m for m in measured if m.error is None]
     prompt = sum(m.prompt_tokens or 0 for m in good)
     output = sum(m.completion_tokens for m in good)
@@ -163,7 +164,7 @@ def summarise(
 
 
 def refusal(measured: Sequence[Measured]) -> str | None:
-    """Why the server takes no such requests, if it refused every one of them."""
+    """Return the server's error if it rejected every request as unsupported."""
     if measured and all(m.refused for m in measured):
         return measured[0].error
     return None

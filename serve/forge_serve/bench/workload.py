@@ -1,7 +1,7 @@
-"""What is sent: requests with exact lengths in tokens, the same ones for the same seed.
+"""Workloads: requests with exact lengths in tokens, reproducible by seed.
 
-Lengths depend on `seed`, token ids on `seed` and `round_`: rounds are equal work, and none finds
-the prompts of another in a prefix cache. Nothing here knows of HTTP or of an engine.
+Lengths depend on `seed`, token ids on `seed` and `round_`. Rounds are therefore equal work, and no
+round finds another's prompts in a prefix cache. This module depends on neither HTTP nor an engine.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from forge_jax.errors import CheckpointError
 from forge_jax.text.tokenizer_file import load_backend
 from forge_serve.bench.errors import BenchmarkError
 
-ALL = "all"  # the group of requests that belong to no special one
-WARM_UP = -1  # the round that is not measured
+ALL = "all"  # the default group of requests
+WARM_UP = -1  # the round of the warm-up, which is not measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request: a prompt of token ids, or the text of a user's message."""
+    """Request with a prompt of token ids or the text of a user's message."""
 
     max_tokens: int
     prompt: tuple[int, ...] = ()
     text: str | None = None
-    arrival_s: float = 0.0  # since the start of the run; not earlier
-    after: int | None = None  # index of a request that must have been answered before
-    group: str = ALL  # figures are given for each group too
-    json_schema: Mapping[str, Any] | None = None  # what the answer must be
+    arrival_s: float = 0.0  # earliest send time since the start of the run
+    after: int | None = None  # index of a request that must complete first
+    group: str = ALL  # reports have figures per group
+    json_schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     name: str
     requests: tuple[Request, ...]
-    concurrency: Mapping[str, int] = field(default_factory=dict)  # group -> at once; see `limit_of`
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what the report says of it
-    endpoint: str | None = None  # the only one that it can be sent to
+    concurrency: Mapping[str, int] = field(default_factory=dict)  # by group, see `limit_of`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # description for the report
+    endpoint: str | None = None  # the only endpoint that supports it; None: any
 
     def limit_of(self, group: str) -> str | None:
-        """Which entry of `concurrency` limits this group: its own, or the one of all others."""
+        """Return the key in `concurrency` that limits a group: its own, else "all", else None."""
         return next((name for name in (group, ALL) if name in self.concurrency), None)
 
     @property
     def load(self) -> str:
-        """How the requests arrive, in words."""
+        """Description of the arrival of the requests."""
         limits = ", ".join(
             f"{n} at once" + ("" if group == ALL else f" ({group})")
             for group, n in self.concurrency.items()
@@ -63,16 +63,16 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a workload is cut to."""
+    """Sizes of a workload."""
 
-    context: int  # tokens that a sequence may have, prompt and output
+    context: int  # maximum tokens of a sequence, prompt and output
     num_requests: int = 64
-    input_len: int | None = None  # of baseline
-    output_len: int | None = None
+    input_len: int | None = None  # tokens of a prompt in `baseline`
+    output_len: int | None = None  # tokens of an output in `baseline`
 
     def __post_init__(self) -> None:
         if self.context < 64:
-            raise BenchmarkError(f"a context of {self.context} tokens is too short: at least 64")
+            raise BenchmarkError(f"the context must have at least 64 tokens, not {self.context}")
         if self.num_requests < 1:
             raise BenchmarkError(f"--requests must be at least 1, not {self.num_requests}")
         for flag, value in (("--input-len", self.input_len), ("--output-len", self.output_len)):
@@ -80,14 +80,14 @@ class Sizes:
                 raise BenchmarkError(f"{flag} must be at least 1, not {value}")
         if (self.input_len or 1) + (self.output_len or 1) > self.context:
             raise BenchmarkError(
-                f"--input-len and --output-len are more than the context of {self.context} tokens"
+                f"--input-len plus --output-len exceeds the context of {self.context} tokens"
             )
 
 
 class Vocabulary:
-    """The token ids that prompts are made of: ordinary words, no special tokens.
+    """Token ids for prompts: ordinary words, no special tokens.
 
-    With a tokenizer, `text` spells any sequence of them so that it becomes the same tokens again.
+    If there is a tokenizer, `text` returns a text that encodes to exactly the given ids.
     """
 
     MAX_WORDS = 2048
@@ -99,12 +99,12 @@ class Vocabulary:
 
     @classmethod
     def plain(cls) -> Vocabulary:
-        """Ids that every vocabulary has; without text."""
+        """Return ids that every vocabulary has, without a tokenizer."""
         return cls(range(10, 250))
 
     @classmethod
     def of(cls, backend: Backend) -> Vocabulary:
-        """Whole words with the space before them; letters where a tokenizer has no such words.
+        """Return whole words with a leading space, or letters if the tokenizer has no such words.
 
         Raises:
           BenchmarkError: neither survives a round trip through text.
@@ -118,17 +118,19 @@ class Vocabulary:
             ids = list(itertools.islice(stable, cls.MAX_WORDS))
             if len(ids) >= cls.MIN_WORDS and _ids_again(backend, ids) == ids:
                 return cls(ids, backend)
-        raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
+        raise BenchmarkError(
+            "this tokenizer cannot make texts of an exact number of tokens: send token ids"
+        )
 
     @classmethod
     def from_file(cls, path: Path) -> Vocabulary:
-        """Of a tokenizer.json, or of the folder that it is in."""
+        """Return the vocabulary of a tokenizer.json or of the folder that contains it."""
         file = path / "tokenizer.json" if path.is_dir() else path.resolve()
         try:
             backend = load_backend(file)
         except (CheckpointError, FileNotFoundError) as error:
             raise BenchmarkError(
-                f"--tokenizer {path}: no usable tokenizer.json there: {error}"
+                f"--tokenizer {path}: no usable tokenizer.json: {error}"
             ) from error
         backend.no_truncation()
         backend.no_padding()
@@ -136,7 +138,7 @@ class Vocabulary:
 
     @classmethod
     def of_model(cls, *names: str | None) -> Vocabulary:
-        """Of the first that is the bundled model or a folder with a tokenizer; else plain."""
+        """Return the vocabulary of the first name that has a local tokenizer, or a plain one."""
         for name in names:
             if name and (name == BUNDLED or Path(name).is_dir()):
                 folder = resolve(name)
@@ -152,15 +154,19 @@ class Vocabulary:
         return tuple(rng.choices(self.ids, k=count))
 
     def text(self, ids: Sequence[int]) -> str:
-        """A text of exactly these tokens (a server may put a BOS or a template around it).
+        """Return a text of exactly these tokens. A server may add a BOS token or a template.
 
         Raises:
-          BenchmarkError: there is no tokenizer, or it breaks the text otherwise.
+          BenchmarkError: there is no tokenizer, or it encodes the text differently.
         """
         if self._backend is None:
-            raise BenchmarkError("text prompts need the model's tokenizer: pass --tokenizer FOLDER")
+            raise BenchmarkError(
+                "text prompts require the model's tokenizer: set --tokenizer FOLDER"
+            )
         if _ids_again(self._backend, ids) != list(ids):
-            raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
+            raise BenchmarkError(
+                "this tokenizer cannot make texts of an exact number of tokens: send token ids"
+            )
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
 
@@ -170,7 +176,7 @@ def _ids_again(backend: Backend, ids: Sequence[int]) -> list[int]:
 
 
 def baseline(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """Equal requests: the plain figure that others are compared with."""
+    """Return the baseline workload: requests of equal size."""
     input_len = sizes.input_len or min(128, sizes.context // 4)
     output_len = sizes.output_len or min(64, sizes.context - input_len)
     content = content_of("baseline", seed, round_)
@@ -186,5 +192,5 @@ def rng_of(*key: Any) -> random.Random:
 
 
 def content_of(workload: str, seed: int, round_: int) -> random.Random:
-    """Another one for each workload: none may find another's prompts in a cache."""
+    """Return a generator that differs by workload, so that no workload hits another's cache."""
     return rng_of(workload, seed, round_)

@@ -1,4 +1,4 @@
-"""Flags of other engines: `forge_jax.config.aliases`, and those of their servers."""
+"""Flags of other engines' servers, in addition to `forge_jax.config.aliases`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ IMPLIED = aliases.IMPLIED
 
 
 def _origins(value: Any) -> dict[str, Any]:
-    """vLLM's `allowed_origins`: a list, or its JSON text."""
+    """Convert vLLM's `allowed_origins`, which is a list or its JSON text."""
     try:
         origins = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ConfigError(f"--allowed-origins must be a JSON list, not {value!r}") from error
     if not isinstance(origins, list) or not all(isinstance(each, str) for each in origins):
-        raise ConfigError(f"--allowed-origins must be a list of texts, not {value!r}")
+        raise ConfigError(f"--allowed-origins must be a list of strings, not {value!r}")
     return {"cors_origin": tuple(origins)}
 
 
@@ -38,14 +38,14 @@ ALIASES = (
 )
 
 _TOOLS = "the parsers are built in: see --tool-call-parser"
-_TEXTS = "prompts and answers are never logged: leave it out"
+_TEXTS = "prompts and outputs are never logged: remove the flag"
 REFUSED: Mapping[str, str] = {
     **aliases.REFUSED,
-    "max_num_queued_reqs": "it counts running requests too: see --max-queued-requests",
-    "response_role": "the role is always assistant: leave it out",
-    "chat_template_content_format": "the chat template decides it: leave it out",
-    "default_chat_template_kwargs": "requests set chat_template_kwargs",
-    "trust_request_chat_template": "requests cannot bring a template: use --chat-template",
+    "max_num_queued_reqs": "it also counts running requests: see --max-queued-requests",
+    "response_role": "the role is always assistant: remove the flag",
+    "chat_template_content_format": "the chat template determines it: remove the flag",
+    "default_chat_template_kwargs": "set chat_template_kwargs in each request",
+    "trust_request_chat_template": "requests cannot provide a template: use --chat-template",
     "tool_parser_plugin": _TOOLS,
     "tool_server": "the server runs no tools",
     "max_log_len": _TEXTS,
@@ -53,8 +53,8 @@ REFUSED: Mapping[str, str] = {
     "log_config_file": "see --log-format",
     "uvicorn_log_level": "see --log-format and --no-request-log",
     "uds": "the server listens on TCP: use --host and --port",
-    "root_path": "have the proxy remove the prefix",
-    "middleware": "there are no plugins: put a proxy in front",
+    "root_path": "configure the proxy to remove the prefix",
+    "middleware": "plugins are not supported: use a reverse proxy",
     "ssl_ca_certs": "client certificates are not checked: use --api-key-file, or a proxy",
     "ssl_cert_reqs": "client certificates are not checked: use --api-key-file, or a proxy",
     "allow_credentials": "browsers send keys in a header: see --cors-origin",

@@ -1,7 +1,7 @@
-"""Back ends of the commands: an engine in this process, or a server.
+"""Backends of the commands: an engine in this process, or a server.
 
-Both take request bodies of OpenAI's protocol and return the events of its streams, so commands
-need not distinguish them.
+Both take request bodies of OpenAI's protocol and return the events of its streams, so the commands
+treat them the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class Backend(Protocol):
-    """Answers requests.
+    """Target of a command's requests.
 
     Attributes:
       model: the name of the model.
@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Yield the events of a stream, with the usage at the end. Closing it aborts the request.
 
         Raises:
-          ForgeError: the request was refused, or failed.
+          ForgeError: the request was rejected or failed.
         """
         ...
 
@@ -62,9 +62,9 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """An engine in this process, used as the server uses it.
+    """Engine in this process, called through the server's own code.
 
-    `load` blocks. All other methods belong to one event loop.
+    `load` blocks. Call all other methods from one event loop.
     """
 
     def __init__(self, service: Service):
@@ -73,7 +73,7 @@ class LocalBackend:
         self._engine = service.engine
         self._started = False
         self._numbers = itertools.count()
-        self.compiling = False  # at the end: in threads that cannot be ended
+        self.compiling = False  # at close, in threads that cannot be stopped
         self.model = service.model_name
 
     @classmethod
@@ -105,7 +105,7 @@ class LocalBackend:
         """Return the whole response as JSON.
 
         Raises:
-          ForgeError: the request was refused, or failed.
+          ForgeError: the request was rejected or failed.
         """
         generation, serializer = await self._begin(kind, body)
         try:
@@ -133,7 +133,7 @@ class LocalBackend:
 
 
 class HttpBackend:
-    """A server of OpenAI's protocol."""
+    """Server of OpenAI's protocol."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str):
         self._session = session
@@ -142,7 +142,7 @@ class HttpBackend:
 
     @classmethod
     async def connect(cls, url: str, *, model: str | None, api_key: str | None) -> HttpBackend:
-        """Connect to the named model, or to the server's first one.
+        """Connect to a server and use the named model, or its first one.
 
         Raises:
           ServerError: the server does not respond, or does not serve the model.
@@ -169,7 +169,7 @@ class HttpBackend:
                         raise ServerError(error_message(event["error"]))
                     yield event
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerError(f"{self._url} does not answer any more: {error}") from error
+            raise ServerError(f"{self._url} stopped responding: {error}") from error
         except EventsError as error:
             raise ServerError(f"{self._url}: {error}") from error
 
@@ -178,7 +178,7 @@ class HttpBackend:
 
 
 def end_with(status: int, backend: LocalBackend | HttpBackend | None) -> int:
-    """Return the exit status. If threads still compile, end the process at once instead."""
+    """Return the exit status, or end the process at once if threads are still compiling."""
     if isinstance(backend, LocalBackend) and backend.compiling:
         leave(status)
     return status

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one line on stderr if something is wrong."""
+"""Exit statuses of the commands. An error is one line on stderr."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from forge_jax.errors import ForgeError
 from forge_serve.cli.terminal import one_line
 
 FAILED = 1
-INTERRUPTED = 130  # as shells say of a process that SIGINT has ended
-NOBODY_READS = 141  # likewise of SIGPIPE
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
+NOBODY_READS = 141  # 128 + SIGPIPE
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Runs a command; whatever it raises becomes a line and an exit status.
+    """Run a command and return its exit status. Print an exception as one line.
 
     Args:
-      debug: print the traceback, too.
+      debug: also print the traceback.
     """
     try:
         status = command()
@@ -31,7 +31,7 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
         _forget_stdout()
         if debug:
             traceback.print_exc()
-        return NOBODY_READS  # in silence, as `head` would have it of every filter
+        return NOBODY_READS  # without a message: a pipe to `head` ends filters this way
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
@@ -40,16 +40,14 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process at once: there may be threads that compile, which cannot be ended, for an
-    engine that nobody needs any more.
-    """
+    """End the process at once, because threads that compile executables cannot be stopped."""
     for file in filter(None, (sys.stdout, sys.stderr)):
         file.flush()
     os._exit(status)
 
 
 def say_error(error: BaseException) -> None:
-    """Prints the one line of an error."""
+    """Print an error as one line on stderr."""
     print(f"forge-jax: {one_line(_told(error))}", file=sys.stderr)
 
 
@@ -62,18 +60,21 @@ def _told(error: BaseException) -> str:
         case OSError(filename=str() as name, strerror=str() as reason):
             return f"error: {name}: {reason}"
         case MemoryError():
-            return "error: out of memory: a smaller model, --quantization int8, or more memory"
+            return (
+                "error: out of memory: use a smaller model, --quantization int8, or a machine with "
+                "more memory"
+            )
         case _ if str(error).startswith("RESOURCE_EXHAUSTED"):
             return (
                 "error: the device is out of memory: lower --num-blocks, --max-num-seqs or "
-                f"--max-num-batched-tokens, or take --quantization int8 ({error})"
+                f"--max-num-batched-tokens, or use --quantization int8 ({error})"
             )
     return (
-        f"error: {type(error).__name__}: {error} (unexpected: --debug shows where; please report "
-        "it, with what forge-jax doctor prints)"
+        f"error: {type(error).__name__}: {error} (unexpected: run with --debug for the traceback, "
+        "and please report it with the output of forge-jax doctor)"
     )
 
 
 def _forget_stdout() -> None:
-    """Nothing that is still buffered is written at the end, where it would fail again."""
+    """Redirect stdout to /dev/null, because flushing the buffer at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

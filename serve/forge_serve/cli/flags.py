@@ -1,7 +1,7 @@
-"""Command-line flags that are fields of the configuration, and a parser whose errors are one line.
+"""Command-line flags made from configuration fields, and a parser with one-line errors.
 
-A flag's name, help and default are its field's: `forge_jax.config.option` says how they are noted.
-Flags of other engines (`forge_serve.cli.aliases`) set the same fields and are in no help.
+A flag takes its name, help and default from its field, as declared by `forge_jax.config.option`.
+Flags of other engines (`forge_serve.cli.aliases`) set the same fields and are hidden from help.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from forge_jax.config.suggest import did_you_mean, nearest
 from forge_jax.errors import ConfigError
 from forge_serve.cli.aliases import ALIASES, IMPLIED, REFUSED
 
-USAGE_STATUS = 2  # of a command line that cannot be read
-HELP_COLUMN = 26  # where the words about a flag begin
+USAGE_STATUS = 2  # exit status for an invalid command line
+HELP_COLUMN = 26  # column at which the help texts start
 type Commands = argparse._SubParsersAction[Parser]
 
 ENGINE_SECTIONS: dict[str, type] = {
@@ -39,28 +39,28 @@ ENGINE_SECTIONS: dict[str, type] = {
     "speculation": SpeculationConfig,
     "device": ParallelConfig,
 }
-MODEL_ARGUMENT = "model_argument"  # where it is until the flag has been looked at
+MODEL_ARGUMENT = "model_argument"  # holds the positional MODEL until `take_model` merges the two
 MODEL = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """What stands before and after the flags stays as it is written."""
+    """Formatter that keeps the line breaks of descriptions and epilogs."""
 
     def __init__(self, prog: str, **options: Any):
         super().__init__(prog, max_help_position=HELP_COLUMN, **options)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, and where to read on.
+    """Parser whose errors are one line that refers to the help.
 
-    `--help` has the essential flags, `--help-all` every flag.
+    `--help` shows the essential flags, `--help-all` every flag.
     """
 
     def __init__(self, **options: Any):
         options = {"formatter_class": HelpFormatter, "allow_abbrev": False, **options}
         super().__init__(**options, add_help=False)
         self.fields: dict[str, Flag] = {}  # by name
-        self._details: set[argparse.Action] = set()  # not in the short help
+        self._details: set[argparse.Action] = set()  # hidden from the short help
         self.add_argument("-h", "--help", action="help", help="show the essential flags and exit")
         self.add_argument(
             "--help-all",
@@ -73,16 +73,18 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
-        """Everything that begins with a dash, with hidden names."""
+        """Every option string with its action, including hidden ones."""
         return self._option_string_actions
 
     def add_flags(
         self, title: str | None, flags: Iterable[Flag], *, all_essential: bool = False
     ) -> None:
-        """Adds flags, in a group of their own if there is a title.
+        """Add flags, in their own group if there is a title.
 
         Args:
-          all_essential: the short help has all of them.
+          title: heading of the group; None: no group.
+          flags: the flags to add.
+          all_essential: show all of them in the short help.
         """
         group = self if title is None else self.add_argument_group(title)
         for flag in flags:
@@ -92,12 +94,12 @@ class Parser(argparse.ArgumentParser):
                 self._details.add(action)
 
     def add_aliases(self) -> None:
-        """Adds the names that other engines give to the flags added so far."""
+        """Add other engines' names of the flags added so far."""
         for alias in ALIASES:
             if alias.option in self.fields:
                 _add_alias(self, alias, self.fields[alias.option])
         if not self.fields.keys() >= {"dtype", "max_num_seqs"}:
-            return  # there is no engine
+            return  # the command has no engine
         for implied in IMPLIED:
             if not self.fields.keys() >= set(implied.needs):
                 continue
@@ -132,10 +134,11 @@ class Parser(argparse.ArgumentParser):
         self._fail(message.removeprefix("argument "), "--help")
 
     def unknown(self, words: Sequence[str], others: Mapping[str, Parser]) -> NoReturn:
-        """Ends with what is wrong with the first of the words that no flag or argument takes.
+        """Exit with an error about the first word that is no flag or argument.
 
         Args:
-          others: the parsers of all commands, one of which may take it.
+          words: the words that were not parsed.
+          others: the parsers of all commands, one of which may have the flag.
         """
         flags = [word.partition("=")[0] for word in words if word.startswith("-") and word != "-"]
         if not flags:
@@ -146,14 +149,14 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{flag} has no counterpart: {reason}")
         elsewhere = [name for name, other in others.items() if flag in other.options]
         if elsewhere:
-            self.error(f"{flag} is a flag of {', '.join(elsewhere)}, and not of this command")
+            self.error(f"{flag} is a flag of {', '.join(elsewhere)}, not of this command")
         self._fail(
             f"unknown flag {flag}{self.did_you_mean(flag)}",
             "--help-all" if self._details else "--help",
         )
 
     def did_you_mean(self, flag: str) -> str:
-        """The nearest flag, under our name for it, as the end of a sentence; or nothing."""
+        """Return the nearest flag as the end of a sentence, or "" if none is near."""
         found = nearest(flag, [name for name in self.options if name.startswith("--")])
         if found is None:
             return ""
@@ -163,7 +166,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         try:
             return super().parse_known_args(args, namespace)
-        except ConfigError as error:  # of an alias
+        except ConfigError as error:  # raised by an alias
             self.error(str(error))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -173,7 +176,8 @@ class Parser(argparse.ArgumentParser):
         kind = "command" if action.option_strings == [] else "value"
         raise argparse.ArgumentError(
             None if kind == "command" else action,
-            f"no {kind} {value!r}{did_you_mean(str(value), known)} (there are: {', '.join(known)})",
+            f"unknown {kind} {value!r}{did_you_mean(str(value), known)} "
+            f"(choose from: {', '.join(known)})",
         )
 
     def _fail(self, message: str, help_flag: str) -> NoReturn:
@@ -189,7 +193,7 @@ class _HelpAll(argparse.Action):
 
 
 class Append(argparse.Action):
-    """Collects values; those of the command line replace those of a configuration file."""
+    """Action that collects values. The command line's values replace a configuration file's."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -199,7 +203,7 @@ class Append(argparse.Action):
 
 
 class Convert(argparse.Action):
-    """Sets the options that a value in another engine's form means."""
+    """Action that sets several options from a value in another engine's format."""
 
     def __init__(self, *, alias: Alias, **options: Any):
         super().__init__(**options)
@@ -214,12 +218,12 @@ class Convert(argparse.Action):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """How a value is read: from a word of the command line, or from a configuration file."""
+    """Reader of an option's value from the command line or from a configuration file."""
 
     option: str
     kind: Callable[[Any], Any]
     choices: tuple[str, ...] | None = None
-    automatic: bool = False  # "auto" is None
+    automatic: bool = False  # accepts "auto", which is None
 
     def __call__(self, word: str) -> Any:
         if self.automatic and word == "auto":
@@ -233,7 +237,7 @@ class Value:
             raise argparse.ArgumentTypeError(f"must be {self.expected}, not {word!r}") from error
 
     def of(self, value: Any) -> Any:
-        """The value of a file's key, which has a type already.
+        """Return the option's value for a value of a TOML file.
 
         Raises:
           ConfigError: the type or the value is wrong.
@@ -262,9 +266,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One field of the configuration as the command line knows it."""
+    """Command-line flag of one configuration field."""
 
-    name: str  # of the field
+    name: str  # name of the field
     flag: str
     doc: str
     default: Any
@@ -272,7 +276,7 @@ class Flag:
     choices: tuple[str, ...] | None
     switch: bool  # takes no value and inverts the default
     repeated: bool  # may be given several times
-    essential: bool = False  # the short help has it
+    essential: bool = False  # shown in the short help
 
     @property
     def metavar(self) -> str | None:
@@ -282,7 +286,7 @@ class Flag:
 
     @property
     def automatic(self) -> bool:
-        """Whether it takes "auto": a number that is found at start unless it is given."""
+        """True if the flag accepts "auto": a number or choice that is computed at startup."""
         return self.default is None and self.type is not str
 
     @property
@@ -325,7 +329,7 @@ class Flag:
 
 
 def flags(section: type) -> Iterator[Flag]:
-    """The flags of one section's fields, in their order."""
+    """Yield the flags of one section's fields, in their order."""
     hints = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
@@ -346,20 +350,20 @@ def flags(section: type) -> Iterator[Flag]:
 
 
 def chosen(section: type, names: tuple[str, ...]) -> Iterator[Flag]:
-    """Those of a section's flags whose fields have these names."""
+    """Return the section's flags whose fields have these names."""
     return (flag for flag in flags(section) if flag.name in names)
 
 
 def add_sections(
     parser: Parser, sections: Mapping[str, type], *, all_essential: bool = False
 ) -> None:
-    """A group of flags for each section."""
+    """Add a group of flags for each section."""
     for title, section in sections.items():
         parser.add_flags(title, flags(section), all_essential=all_essential)
 
 
 def add_model(parser: Parser) -> None:
-    """The model, as the first argument or as a flag; `take_model` says which it is."""
+    """Add the model as the first argument and as a flag. `take_model` merges them."""
     parser.add_argument(
         MODEL_ARGUMENT,
         nargs="?",
@@ -373,7 +377,7 @@ def add_model_flag(parser: Parser) -> None:
     flag = Flag(
         name="model",
         flag="--model",
-        doc="the same as a flag",
+        doc="the model, as a flag instead of the first argument",
         default=None,
         type=str,
         choices=None,
@@ -386,17 +390,18 @@ def add_model_flag(parser: Parser) -> None:
 
 
 def take_model(options: dict[str, Any], default: str | None) -> None:
-    """Replaces the argument and the flag by the model.
+    """Replace the model's argument and flag in the options by one value.
 
     Args:
-      default: the flag's, or a configuration file's.
+      options: the parsed options, which are changed.
+      default: the default of the flag, or the configuration file's value.
 
     Raises:
       ConfigError: both are given.
     """
     argument = options.pop(MODEL_ARGUMENT)
     if argument is not None and options["model"] != default:
-        raise ConfigError("MODEL and --model: give one of them")
+        raise ConfigError("MODEL and --model cannot both be set: omit one of them")
     if argument is not None:
         options["model"] = argument
     elif options["model"] is None:
@@ -427,12 +432,15 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a TOML file with flags as keys (max-num-seqs = 8); the command line overrides it",
+        help="TOML file with flags as keys (max-num-seqs = 8); the command line overrides it",
     )
 
 
 def as_flags(words: Sequence[str]) -> list[str]:
-    """The words with `--max_num_seqs` as `--max-num-seqs`, and `--help=all` as `--help-all`."""
+    """Return the words with dashes in flags: `--max_num_seqs` becomes `--max-num-seqs`.
+
+    `--help=all` becomes `--help-all`.
+    """
     words = list(words)
     end = words.index("--") if "--" in words else len(words)
     for index, word in enumerate(words[:end]):
@@ -445,18 +453,16 @@ def as_flags(words: Sequence[str]) -> list[str]:
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
 
 
 def taken(options: dict[str, Any], section: type) -> dict[str, Any]:
-    """Takes the values of a section's flags out of the options."""
+    """Remove the values of a section's flags from the options and return them."""
     return {flag.name: options.pop(flag.name) for flag in flags(section)}
 
 
 def _value_type(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None, bool]:
-    """How the text of a flag becomes a value of this type, which values there are, and whether
-    there may be several.
-    """
+    """Return a type's conversion from text, its choices, and True if the flag may be repeated."""
     if hint == tuple[str, ...]:
         return str, None, True
     if typing.get_origin(hint) is types.UnionType:

@@ -1,7 +1,6 @@
-"""The command `forge-jax`: which commands there are, and how they end.
+"""Entry point of `forge-jax`: the parser of all commands and the short commands themselves.
 
-Nothing heavy is imported before the flags have been read. `commands/` has those that are more than
-a call.
+Heavy imports wait until the flags have been parsed. Longer commands are in `commands/`.
 """
 
 from __future__ import annotations
@@ -50,37 +49,37 @@ SECTIONS: dict[str, type] = {
 BATCH_SECTIONS: dict[str, type] = {
     name: section for name, section in SECTIONS.items() if section is not ServerConfig
 }
-# What decides the weights that `convert` writes.
+# Options that determine the weights that `convert` writes.
 CONVERT = (
     *("revision", "dtype", "quantization", "gguf_weights", "kernels", "backend"),
     "tensor_parallel",
 )
-_HELP = "An LLM inference engine compiled by JAX/XLA, and a server on it in OpenAI's protocol."
+_HELP = "LLM inference engine compiled by JAX/XLA, with an OpenAI-compatible server."
 _EPILOG = """\
 MODEL is a folder, a .gguf file, a Hugging Face id, or forge-tiny, which is bundled.
 
   forge-jax serve                                 serve forge-tiny on 127.0.0.1:8000
-  forge-jax chat Qwen/Qwen3-0.6B                  talk to a model, without a server
+  forge-jax chat Qwen/Qwen3-0.6B                  chat with a model, without a server
   forge-jax generate forge-tiny "Once upon a"     continue a text
-  forge-jax doctor                                what a bug report needs, and what is wrong
+  forge-jax doctor                                check the installation
 
-forge-jax COMMAND --help says what a command takes."""
+Run forge-jax COMMAND --help for the options of a command."""
 _SERVE_HELP = """\
-Serve a model over HTTP, in OpenAI's protocol, until SIGTERM or Ctrl-C; then running requests
-finish. The first line on stdout says where, and gives a curl command to try."""
+Serve a model over HTTP with OpenAI's protocol. On SIGTERM or Ctrl-C, running requests finish before
+the server exits. The first line on stdout has the server's URL and a curl command to try."""
 _CONVERT_HELP = """\
-Write a model's weights as they are served, fused, cast and packed, to a folder that can be served
-like any other, and is read faster."""
+Convert a model's weights to the form in which they are served (fused, cast and packed). The output
+folder can be served like any other and loads faster."""
 _BATCH_HELP = """\
-Answer a file of requests without a server, each line as the server would have answered it.
+Run a batch file without a server. Each line gets the same response as from the server.
 
 A line of IN is a line of OpenAI's batch files, or a plain request:
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
    "body": {"messages": [{"role": "user", "content": "What is 2+2?"}]}}
   {"prompt": "Once upon a time", "max_tokens": 32}
   {"id": 7, "messages": [{"role": "user", "content": "What is 2+2?"}], "temperature": 0}
-OUT has one line for each, in the order in which they are done; what cannot be answered has
-its error there. A run that was ended goes on where it was: give the same command again."""
+OUT gets one line per request, in the order in which they finish. A request that fails gets a line
+with its error. To resume an interrupted run, run the same command again."""
 
 
 def make_parser() -> Parser:
@@ -107,7 +106,7 @@ def make_parser() -> Parser:
 
 
 def subparsers(parser: Parser) -> Mapping[str, Parser]:
-    """The parsers of the commands, by name."""
+    """Return the parsers of the commands, by name."""
     assert parser._subparsers is not None
     [commands] = parser._subparsers._group_actions
     assert isinstance(commands.choices, Mapping)
@@ -115,19 +114,19 @@ def subparsers(parser: Parser) -> Mapping[str, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit status.
+    """Run a command and return its exit status.
 
     Args:
-      argv: the words after `forge-jax`; default: those of this process, which is then the command's
-        own.
+      argv: the words after `forge-jax`. Default: this process's arguments; an interrupted command
+        then ends the process at once.
 
     Raises:
-      SystemExit: for `--help`, `--version`, and words that cannot be read.
+      SystemExit: for `--help`, `--version` and an invalid command line.
     """
     if argv is not None:
         return _run(list(argv))
     status = _run(sys.argv[1:])
-    if status == INTERRUPTED:  # maybe while executables were compiled
+    if status == INTERRUPTED:  # executables may still be compiling
         leave(status)
     return status
 
@@ -149,7 +148,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _parsed(parser: Parser, argv: list[str]) -> dict[str, Any]:
-    """The values of all flags. Ends the process for words that cannot be read."""
+    """Return the values of all flags. An invalid command line ends the process."""
     namespace, unknown = parser.parse_known_args(argv)
     options = vars(namespace)
     if unknown:
@@ -159,7 +158,7 @@ def _parsed(parser: Parser, argv: list[str]) -> dict[str, Any]:
 
 
 def _with_file(parser: Parser, argv: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with those of `--config` for what the command line does not set.
+    """Return the options, with those of the `--config` file as defaults of the command line.
 
     Raises:
       ConfigError: the file or a combination of options is wrong.
@@ -192,13 +191,13 @@ def _add_serve(commands: Commands) -> None:
 def _add_batch(commands: Commands) -> None:
     batch = commands.add_parser(
         "batch",
-        help="answer a file of requests",
+        help="run a batch file",
         usage="forge-jax batch IN OUT [MODEL | --model MODEL] [options]",
         description=_BATCH_HELP,
     )
-    batch.add_argument("input", type=Path, metavar="IN", help="requests, one in each line")
+    batch.add_argument("input", type=Path, metavar="IN", help="batch file: one request per line")
     batch.add_argument(
-        "output", type=Path, metavar="OUT", help="answers; those that it has are not made again"
+        "output", type=Path, metavar="OUT", help="responses; requests that are done are skipped"
     )
     batch.add_argument(
         MODEL_ARGUMENT,
@@ -209,7 +208,7 @@ def _add_batch(commands: Commands) -> None:
     add_model_flag(batch)
     add_sections(batch, {"files": BatchRunConfig}, all_essential=True)
     add_sections(batch, BATCH_SECTIONS)
-    batch.add_flags("as of the server", chosen(ServerConfig, SERVER_FLAGS))
+    batch.add_flags("same as serve", chosen(ServerConfig, SERVER_FLAGS))
     batch.set_defaults(run=_batch)
 
 
@@ -222,7 +221,7 @@ def _add_profile(commands: Commands) -> None:
     )
     add_model(profile)
     profile.add_argument(
-        "--logdir", default="profile", metavar="DIR", help="where to (default: profile)"
+        "--logdir", default="profile", metavar="DIR", help="output folder (default: profile)"
     )
     add_sections(profile, {"workload": Workload}, all_essential=True)
     add_sections(profile, ENGINE_SECTIONS)
@@ -232,19 +231,19 @@ def _add_profile(commands: Commands) -> None:
 def _add_convert(commands: Commands) -> None:
     convert = commands.add_parser(
         "convert",
-        help="write a model's weights as they are served, so that they are read faster",
+        help="convert a model's weights so that they load faster",
         usage="forge-jax convert MODEL OUT [options]",
         description=_CONVERT_HELP,
     )
     convert.add_argument("model", metavar="MODEL", help=MODEL.metadata["doc"])
-    convert.add_argument("out", metavar="OUT", help="a folder that is not there yet, or is empty")
+    convert.add_argument("out", metavar="OUT", help="output folder: new or empty")
     for section in (ModelConfig, ParallelConfig):
         convert.add_flags(None, chosen(section, CONVERT), all_essential=True)
     convert.set_defaults(run=_convert)
 
 
 def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
-    gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
+    gc.disable()  # until the engine is ready: garbage collection takes a tenth of the startup
     try:
         limits = Limits(**taken(options, Limits))
         server = ServerConfig(**taken(options, ServerConfig), limits=limits)
@@ -269,7 +268,7 @@ def _convert(options: dict[str, Any]) -> int:
 
 
 def _batch(options: dict[str, Any]) -> int:
-    gc.disable()  # until the engine is ready, as `serve` has it
+    gc.disable()  # until the engine is ready, as in `_serve`
     try:
         config = BatchRunConfig(
             input=options.pop("input"),
@@ -279,7 +278,7 @@ def _batch(options: dict[str, Any]) -> int:
         limits = Limits(**taken(options, Limits))
         server = ServerConfig(**{n: options.pop(n) for n in SERVER_FLAGS}, limits=limits)
         if options["itl_target_ms"] is None:
-            options["itl_target_ms"] = 0  # nobody waits for single tokens
+            options["itl_target_ms"] = 0  # inter-token latency is irrelevant for batch files
         engine = EngineConfig.from_options(**options)
         if not server.fake:
             check_model(engine)

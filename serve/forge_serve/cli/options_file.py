@@ -1,4 +1,4 @@
-"""`--config FILE`: the flags of a command, in a TOML file."""
+"""`--config FILE`: the flags of a command in a TOML file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _NOT_KEYS = {"help", "help-all", "debug", CONFIG}
 
 
 def read_options(parser: Parser, file: Path) -> dict[str, Any]:
-    """Reads the options that a file sets, by their place in the parsed arguments.
+    """Return the options that a file sets, by their names in the parsed arguments.
 
-    A key is a flag without its dashes (`max-num-seqs`, or `max_num_seqs`), a flag of another
+    A key is a flag without its dashes (`max-num-seqs` or `max_num_seqs`), a flag of another
     engine, or the name of a field (`prefix_cache = false` is `no-prefix-cache = true`).
 
     Raises:
-      ConfigError: the file cannot be read, a key is no flag of the command, or its value is not of
-        the flag's type; the message names the file and the key.
+      ConfigError: the file cannot be read, a key is not a flag of the command, or a value has the
+        wrong type. The message names the file and the key.
     """
     try:
         keys = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from error
-    except ValueError as error:  # of TOML, or of UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise ConfigError(f"--config {file}: not a TOML file: {error}") from error
     options: dict[str, Any] = {}
     set_by: dict[str, str] = {}
@@ -42,7 +42,8 @@ def read_options(parser: Parser, file: Path) -> dict[str, Any]:
         for name in found:
             if name in set_by and name != "implied":
                 raise ConfigError(
-                    f"--config {file}: {key} and {set_by[name]} are the same option: keep one"
+                    f"--config {file}: {key} and {set_by[name]} are the same option: set only one "
+                    "of them"
                 )
             set_by[name] = key
         if "implied" in found:
@@ -52,14 +53,14 @@ def read_options(parser: Parser, file: Path) -> dict[str, Any]:
 
 
 def _options(parser: Parser, key: str, value: Any) -> dict[str, Any]:
-    """What one key sets."""
+    """Return the options that one key sets."""
     name = key.replace("_", "-")
     action = None if name in _NOT_KEYS else parser.options.get("--" + name)
     if action is None:
         flag = parser.fields.get(key.replace("-", "_"))
         if flag is None:
             raise ConfigError(_unknown(parser, name, value))
-        if flag.switch:  # by the name of its field: the value is the field's
+        if flag.switch:  # the key is the field's name, so the value is the field's
             return {flag.name: _boolean(value)}
         action = parser.options[flag.flag]
     match action:
@@ -72,7 +73,7 @@ def _options(parser: Parser, key: str, value: Any) -> dict[str, Any]:
         case Append():
             return {action.dest: _texts(value)}
     if isinstance(value, dict):
-        raise ConfigError("a table: keys are at the top level of the file, without [tables]")
+        raise ConfigError("must not be a table: put keys at the top level of the file")
     reader = action.type
     if not isinstance(reader, Value):
         assert reader in (None, int, float, str), f"no file can hold a {reader}"
@@ -89,21 +90,21 @@ def _boolean(value: Any) -> bool:
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"must be a text or a list of texts, not {value!r}")
+        raise ConfigError(f"must be a string or a list of strings, not {value!r}")
     return texts
 
 
 def _unknown(parser: Parser, name: str, value: Any) -> str:
     reason = REFUSED.get(name.replace("-", "_"))
     if reason is not None:
-        return f"it has no counterpart: {reason}"
+        return f"has no counterpart: {reason}"
     if isinstance(value, dict):
-        return "no such flag, nor a table: keys are at the top level of the file"
+        return "unknown table: put keys at the top level of the file"
     if name in _NOT_KEYS:
-        return "only the command line takes it"
+        return "can only be set on the command line"
     named = [flag.removeprefix("--") for flag in parser.options if flag.startswith("--")]
     positional = any(action.dest == name for action in parser._actions)
     if positional or name == MODEL_ARGUMENT:
-        return "only the command line takes it"
+        return "can only be set on the command line"
     command = parser.prog.split()[-1]
-    return f"no such flag of {command}{did_you_mean(name, named)} (see: {parser.prog} --help-all)"
+    return f"not a flag of {command}{did_you_mean(name, named)} (see: {parser.prog} --help-all)"

@@ -1,4 +1,4 @@
-"""The commands `forge-jax profile MODEL` and `forge-jax profile diff A B`."""
+"""Commands `forge-jax profile MODEL` and `forge-jax profile diff A B`."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ from forge_serve.cli.flags import Parser, add_debug
 
 DIFF = "diff"
 DESCRIPTION = """\
-Trace a model's steps: decodes only into DIR/decode, prompts only into DIR/prefill. TensorBoard with
-its profile plugin opens DIR. `forge-jax profile diff A B` compares two such folders."""
+Trace a model's steps: decode steps into DIR/decode, prefill steps into DIR/prefill. Open DIR with
+TensorBoard and its profile plugin. `forge-jax profile diff A B` compares two such folders."""
 
 
 def make_diff_parser() -> Parser:
     parser = Parser(
         prog="forge-jax profile diff",
         usage="forge-jax profile diff A B [options]",
-        description="What got slower or faster from one profile to another, appeared or vanished.",
+        description="Compare two profiles: operations that got slower or faster, and new and "
+        "removed ones.",
     )
-    parser.add_argument("before", metavar="A", help="a folder with traces, or a .xplane.pb file")
-    parser.add_argument("after", metavar="B", help="another")
-    parser.add_argument("--all", action="store_true", help="print what has not changed, too")
+    parser.add_argument("before", metavar="A", help="folder with traces, or a .xplane.pb file")
+    parser.add_argument("after", metavar="B", help="folder or file to compare with A")
+    parser.add_argument("--all", action="store_true", help="also print unchanged operations")
     parser.add_argument(
         "--percent", type=float, default=5.0, metavar="X",
-        help="the least change, in per cent of what was before (default: 5)",
+        help="minimum change to report, in percent of the time in A (default: 5)",
     )  # fmt: skip
     parser.add_argument(
         "--us", type=float, default=1.0, metavar="X",
-        help="and in microseconds per step (default: 1)",
+        help="minimum change to report, in microseconds per step (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--html", metavar="FILE", help="write the same as one HTML file")
+    parser.add_argument("--html", metavar="FILE", help="also write the result to an HTML file")
     parser.add_argument(
-        "--logdir", metavar="DIR", help="write it for TensorBoard (the extra `profile`)"
+        "--logdir",
+        metavar="DIR",
+        help="also write the result to DIR for TensorBoard (requires the extra `profile`)",
     )
     add_debug(parser)
     return parser
 
 
 def diff(argv: Sequence[str]) -> int:
-    """Prints the difference and writes what the flags ask for. Returns the exit status."""
+    """Print the difference, write the files of the flags, and return the exit status."""
     parser = make_diff_parser()
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -72,7 +75,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def record(options: dict[str, Any]) -> int:
-    """Traces what the flags ask for. Returns the exit status.
+    """Trace the workload of the flags and return the exit status.
 
     Raises:
       ForgeError: the model cannot be loaded, or the workload does not fit.

@@ -1,4 +1,4 @@
-"""Writes the pages of flags and of commands: `python -m forge_serve.cli.reference [ROOT]`."""
+"""Generator of the pages of flags and commands: `python -m forge_serve.cli.reference [ROOT]`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ HELP_WIDTH = 96
 _HEAD = """\
 # Configuration
 
-The flags of `forge-jax serve [MODEL]`. In Python the same names, with underscores, are the fields
-of `EngineConfig` and `ServerConfig`; those of the limits, without `max_`, of `ServerConfig.limits`.
-This page is generated from them by `python -m forge_serve.cli.reference`.
+This page lists the flags of `forge-jax serve [MODEL]`. In Python, use the same names with
+underscores as fields of `EngineConfig` and `ServerConfig`. Limits are fields of
+`ServerConfig.limits`, without `max_`. `python -m forge_serve.cli.reference` generates this page.
 
 `forge-jax serve --help` shows the essential flags, `--help-all` every flag.
 
 ## A file of flags
 
-`--config FILE` reads flags from a TOML file. Every command takes it, for its own flags:
+`--config FILE` reads flags from a TOML file. Every command accepts it for its own flags:
 
 ```toml
 model = "Qwen/Qwen3-0.6B"
@@ -41,41 +41,41 @@ lora = ["sql=adapters/sql", "chat=adapters/chat"]
 ```
 
 Keys are flags without their dashes, at the top level of the file. The command line overrides the
-file; a flag that may be repeated replaces the file's whole list. Where "auto" is a value, it is a
-text. A key that is no flag of the command, or a value of the wrong type, is an error.
+file. A repeatable flag on the command line replaces the file's whole list. Write "auto" as a
+string. A key that is not a flag of the command, or a value of the wrong type, is an error.
 """
 
 _PROFILE_HEAD = """
-## Of forge-jax profile
+## Flags of forge-jax profile
 
-`forge-jax profile [MODEL]` takes `--logdir DIR` (default `profile`), all flags of the model, the KV
-cache, the batch, speculation and the device, and these ([profiling](profiling.md)):
+`forge-jax profile [MODEL]` ([profiling](profiling.md)) accepts `--logdir DIR` (default `profile`),
+the flags of the model, the KV cache, the batch, speculation and the device, and:
 
 """
 
 _LIMITS_HEAD = """\
-What one request may ask for at most; more is refused with status 400, a larger body with 413. How
-many tokens it may have is what the model's context has room for.
+Limits of one request. The server rejects a request above a limit with status 400, and a larger body
+with 413. The model's context length limits the number of tokens.
 
-| at most | default | flag | which may be |
+| at most | default | flag | range of the flag |
 |---|---|---|---|
 """
 
 _BATCH_HEAD = """
-## Files of requests
+## Flags of forge-jax batch
 
-`forge-jax batch IN OUT [MODEL]` ([batch.md](batch.md)) takes the flags above of the model, the KV
-cache, the batch, speculation, the device and the limits; of the server,
-{server}; and its own:
+`forge-jax batch IN OUT [MODEL]` ([batch.md](batch.md)) accepts the flags above of the model, the KV
+cache, the batch, speculation, the device and the limits. It also accepts these flags of the server:
+{server}. Its own flags are:
 
 """
 
 _ALIASES_HEAD = """
 ## Names of other engines
 
-Flags of vLLM, SGLang and smaller engines are accepted, also in `--config`. No help shows them.
-`LLM` and `EngineConfig.from_options` accept those of the engine as arguments, with underscores.
-The opposite of a switch, such as `--enable-prefix-caching`, is accepted, too.
+Flags of vLLM, SGLang and smaller engines are accepted, also in `--config`. Help does not show them.
+`LLM` and `EngineConfig.from_options` accept the engine's flags as arguments, with underscores.
+The opposite of a switch, such as `--enable-prefix-caching`, is also accepted.
 
 | flag elsewhere | here |
 |---|---|
@@ -89,14 +89,14 @@ Values of other engines:
 """
 
 _IMPLIED_HEAD = """
-These switches ask for what always holds. They are accepted and change nothing:
+These switches turn on behavior that is always on here. They are accepted and have no effect:
 
 | flag elsewhere | why |
 |---|---|
 """
 
 _REFUSED_HEAD = """
-These have no counterpart. They are refused, with this reason:
+These flags have no counterpart. They are rejected with this reason:
 
 | flag elsewhere | reason |
 |---|---|
@@ -105,37 +105,37 @@ These have no counterpart. They are refused, with this reason:
 _CLI_HEAD = """\
 # The command line
 
-`forge-jax COMMAND --help-all` says all of this, too; `--help` shows the essential flags. The page
-is generated from them by `python -m forge_serve.cli.reference`.
+This page has the `--help-all` output of every command. `--help` shows only the essential flags.
 [configuration.md](configuration.md) has the flags as tables,
-[files of flags](configuration.md#a-file-of-flags) for `--config`, and the
-[names of other engines](configuration.md#names-of-other-engines) that are accepted.
+[files of flags](configuration.md#a-file-of-flags) for `--config`, and the accepted
+[names of other engines](configuration.md#names-of-other-engines).
+`python -m forge_serve.cli.reference` generates this page.
 
-What is wrong is one line on stderr that begins with `forge-jax: error:` and says what to do; where
-it comes from, `--debug` shows, which every command takes. What was asked for is on stdout,
-everything else on stderr.
+Results are on stdout, everything else is on stderr. An error is one line on stderr that begins with
+`forge-jax: error:` and names the remedy. Every command accepts `--debug`, which adds the traceback.
 
-| exit status | means |
+| exit status | meaning |
 |---|---|
-| 0 | done |
-| 1 | an error, a problem that `doctor` has found, or a failed request of `bench` |
-| 2 | the command line cannot be read |
-| 130, 143 | ended by Ctrl-C, by SIGTERM (`serve` drains, and ends with 0) |
-| 141 | nobody reads the output any more, as in a pipe to `head`; without a line |
+| 0 | success |
+| 1 | an error, a problem found by `doctor`, or a failed request of `bench` |
+| 2 | invalid command line |
+| 130 | interrupted by Ctrl-C |
+| 143 | ended by SIGTERM; `serve` shuts down gracefully with status 0 instead |
+| 141 | the output pipe was closed, as by `head`; no error line |
 
-A model's text goes to files and pipes as it is. On a terminal the control characters in it are
-shown as pictures (`␛` for escape), so that nothing a model writes can drive the terminal; so are
-those in a server's messages.
+Files and pipes get a model's text unchanged. On a terminal, control characters are replaced by
+visible symbols (`␛` for escape), so a model's output cannot control the terminal. The same applies
+to a server's messages.
 
-In `chat`, Ctrl-C stops an answer, which stays in the conversation as far as it came; Ctrl-D ends
-the chat. Reasoning is shown dimmed, and no part of what is sent again. What was typed can be called
-back with the arrow keys until the chat ends; nothing of it is written to a file. `--url` talks to
-any server of OpenAI's protocol; its key comes from `--api-key-file`, never from the environment.
+In `chat`, Ctrl-C stops an answer and Ctrl-D ends the chat. The text of a stopped answer stays in
+the conversation. Reasoning is dimmed and is not sent back to the model. The arrow keys recall
+earlier input until the chat ends. The history is never written to a file. `--url` connects to any
+OpenAI-compatible server. Its key comes from `--api-key-file`, never from the environment.
 """
 
 
 def cli_page() -> str:
-    """The help of every command, as Markdown."""
+    """Return the help of every command as Markdown."""
     parser = make_parser()
     parsers = [parser, *subparsers(parser).values(), profile_cli.make_diff_parser()]
     return "".join([_CLI_HEAD, *map(_help, parsers)])
@@ -147,7 +147,7 @@ def _help(parser: Parser) -> str:
 
 
 def page() -> str:
-    """The flags as Markdown: one table per section."""
+    """Return the flags as Markdown, with one table per section."""
     parts = [_HEAD]
     for title, section in SECTIONS.items():
         parts.append(f"\n## {title[0].upper()}{title[1:]}\n\n")
@@ -162,7 +162,7 @@ def page() -> str:
 
 
 def _other_names() -> Iterator[str]:
-    """The tables of flags of other engines."""
+    """Yield the tables of other engines' flags."""
     ours = {flag.name: flag for section in SECTIONS.values() for flag in flags(section)}
     yield _ALIASES_HEAD
     for alias in aliases.ALIASES:
@@ -189,7 +189,7 @@ def _other_names() -> Iterator[str]:
             yield f"| `{ours[option].flag}` | `{theirs}` | `{value}` |\n"
     for option, reasons in REFUSED_VALUES.items():
         for theirs, reason in reasons.items():
-            yield f"| `{ours[option].flag}` | `{theirs}` | refused: {_cell(reason)} |\n"
+            yield f"| `{ours[option].flag}` | `{theirs}` | rejected: {_cell(reason)} |\n"
     yield _IMPLIED_HEAD
     for implied in aliases.IMPLIED:
         yield f"| `{implied.flag}` | {_cell(implied.reason)} |\n"
@@ -208,7 +208,7 @@ def _row(flag: Flag) -> str:
 
 
 def _limits() -> str:
-    """Every row of the limits, with a flag or without."""
+    """Return the table of all limits, including those without a flag."""
     lines = [_LIMITS_HEAD]
     for row in rows():
         flag = f"`{row.flag} N`" if row.flag else ""

@@ -1,4 +1,4 @@
-"""Text of others on a terminal: nothing in it may drive the terminal."""
+"""Untrusted text on a terminal. Control characters are replaced so that they have no effect."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 from typing import TextIO
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-MAX_LINE_CHARS = 1000  # of an error
+MAX_LINE_CHARS = 1000  # limit of an error line
 
-# Control characters are shown as pictures of themselves (U+2400 and on), those without one as
-# U+FFFD; so are those that turn the direction of the text around them, which could hide what it
-# says. Line feeds and tabs are harmless; a carriage return is left out, for CR LF ends lines, too.
+# Control characters are replaced by their control pictures (U+2400 and up), or by U+FFFD if they
+# have none. Bidirectional controls also become U+FFFD, because they can reorder and so hide text.
+# Line feeds and tabs are kept. Carriage returns are removed, because CR LF also ends lines.
 _HARMLESS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x0D: "",
@@ -21,30 +21,30 @@ _HARMLESS: dict[int, str] = {
 
 
 def harmless(text: str) -> str:
-    """The text without anything that a terminal obeys.
+    """Return the text with control characters replaced.
 
-    It looks at single characters, so the pieces of a stream may be given one by one.
+    Each character is replaced on its own, so a stream may be passed piece by piece.
     """
     return text if text.isalnum() else text.translate(_HARMLESS)
 
 
 def one_line(text: str) -> str:
-    """The same in one line, cut if it is very long."""
+    """Return the harmless text in one line of at most `MAX_LINE_CHARS` characters."""
     line = harmless(" ".join(text.split()))
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "…"
 
 
 class Answer:
-    """Where an answer is written, piece by piece: to a terminal harmless, elsewhere as it is."""
+    """Output of an answer, piece by piece. Text is made harmless for terminals only."""
 
     def __init__(self, file: TextIO | None = None):
         self._file = sys.stdout if file is None else file
         self.on_terminal = self._file.isatty()
-        if hasattr(self._file, "reconfigure"):  # what the encoding lacks is no reason to end
+        if hasattr(self._file, "reconfigure"):  # replace characters that the encoding lacks
             self._file.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
     def write(self, text: str, *, dim: bool = False) -> None:
-        """Writes a piece at once; `dim` shows on terminals alone."""
+        """Write a piece and flush. `dim` applies to terminals only."""
         if not text:
             return
         if self.on_terminal:

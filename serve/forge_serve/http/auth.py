@@ -1,7 +1,7 @@
-"""Who may use the server, and as which tenant: API keys as bearer tokens.
+"""Authentication by API keys, sent as bearer tokens. Each key is a tenant.
 
-Everything is closed but `OPEN_PATHS`: a path is open because it is listed here, never because
-somebody forgot to close it. What is kept of a key is a digest, so that nothing can print a key.
+Every path requires a key, except `OPEN_PATHS`. The server stores only digests, so that no log or
+error can contain a key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge_serve.errors import UnauthorizedError
 
 HEALTH_PATHS = frozenset(("/health", "/healthz"))
 PAGE_SCRIPTS = ("page", "api", "chat", "tokens", "settings", "engine", "charts")
-PAGE_PATHS = frozenset(  # the static files of a web page
+PAGE_PATHS = frozenset(  # static files of the page
     (
         "/",
         "/static/page.css",
@@ -27,26 +27,26 @@ PAGE_PATHS = frozenset(  # the static files of a web page
         *(f"/static/{name}.js" for name in PAGE_SCRIPTS),
     )
 )
-OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # of routes, as they are registered
+OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # canonical paths of routes
 
-API_KEY_HEADER = "X-Api-Key"  # where Anthropic's clients, and others, send their key
-TENANT = web.RequestKey("tenant", str)  # whose request it is; none without API keys
+API_KEY_HEADER = "X-Api-Key"  # used by Anthropic's and other clients
+TENANT = web.RequestKey("tenant", str)  # not set without API keys
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ApiKeys:
-    """The keys that are accepted; without any, everybody is."""
+    """Set of accepted keys. If it is empty, every client is accepted."""
 
     def __init__(self, keys: Iterable[str] = ()):
         self._known = [(_digest(key), _tenant(key)) for key in dict.fromkeys(keys)]
 
     @classmethod
     def of(cls, config: ServerConfig) -> ApiKeys:
-        """The keys of the flags and of the file.
+        """Return the keys of the flags and of the file.
 
         Raises:
-          ConfigError: the file cannot be read, or holds no usable key.
+          ConfigError: the file cannot be read, or has no valid key.
         """
         keys = list(config.api_key)
         if config.api_key_file is not None:
@@ -58,13 +58,13 @@ class ApiKeys:
 
     @property
     def tenants(self) -> list[str]:
-        """Whose they are, in the order in which they were given."""
+        """Tenants of the keys, in the order of the keys."""
         return [tenant for _, tenant in self._known]
 
     def tenant(self, key: str) -> str | None:
-        """Whose key it is: 32 hex digits; None for a key that is not known.
+        """Return a key's tenant as 32 hex digits, or None if the key is unknown.
 
-        It takes as long whichever key it is, and whether or not it is one.
+        The time does not depend on which key it is, or if it is known.
         """
         digest, found = _digest(key), None
         for known, tenant in self._known:
@@ -74,14 +74,14 @@ class ApiKeys:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuses every request without a known key, but those for `OPEN_PATHS`."""
+        """Reject every request without a known key, except for `OPEN_PATHS`."""
         if self._known and not _is_open(request):
             request[TENANT] = self._authenticated(request)
         return await handler(request)
 
     def _authenticated(self, http: web.Request) -> str:
         given = http.headers.getall(hdrs.AUTHORIZATION, [])
-        if not given:  # else that header decides, whatever a gateway has put beside it
+        if not given:  # Authorization takes precedence over a header that a gateway adds
             given = [f"Bearer {key}" for key in http.headers.getall(API_KEY_HEADER, [])]
         if not given:
             raise UnauthorizedError(
@@ -95,9 +95,9 @@ class ApiKeys:
 
 
 def tenant_salt(http: web.Request, cache_salt: str | None) -> str:
-    """What keeps the request's cached prefixes apart: its tenant's own, with the client's salt.
+    """Return the salt of a request's cached prefixes: its tenant, then the client's salt.
 
-    Tenants' names have one length, so no salt of one tenant's is another tenant's.
+    All tenants' names have the same length, so the salts of two tenants always differ.
     """
     return http.get(TENANT, "") + (cache_salt or "")
 
@@ -116,13 +116,13 @@ def _tenant(key: str) -> str:
 
 
 def read_keys(path: str) -> list[str]:
-    """A file's keys: one in each line that is neither empty nor begins with "#"."""
+    """Return a file's keys, one per line. Empty lines and lines that start with "#" are skipped."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--api-key-file: {path} is not a text file") from error
     except OSError as error:
-        reason = error.strerror or "it cannot be read"
+        reason = error.strerror or "read error"
         raise ConfigError(f"--api-key-file: cannot read {path}: {reason}") from error
     keys = []
     for number, line in enumerate(map(str.strip, lines), start=1):
@@ -130,5 +130,5 @@ def read_keys(path: str) -> list[str]:
             check_api_key(line, f"--api-key-file: {path}, line {number}")
             keys.append(line)
     if not keys:
-        raise ConfigError(f"--api-key-file: {path} holds no key")
+        raise ConfigError(f"--api-key-file: {path} has no key")
     return keys

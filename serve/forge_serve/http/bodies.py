@@ -16,13 +16,13 @@ from forge_serve.http.exchange import EXCHANGE
 
 
 class BodyReader:
-    """Reads the bodies of requests.
+    """Reader of request bodies.
 
     Args:
       lane: the threads for bodies that take long to decompress or parse.
-      max_bytes: the limit on a decompressed body.
+      max_bytes: maximum size of a decompressed body.
       inline_bytes: bodies up to this size are parsed on the event loop.
-      timeout_s: for the whole body to arrive.
+      timeout_s: maximum time for the whole body to arrive.
     """
 
     def __init__(self, lane: Lane, *, max_bytes: int, inline_bytes: int, timeout_s: float):
@@ -36,19 +36,19 @@ class BodyReader:
 
         Raises:
           BodyTimeoutError: the body did not arrive in time.
-          BodyTooLargeError, HTTPRequestEntityTooLarge: it exceeds the limit.
-          ContentCodingError: its content coding is not supported.
-          RequestPayloadError: it is not what its headers describe.
-          OverloadedError: too many bodies wait already.
+          BodyTooLargeError, HTTPRequestEntityTooLarge: the body exceeds the limit.
+          ContentCodingError: the content coding is not supported.
+          RequestPayloadError: the body does not match its headers.
+          OverloadedError: too many bodies are waiting.
         """
         body = await self._read(http)
         return await self.parse(http, partial(decode, body))
 
     async def parse[T](self, http: web.Request, parse: Callable[[], T]) -> T:
-        """Return `parse()`, which takes time in proportion to the body that has been read.
+        """Return `parse()`, which takes time in proportion to the size of the body.
 
         Raises:
-          OverloadedError: the body is large, and too many wait already.
+          OverloadedError: the body is large, and too many bodies are waiting.
         """
         num_bytes = http[EXCHANGE].body_bytes
         if num_bytes <= self._inline_bytes:

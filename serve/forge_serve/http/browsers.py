@@ -1,14 +1,16 @@
-"""Refuses requests that a browser sends on behalf of another site's page.
+"""Protection against requests that a browser sends on behalf of another site's page.
 
-Two attacks reach a server that a firewall or the loopback address protects, because the browser is
-inside. DNS rebinding: a page's own host name suddenly means this machine, and the browser takes the
-server for that page's. The `Host` header still has the page's name. Cross-site request forgery: a
-page posts to the server, and does not need to read the answer, or it opens a WebSocket, whose
-answers CORS does not keep from it. The browser says so in `Sec-Fetch-Site` and `Origin`, which no
-script can change.
+A browser can reach a server behind a firewall or on a loopback address. Two attacks use this:
 
-With API keys neither works, because a page has no key. Clients other than browsers send neither
-header and are not affected.
+DNS rebinding: a page's host name starts to resolve to this machine, so the browser treats the
+server as the page's own. The `Host` header still has the page's host name.
+
+Cross-site request forgery: a page posts to the server without reading the response, or opens a
+WebSocket, to which CORS does not apply. The browser reports the page's origin in `Sec-Fetch-Site`
+and `Origin`, which scripts cannot change.
+
+API keys prevent both, because a page has no key. Clients other than browsers send neither header,
+so they are not affected.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from forge_serve.errors import ForeignSiteError, HostNotAllowedError
 
 SEC_FETCH_SITE = "Sec-Fetch-Site"
 SAFE_METHODS = frozenset((hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS))  # change nothing
-OWN_SITES = frozenset(("same-origin", "none"))  # none: the user's own doing, such as a bookmark
+OWN_SITES = frozenset(("same-origin", "none"))  # none: a user action such as a bookmark
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class BrowserGuard:
-    """Checks the `Host` of all requests, and the origin of those that may change something.
+    """Middleware that checks the `Host` of all requests and the origin of unsafe requests.
 
     Args:
-      has_keys: the server asks for API keys.
+      config: the server's options.
+      has_keys: True if the server requires API keys.
     """
 
     def __init__(self, config: ServerConfig, *, has_keys: bool):
@@ -46,11 +49,11 @@ class BrowserGuard:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Raise `HostNotAllowedError` or `ForeignSiteError` for a request that is refused."""
+        """Reject a request with `HostNotAllowedError` or `ForeignSiteError`."""
         if self._checks_host and not self._is_own_host(request):
             raise HostNotAllowedError(
-                "this server is not reached by this host name: use localhost or an IP address, or "
-                "start it with --allowed-host"
+                "this host name is not allowed: use localhost or an IP address, or start the "
+                "server with --allowed-host"
             )
         changes = request.method not in SAFE_METHODS or hdrs.UPGRADE in request.headers
         if self._checks_origin and changes:
@@ -58,27 +61,27 @@ class BrowserGuard:
         return await handler(request)
 
     def _is_own_host(self, http: web.Request) -> bool:
-        """An address is as good as a listed name: DNS rebinding needs a name."""
+        """Return True for listed names and IP addresses. DNS rebinding needs a name."""
         given = http.headers.getall(hdrs.HOST, [])
-        if not given:  # HTTP/1.0; browsers always send it
+        if not given:  # HTTP/1.0; browsers always send the header
             return True
         name = _host_name(given[0])
         return len(given) == 1 and (name in self._hosts or _is_address(name))
 
     def _check_origin(self, http: web.Request) -> None:
-        """The rules of Go's `http.CrossOriginProtection`, which need no token and no cookie."""
+        """Apply the rules of Go's `http.CrossOriginProtection`, which need no token or cookie."""
         origin = http.headers.get(hdrs.ORIGIN)
         if origin in self._origins:
             return
         site = http.headers.get(SEC_FETCH_SITE)
         if site is not None:
             own = site in OWN_SITES
-        else:  # a client that is no browser, or a page that was not loaded by HTTPS
+        else:  # not a browser, or a page that was not loaded over HTTPS
             own = origin is None or _is_origin_of(origin, http.headers.get(hdrs.HOST, ""))
         if not own:
             raise ForeignSiteError(
-                "this server takes no requests from pages of other sites: start it with "
-                "--cors-origin to allow this one"
+                "requests from pages of other sites are not allowed: start the server with "
+                "--cors-origin to allow this site"
             )
 
 
@@ -91,7 +94,7 @@ def _is_origin_of(origin: str, host: str) -> bool:
 
 
 def _host_name(authority: str) -> str:
-    """The host of `Host`, in lower case, without port, brackets and final dot."""
+    """Return the host of a `Host` header in lower case, without port, brackets and final dot."""
     if authority.startswith("["):
         name, _, rest = authority[1:].partition("]")
         return name.lower() if not rest or rest.startswith(":") else authority
@@ -107,5 +110,5 @@ def _is_address(name: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """True of an address that only this machine reaches, and of the names that mean one."""
+    """Return True for a loopback address and for localhost."""
     return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"

@@ -1,4 +1,4 @@
-"""A client's side of OpenAI's protocol: addresses, sessions, models, and streams of events."""
+"""Client side of OpenAI's protocol: URLs, sessions, models and event streams."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _decode = msgspec.json.decode
 
 
 class ServerError(ForgeError):
-    """A server cannot be reached, or does not answer as it should."""
+    """A server cannot be reached, or returned an invalid or error response."""
 
 
 def base_url(url: str) -> str:
-    """A server's address, with or without "/v1" at the end, without it.
+    """Return a server's URL without a trailing "/v1".
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the URL is not an HTTP URL.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://, not {url!r}")
@@ -35,16 +35,16 @@ def base_url(url: str) -> str:
 
 
 def api_key_of(file: str | None) -> str | None:
-    """The first key of a file in the form of the server's `--api-key-file`.
+    """Return the first key of a file in the format of `--api-key-file`, or None without a file.
 
     Raises:
-      ConfigError: the file cannot be read, or holds no key.
+      ConfigError: the file cannot be read, or has no key.
     """
     return None if file is None else read_keys(file)[0]
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
-    """A session without limits on connections or time."""
+    """Return a session without limits on connections or time."""
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -56,26 +56,26 @@ def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
 
 
 async def model_card(session: aiohttp.ClientSession, url: str, model: str | None) -> dict[str, Any]:
-    """What a server says of the model that is named, or of its first.
+    """Return a server's entry in /v1/models for the named model, or its first entry.
 
     Raises:
-      ServerError: nobody answers, or it does not have the model.
+      ServerError: the server does not respond, or does not serve the model.
     """
     try:
         async with session.get(f"{url}/v1/models") as response:
             text = await response.text()
             if response.status == 401:
                 raise ServerError(
-                    f"{url} wants an API key: pass --api-key-file ({error_message(text)})"
+                    f"{url} requires an API key: set --api-key-file ({error_message(text)})"
                 )
             if response.status != 200:
                 raise ServerError(f"{url}/v1/models: HTTP {response.status}: {error_message(text)}")
         cards = _decode(text)["data"]
         names = [card["id"] for card in cards]
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ServerError(f"no server answers at {url}: {error}") from error
+        raise ServerError(f"no server responds at {url}: {error}") from error
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise ServerError(f"{url}/v1/models is not a list of models") from error
+        raise ServerError(f"{url}/v1/models did not return a list of models") from error
     if not names or (model is not None and model not in names):
         asked = f"no model {model!r} at {url}" if model else f"no model at {url}"
         raise ServerError(f"{asked}: it has {', '.join(map(repr, names)) or 'none'}")
@@ -83,7 +83,7 @@ async def model_card(session: aiohttp.ClientSession, url: str, model: str | None
 
 
 def error_message(error: Any) -> str:
-    """The message in an error's body, in whichever of the usual forms it comes."""
+    """Return the message of an error response in any of the common formats."""
     if isinstance(error, str):
         with suppress(msgspec.DecodeError):
             error = _decode(error)
@@ -93,11 +93,11 @@ def error_message(error: Any) -> str:
 
 
 class EventsError(Exception):
-    """A stream that is not what it should be; the message says how."""
+    """A stream is malformed."""
 
 
 async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
-    """The events of a response until `[DONE]`, decoded, each as soon as it is there.
+    """Yield the decoded events of a response as they arrive, until `[DONE]`.
 
     Raises:
       EventsError: an event is not JSON, or the stream ends without `[DONE]`.
@@ -115,7 +115,7 @@ async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
 
 
 def events_of(data: bytes) -> Iterator[Any]:
-    """The events in whole pieces of a stream."""
+    """Yield the decoded events of a piece of a stream that has only whole events."""
     for line in data.split(b"\n"):
         event = _data(line)
         if event and event != DONE:
@@ -123,7 +123,7 @@ def events_of(data: bytes) -> Iterator[Any]:
 
 
 def _data(line: bytes) -> bytes:
-    """What a line says; empty for an empty line, a comment, or another field."""
+    """Return a line's data; b"" for an empty line, a comment or another field."""
     return line[5:].strip() if line.startswith(b"data:") else b""
 
 

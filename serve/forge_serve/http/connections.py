@@ -1,4 +1,4 @@
-"""Connections of aiohttp with our own answer to what is not HTTP, and one more limit."""
+"""Connections of aiohttp with JSON errors for invalid HTTP and a limit on bytes on the wire."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from aiohttp.http_exceptions import LineTooLong
 from forge_serve.errors import ErrorReply, TransferCodingError
 from forge_serve.http.error_responses import error_response
 
-# A body in chunks of one byte is six times as long on the wire: no honest one is longer than this.
+# Chunks of one byte make a body six times as long on the wire; regular clients stay below 8.
 WIRE_BYTES_PER_BODY_BYTE = 8
-OTHER_BYTES = 64 * 1024  # of a body that is nearly empty
+OTHER_BYTES = 64 * 1024  # allowance for small bodies
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
 async def only_chunked(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Refuse bodies that are compressed on the way; aiohttp takes them for plain ones.
+    """Reject compressed transfer codings, because aiohttp treats such bodies as plain.
 
-    A body may be compressed itself, which `Content-Encoding` says.
+    `Content-Encoding` is allowed.
 
     Raises:
       TransferCodingError: `Transfer-Encoding` is anything but `chunked`.
@@ -30,17 +30,16 @@ async def only_chunked(request: web.Request, handler: _Handler) -> web.StreamRes
     for coding in request.headers.getall(hdrs.TRANSFER_ENCODING, []):
         if coding.strip().lower() != "chunked":
             raise TransferCodingError(
-                "the only Transfer-Encoding that this server takes is chunked: "
-                "use Content-Encoding for a compressed body"
+                "Transfer-Encoding must be chunked: use Content-Encoding for a compressed body"
             )
     return await handler(request)
 
 
 class Connection(web.RequestHandler):
-    """One client's connection.
+    """Connection of one client.
 
-    The limit on a body does not count what the chunked coding adds to it: extensions of chunks can
-    be of any length, and are read and dropped. So bytes on the wire are counted as well.
+    The limit on a body does not include the overhead of the chunked coding, whose extensions can
+    have any length. The connection therefore also limits the bytes on the wire.
     """
 
     __slots__ = ("_counted", "_is_websocket", "_wire_bytes", "_wire_limit")
@@ -53,7 +52,7 @@ class Connection(web.RequestHandler):
         self._is_websocket = False
 
     def become_websocket(self) -> None:
-        """Count no more bytes: each message has its own limit, and there may be many."""
+        """Stop counting bytes, because WebSocket messages have their own limit."""
         self._is_websocket = True
 
     def data_received(self, data: bytes) -> None:
@@ -74,18 +73,18 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The error as ours are: JSON, and nothing of what was sent.
+        """Return a JSON error that contains nothing of the request.
 
         Raises:
-          ConnectionError: an answer has begun already.
+          ConnectionError: the response has already started.
         """
-        super().handle_error(request, status, exc, message)  # its line in the log
+        super().handle_error(request, status, exc, message)  # logs the error
         if status >= 500:
             reply = ErrorReply(status, "internal error", "server_error", None, "internal_error")
         else:
             what = "the request is not valid HTTP"
             if isinstance(exc, LineTooLong):
-                what = "the first line or a header of the request is longer than this server takes"
+                what = "the request line or a header exceeds the server's limit"
             reply = ErrorReply(status, what, "invalid_request_error", None, "invalid_http")
         response = error_response(reply)
         response.headers[hdrs.SERVER] = "forge-jax"
@@ -94,7 +93,7 @@ class Connection(web.RequestHandler):
 
 
 class Connections(web.Server):
-    """Makes a `Connection` for each client."""
+    """Factory of a `Connection` for each client."""
 
     body_bytes: int
 
@@ -103,10 +102,12 @@ class Connections(web.Server):
 
 
 class Runner(web.AppRunner):
-    """An application with such connections.
+    """Runner of an application whose connections are `Connection`s.
 
     Args:
-      body_bytes: the limit on a body.
+      app: the application.
+      body_bytes: maximum size of a body.
+      options: options of `web.AppRunner`.
     """
 
     __slots__ = ("_body_bytes",)
@@ -117,7 +118,7 @@ class Runner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
-        # aiohttp has no other place to name the class of its connections.
+        # aiohttp has no option for the class of its connections.
         server.__class__ = Connections
         assert isinstance(server, Connections)
         server.body_bytes = self._body_bytes

@@ -1,7 +1,7 @@
-"""Compressed bodies of requests, as `Content-Encoding` names them.
+"""Decompression of request bodies with a `Content-Encoding`.
 
-aiohttp would decompress a body while it arrives, on the event loop, also of a request that is
-refused already. So bodies arrive as they are, and are decompressed here, up to the limit on them.
+aiohttp would decompress a body on the event loop while it arrives, even if the request is already
+rejected. Bodies are therefore received as they are and decompressed here, up to the size limit.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _GZIP, _ZLIB, _RAW = 31, 15, -15  # zlib's `wbits`
 
 
 def content_coding(headers: Mapping[str, str]) -> str | None:
-    """Return the content coding of a body; None if it is plain.
+    """Return the content coding of a body, or None if it is plain.
 
     Raises:
-      ContentCodingError: this server does not have it.
+      ContentCodingError: the coding is not supported.
     """
     coding = headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
     if coding in ("", "identity"):
         return None
     if coding not in CODINGS:
         raise ContentCodingError(
-            f"the Content-Encoding must be {' or '.join(CODINGS)}, or left out for a plain body"
+            f"Content-Encoding must be {' or '.join(CODINGS)}; omit it for a plain body"
         )
     return coding
 
@@ -37,13 +37,15 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
     """Return the content of a compressed body.
 
     Args:
-      limit: bytes that the content may have.
+      body: the compressed body.
+      coding: the content coding, one of `CODINGS`.
+      limit: maximum size of the content in bytes.
 
     Raises:
-      BodyTooLargeError: it has more.
-      RequestPayloadError: the body is broken, or something follows the content.
+      BodyTooLargeError: the content exceeds the limit.
+      RequestPayloadError: the body is invalid, or has data after the content.
     """
-    # Some clients send raw deflate data in the place of zlib's format.
+    # Some clients send raw deflate data instead of zlib's format.
     zlib_format = _ZLIB if body[:1] and body[0] & 0x0F == 8 else _RAW
     decoder = zlib.decompressobj(_GZIP if coding == "gzip" else zlib_format)
     try:

@@ -1,7 +1,7 @@
-"""Which web pages may read the server's answers in a browser: none, unless origins are listed.
+"""CORS: only pages of the listed origins may read responses in a browser.
 
-An API key is in a header that the page's own script sets. What a browser would add by itself, its
-"credentials", is nothing that this server knows, and never allowed.
+Scripts send API keys in a header. The server uses no credentials that browsers add by themselves,
+such as cookies, so CORS never allows them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import hdrs, web
 
-MAX_AGE_S = 600  # that a browser may remember the answer to a preflight
+MAX_AGE_S = 600  # time for which a browser may cache the response to a preflight
 _METHODS = "DELETE, GET, POST"
 _READABLE_HEADERS = "X-Request-Id, Retry-After"
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}", re.ASCII)
@@ -20,7 +20,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Cors:
-    """`origins` are exact (`https://example.org`), or `*` for all."""
+    """CORS middleware. `origins` are exact (`https://example.org`), or `*` for all."""
 
     def __init__(self, origins: Sequence[str]):
         self._any = "*" in origins
@@ -28,7 +28,7 @@ class Cors:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Answers a browser that asks whether it may send a request; that question has no key."""
+        """Answer preflight requests, which have no API key."""
         asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
         if request.method != hdrs.METH_OPTIONS or asked is None or not self._allowed(request):
             return await handler(request)
@@ -42,7 +42,7 @@ class Cors:
         return web.Response(status=204, headers=headers)
 
     async def add_headers(self, http: web.Request, response: web.StreamResponse) -> None:
-        """To every answer, errors and streams among them: whether the page may read it."""
+        """Add the CORS headers to every response, including errors and streams."""
         if self._any:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*"
         elif self._origins:

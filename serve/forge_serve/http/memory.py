@@ -1,7 +1,8 @@
-"""What the server does when the host runs out of memory, before the system kills something.
+"""Protection against running out of host memory, before the system kills a process.
 
-Three marks, each a part of the memory in use: from the first on new requests are refused, from the
-second on freed memory is given back, from the third on the newest of those that wait are given up.
+There are three thresholds on the fraction of memory in use. Above the first, the server rejects new
+requests. Above the second, it returns freed memory to the system. Above the third, it aborts the
+newest waiting requests.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from forge_jax.errors import OverloadedError
 from forge_jax.telemetry.memory import give_back_freed_memory, host_bytes
 
 CHECK_S = 1.0
-GIVE_BACK_S = 10.0  # between two times
-GIVE_BACK, SHED = 0.4, 0.7  # of the way from the first mark to none left
+GIVE_BACK_S = 10.0  # minimum time between two returns of memory
+GIVE_BACK, SHED = 0.4, 0.7  # thresholds as fractions of the way from the watermark to 100%
 
 log = logging.getLogger(__name__)
 
 
 class MemoryGuard:
-    """Watches the host's memory from the event loop.
+    """Monitor of the host's memory that runs on the event loop.
 
     Args:
-      watermark: part of the memory from which on new requests are refused; 1: never.
-      shed: gives up one request that waits; False if there is none.
-      in_use: part of the memory, by default the host's within the container's limit.
+      watermark: fraction of memory in use from which new requests are rejected; 1: never.
+      shed: aborts one waiting request; returns False if there is none.
+      in_use: returns the fraction of memory in use. Default: the host's, within the container's
+        limit.
     """
 
     def __init__(
@@ -46,26 +48,26 @@ class MemoryGuard:
         self._gave_back_s = -GIVE_BACK_S
 
     async def watch(self) -> None:
-        """Checks for ever. A check that raises is logged, once until one succeeds."""
+        """Check periodically, without end. Only the first of consecutive failures is logged."""
         while self._watermark < 1.0:
             try:
                 self.check()
                 self._blind = False
             except Exception:
                 if not self._blind:
-                    log.exception("the host's memory cannot be watched")
+                    log.exception("cannot read the host's memory usage")
                 self._blind = True
             await asyncio.sleep(CHECK_S)
 
     def check(self) -> None:
-        """Looks once, and does what has to be done."""
+        """Check once and apply the thresholds."""
         in_use, first = self._in_use(), self._watermark
         if self._short != (in_use >= first):
             self._short = not self._short
             if self._short:
-                log.warning("%.0f%% of the memory is in use: requests are refused", 100 * in_use)
+                log.warning("%.0f%% of memory in use: rejecting requests", 100 * in_use)
             else:
-                log.info("%.0f%% of the memory is in use: requests are taken again", 100 * in_use)
+                log.info("%.0f%% of memory in use: accepting requests again", 100 * in_use)
         if in_use >= first + GIVE_BACK * (1.0 - first):
             now_s = time.monotonic()
             if now_s - self._gave_back_s >= GIVE_BACK_S:
@@ -74,15 +76,15 @@ class MemoryGuard:
                 give_back_freed_memory()
         if in_use >= first + SHED * (1.0 - first) and self._shed():
             self.num_shed += 1
-            log.warning("a waiting request was given up to save memory")
+            log.warning("aborted a waiting request to save memory")
 
     def admit(self) -> None:
-        """Raises OverloadedError while memory is short."""
+        """Raise OverloadedError while memory is short."""
         if self._short:
             raise OverloadedError("the server is short of memory", retry_after_s=5.0)
 
 
 def host_memory_in_use() -> float:
-    """Part of the host's memory that is in use, within the container's limit."""
+    """Return the fraction of the host's memory in use, within the container's limit."""
     available, total = host_bytes()
     return 1.0 - available / total

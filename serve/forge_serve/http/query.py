@@ -11,7 +11,7 @@ def whole_number(http: web.Request, name: str, default: int) -> int:
     """Return a non-negative integer parameter.
 
     Raises:
-      RequestError: the parameter is no such number.
+      RequestError: the parameter is not a non-negative integer.
     """
     text = http.query.get(name)
     if text is None:

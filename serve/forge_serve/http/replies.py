@@ -1,4 +1,4 @@
-"""Responses: JSON bodies, and streams to clients that may leave or stop reading."""
+"""Responses: JSON bodies, and streams to clients that may disconnect or stop reading."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """A response that is written piece by piece.
+    """Response that is written piece by piece.
 
     Attributes:
-      error: the name of the failure that the stream ended with, in its own events.
+      error: the code of the error event that ended the stream, if there was one.
     """
 
     error: str | None
@@ -30,13 +30,13 @@ class Stream(Protocol):
 
         Raises:
           TimeoutError: the client stopped reading.
-          ConnectionError: the client has gone.
+          ConnectionError: the client disconnected.
         """
         ...
 
 
 def json_response(body: bytes, status: int = 200) -> web.Response:
-    """Return a response with a body that is JSON already."""
+    """Return a response with an encoded JSON body."""
     return web.Response(body=body, status=status, content_type="application/json")
 
 
@@ -46,10 +46,12 @@ def encoded_response(answer: object, status: int = 200) -> web.Response:
 
 
 async def send(http: web.Request, stream: Stream, *, stall_s: float) -> web.StreamResponse:
-    """Write a stream until it ends, or its client is gone.
+    """Write a stream until it ends or its client disconnects.
 
     Args:
-      stall_s: the time after which the stream gives up a client that reads nothing.
+      http: the request.
+      stream: the response's stream.
+      stall_s: seconds after which the stream disconnects a client that reads nothing.
     """
     exchange = http[EXCHANGE]
     try:
@@ -58,7 +60,7 @@ async def send(http: web.Request, stream: Stream, *, stall_s: float) -> web.Stre
             exchange.log.error = stream.error
     except TimeoutError:
         exchange.client_left = True
-        log.warning("gave up a client that read nothing for %.0f s", stall_s)
+        log.warning("disconnected a client that read nothing for %.0f s", stall_s)
         if http.transport is not None:
             http.transport.abort()
     except ConnectionError:

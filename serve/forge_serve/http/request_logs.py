@@ -1,4 +1,4 @@
-"""What every request leaves behind: a line in the request log, a span, and its HTTP metrics."""
+"""Records of every request: a line in the request log, a span and HTTP metrics."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from forge_serve.telemetry.metrics import Metrics
 from forge_serve.telemetry.request_log import RequestLog
 from forge_serve.telemetry.tracing import Tracing
 
-CLIENT_CLOSED = 499  # the logged status of a response that no client waited for
+CLIENT_CLOSED = 499  # the logged status if the client disconnected before the response
 
 
 class RequestLogs:
-    """Opens a log entry when a request arrives, and closes it when the request is over.
+    """Factory of log entries. An entry is open from a request's arrival to its end.
 
     Args:
-      tracing: returns where spans go; None: there are none.
-      label: returns a request's path as metrics and logs name it.
-      enabled: True if requests have lines in the log.
+      metrics: the server's metrics.
+      tracing: returns the exporter of spans; None: tracing is off.
+      label: returns the label of a request's path in metrics and logs.
+      enabled: True if requests are logged.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class RequestLogs:
         self._enabled = enabled
 
     def open(self, http: web.Request, request_id: str) -> RequestLog:
-        """Return the entry of a request that has just arrived."""
+        """Open the entry of a new request."""
         tracing = self._tracing()
         return RequestLog(
             request_id=request_id,
@@ -51,7 +52,7 @@ class RequestLogs:
         )
 
     def close(self, http: web.Request, status: int) -> None:
-        """Count a request that has its response. Log it, unless it goes on in the background."""
+        """Count a request that has its response. Log it, unless it continues in the background."""
         exchange = http[EXCHANGE]
         entry = exchange.log
         self._metrics.http(entry.path, entry.method, status, entry.seconds)

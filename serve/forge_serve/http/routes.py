@@ -1,4 +1,4 @@
-"""The entries of route tables: each protocol's endpoints declare theirs with `get` and `post`."""
+"""Entries of the route table. Each protocol's endpoints declare theirs with `get` and `post`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Route:
     Attributes:
       method: the HTTP method.
       handler: the name of the handler, a method of the class whose `ROUTES` has this entry. The
-        request log, traces and `/openapi.json` use it too, so it is unique in the whole table.
+        request log, traces and `/openapi.json` also use it, so it is unique in the whole table.
       path: the canonical path.
       aliases: other paths of the same endpoint.
     """

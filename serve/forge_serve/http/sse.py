@@ -1,13 +1,13 @@
-"""A streamed answer on its way to the socket: one write per step, and no task woken for it.
+"""Server-sent events: one write to the socket per step, without waking a task.
 
-The engine's news come in a callback on the event loop, once per step and request; their events are
-written to the connection's transport right there. The handler's task sleeps until something needs
-waiting for: a client that reads too slowly, or the end of the answer.
+The engine delivers updates in a callback on the event loop, once per step and request. The callback
+writes their events to the connection's transport. The handler's task wakes only for a slow client
+or the end of the response.
 
-What a slow client has not read is bounded. The transport holds its high-water mark, 64 KiB, and
-the events of at most `PIECE` deltas more. From then on the deltas themselves are kept, which are at
-most what the request may still generate, and their events are written as the client reads on. A
-client that takes nothing for `stall_s` is given up. Nobody else waits meanwhile.
+Backpressure: the buffer for a slow client is bounded. The transport holds its high-water mark,
+64 KiB, and the events of at most `PIECE` more deltas. Further deltas are kept and written as the
+client reads. Their number is bounded by the request's token limit. A client that reads nothing for
+`stall_s` is disconnected. Other clients are not delayed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HEADERS = {
     hdrs.CACHE_CONTROL: "no-cache",
     "X-Accel-Buffering": "no",
 }
-PIECE = 256  # deltas whose events, or events that are written at once, at most
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment: no client takes it for an event
+PIECE = 256  # maximum number of deltas whose events are written at once
+KEEP_ALIVE = b": keep-alive\n\n"  # an SSE comment, which clients ignore
 
 
 class EventSerializer(Protocol):
-    """Writes the events of one response, in the format of its protocol.
+    """Serializer of one response's events in the format of its protocol.
 
     Attributes:
       usage_always: True if every event has the usage so far.
@@ -47,7 +47,7 @@ class EventSerializer(Protocol):
         ...
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        """Return the events of one delta; empty if it has nothing to show yet."""
+        """Return the events of one delta, or b"" if it has no visible text yet."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -60,14 +60,17 @@ class EventSerializer(Protocol):
 
 
 class EventStream:
-    """Writes one generation's events; `run` is the whole life of its response.
+    """Writer of one generation's events. `run` sends the whole response.
 
-    A failure after the headers is an event with an `error`, and no `[DONE]` after it.
+    A failure after the headers is an event with an `error`, which no `[DONE]` follows.
 
     Args:
-      stall_s: after which a client that takes nothing is given up.
-      keep_alive_s: after which a stream without news has a comment, for the proxies on its way; 0:
-        never.
+      http: the request.
+      generation: the generation to stream.
+      serializer: writes the events.
+      stall_s: seconds after which a client that reads nothing is disconnected.
+      keep_alive_s: idle seconds after which the stream sends a keep-alive comment, so that proxies
+        keep the connection open; 0: never.
     """
 
     def __init__(
@@ -87,23 +90,23 @@ class EventStream:
         self._stall_s = stall_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
-        self._written_s = self._loop.time()  # when the last bytes were
+        self._written_s = self._loop.time()  # time of the last write
         self._alarm: asyncio.TimerHandle | None = None
-        self._held: deque[tuple[int, Delta]] = deque()  # the last step's, or a slow client's
-        self._attention = asyncio.Event()  # the handler has something to do
-        self.error: str | None = None  # what the stream calls the failure that it ended with
+        self._held: deque[tuple[int, Delta]] = deque()  # deltas of the last step or a slow client
+        self._attention = asyncio.Event()  # wakes the handler's task
+        self.error: str | None = None  # code of the error event that ended the stream
 
     async def run(self) -> None:
-        """Sends headers, events and ending.
+        """Send the headers, the events and the end of the response.
 
         Raises:
-          TimeoutError: the client took nothing for `stall_s`.
-          ConnectionError: the client has gone.
+          TimeoutError: the client read nothing for `stall_s`.
+          ConnectionError: the client disconnected.
         """
         await self._open()
         transport = self._http.transport
         if transport is None:
-            raise ConnectionResetError("the client has gone")
+            raise ConnectionResetError("the client disconnected")
         self._transport = transport
         self._protocol = self._http.protocol
         if self._keep_alive_s:
@@ -132,11 +135,13 @@ class EventStream:
         await self.response.write_eof(last)
 
     async def _all_but_the_last(self) -> bytes:
-        """Writes events until the generation is over. Returns the last ones: they leave with the
-        end of the response, in one write.
+        """Write events until the generation is over.
+
+        Returns:
+          The last events. The caller sends them with the end of the response in one write.
 
         Raises:
-          Exception: the generation's failure, after all that came before it.
+          Exception: the generation's failure, after the events before it have been written.
         """
         generation = self._generation
         self._write(self._serializer.beginning())
@@ -154,7 +159,7 @@ class EventStream:
         return events + self._serializer.end(generation.usage)
 
     def _take(self, updates: Updates) -> None:
-        """Writes the events of a step, unless they have to wait for the handler's task."""
+        """Write the events of a step, or hold them for the handler's task if the client is slow."""
         waits = self._protocol.writing_paused or len(updates) > PIECE
         if self._held or waits or self._generation.over:
             self._held += updates
@@ -163,12 +168,12 @@ class EventStream:
             self._write(self._events(updates))
 
     async def _write_held(self, *, down_to: int) -> None:
-        """Writes what is held back, as fast as the client reads, until so many deltas are left."""
+        """Write held deltas as fast as the client reads, until `down_to` are left."""
         while len(self._held) > down_to:
             async with asyncio.timeout(self._stall_s):
                 await self._http.writer.drain()
             if self._transport.is_closing():
-                raise ConnectionResetError("the client has gone")
+                raise ConnectionResetError("the client disconnected")
             self._write(self._events(self._next_piece()))
 
     def _next_piece(self) -> Updates:
@@ -188,11 +193,11 @@ class EventStream:
         self._alarm = self._loop.call_at(at_s, self._keep_alive)
 
     def _keep_alive(self) -> None:
-        """Writes a comment if nothing has been written for long, unless the client is slow."""
+        """Write a comment if the stream is idle, unless the client is slow."""
         silent_s = self._loop.time() - self._written_s
         slow = self._held or self._protocol.writing_paused
         if slow or self._transport.is_closing():
-            self._written_s += silent_s  # bytes are on their way
+            self._written_s += silent_s  # bytes are still being sent
         elif silent_s >= self._keep_alive_s:
             self._write(KEEP_ALIVE)
         self._wait_for_silence()

@@ -1,4 +1,4 @@
-"""How long the server waits for the network."""
+"""Network timeouts of the server."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds after which a slow client is given up.
+    """Seconds after which a slow client is disconnected.
 
     Attributes:
-      body_s: for the whole body of a request to arrive.
-      write_stall_s: without any progress of a client that reads a stream.
+      body_s: maximum time for the whole body of a request to arrive.
+      write_stall_s: maximum time in which the client of a stream reads nothing.
     """
 
     body_s: float = 60.0

@@ -1,6 +1,6 @@
-"""The HTTP application: the endpoints of every protocol behind the middlewares that all share.
+"""HTTP application: the endpoints of every protocol behind shared middlewares.
 
-Nothing here blocks the engine. A slow reader delays only its own response, and is given up after
+No handler blocks the engine. A slow client delays only its own response, which is aborted after
 `Timeouts.write_stall_s`.
 """
 
@@ -26,8 +26,9 @@ from forge_serve.server.service import Service
 
 
 def make_app(service: Service) -> web.Application:
-    """Return the application. Run it with `handler_cancellation=True`: a client that leaves must
-    end its request.
+    """Return the application.
+
+    Run it with `handler_cancellation=True`, so that a disconnected client's request is aborted.
     """
     config = service.config
     logs = RequestLogs(

@@ -1,4 +1,4 @@
-"""The endpoints about the server itself: health, statistics, metrics, profiles, its schema."""
+"""Endpoints about the server itself: health, statistics, metrics, profiles and its schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forge_serve.telemetry.metrics import CONTENT_TYPE
 
 
 class ServerEndpoints:
-    """Handlers of requests that no protocol of generation has.
+    """Handlers of requests that belong to no generation protocol.
 
     `/server_info`, `/model_info` and `/v1/loads` are SGLang's, `/ping` is SageMaker's, and
     `/api/...` is Ollama's.
@@ -50,7 +50,7 @@ class ServerEndpoints:
     def __init__(self, service: Service):
         self._service = service
         self._view = EngineView()
-        self._document: bytes | None = None  # of /openapi.json, made by the first request for it
+        self._document: bytes | None = None  # /openapi.json, made by the first request for it
 
     async def server_info(self, http: web.Request) -> web.StreamResponse:
         service = self._service

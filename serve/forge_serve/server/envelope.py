@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, its error as a response, its metrics and its log line."""
+"""Outermost middleware: request ids, errors as responses, metrics and log lines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from forge_serve.server import routes
 from forge_serve.server.service import Service
 
 REQUEST_ID_HEADER = "X-Request-Id"
-# After these, nobody can tell where the body ends and the next request begins.
+# After these errors, the end of the body and so the next request cannot be found.
 _BODY_ERRORS = (web.RequestPayloadError, BodyTimeoutError, TransferCodingError)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Envelope:
-    """The outermost middleware."""
+    """Outermost middleware of the application."""
 
     def __init__(self, service: Service, logs: RequestLogs):
         self._service = service
@@ -62,7 +62,7 @@ class Envelope:
 
 
 def _failure(request: web.Request, error: BaseException) -> web.Response:
-    """Return the response to a request that raised, in the format of its protocol."""
+    """Return the response to a failed request in the format of its protocol."""
     log = request[EXCHANGE].log
     if isinstance(error, web.HTTPNotFound):
         log.nearest = routes.nearest(request)

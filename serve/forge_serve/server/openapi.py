@@ -1,6 +1,6 @@
-"""`/openapi.json` of this server: the operations of all its endpoints.
+"""`/openapi.json`: the operations of all endpoints.
 
-A test fails for a route without an operation, and for an operation without a route.
+A test fails for a route without an operation and for an operation without a route.
 """
 
 from __future__ import annotations
@@ -25,53 +25,69 @@ OPERATIONS = {
     **openai.OPERATIONS,
     **anthropic.OPERATIONS,
     **responses_api.OPERATIONS,
-    "version": Operation(summary="The version of forge-jax", answer=info.Version),
+    "version": Operation(summary="Get the version of forge-jax", answer=info.Version),
     "server_info": Operation(
-        summary="What the server can hold and does", answer=info.ServerInfo, errors=NOT_READY
+        summary="Get the server's capacity and load", answer=info.ServerInfo, errors=NOT_READY
     ),
-    "model_info": Operation(summary="What the model is", answer=info.ModelInfo, errors=NOT_READY),
-    "loads": Operation(summary="How much there is to do", answer=info.Loads, errors=NOT_READY),
+    "model_info": Operation(
+        summary="Get the description of the model", answer=info.ModelInfo, errors=NOT_READY
+    ),
+    "loads": Operation(summary="Get the current load", answer=info.Loads, errors=NOT_READY),
     "ollama_tags": Operation(
-        summary="The models, in Ollama's words", answer=info.OllamaTags, errors=NOT_READY
+        summary="List the models in Ollama's format", answer=info.OllamaTags, errors=NOT_READY
     ),
-    "ollama_version": Operation(summary="The version of forge-jax", answer=info.Version),
-    "ping": Operation(summary="Whether requests are served", content_type=None, also=(503,)),
-    "load": Operation(summary="How many samples run or wait", answer=info.Load, errors=NOT_READY),
-    "health": Operation(summary="Whether requests are served", answer=info.Health, also=(503,)),
+    "ollama_version": Operation(summary="Get the version of forge-jax", answer=info.Version),
+    "ping": Operation(
+        summary="Check if the server serves requests", content_type=None, also=(503,)
+    ),
+    "load": Operation(
+        summary="Get the number of running and waiting samples",
+        answer=info.Load,
+        errors=NOT_READY,
+    ),
+    "health": Operation(
+        summary="Check if the server serves requests", answer=info.Health, also=(503,)
+    ),
     "detailed_health": Operation(
-        summary="The same with the size of the queue", answer=info.DetailedHealth, also=(503,)
+        summary="Check the health of the server and the size of its queue",
+        answer=info.DetailedHealth,
+        also=(503,),
     ),
     "stats": Operation(
-        summary="The engine's counters", late_answer=info.stats_type, errors=NOT_READY
+        summary="Get the engine's counters", late_answer=info.stats_type, errors=NOT_READY
     ),
     "engine_state": Operation(
-        summary="The sequences, the KV blocks and the last steps of the engine",
+        summary="Get the sequences, the KV cache blocks and the recent steps of the engine",
         answer=EngineStateAnswer,
         errors=(400, *NOT_READY),
-        parameters=(Parameter("after_step", "query", WHOLE, "only the steps after that one"),),
+        parameters=(
+            Parameter("after_step", "query", WHOLE, "return only the steps after this one"),
+        ),
     ),
-    "metrics": Operation(summary="Prometheus metrics", content_type=METRICS_TYPE),
+    "metrics": Operation(summary="Get Prometheus metrics", content_type=METRICS_TYPE),
     "start_profile": Operation(
-        summary="Begin a profile", answer=info.Profile, errors=(400, 404, *NOT_READY)
+        summary="Start a profile", answer=info.Profile, errors=(400, 404, *NOT_READY)
     ),
     "stop_profile": Operation(
-        summary="End the profile and write it",
+        summary="Stop the profile and write it",
         answer=info.Profile,
         errors=(400, 404, *NOT_READY),
     ),
-    "page": Operation(summary="The page: a chat and the live engine", content_type="text/html"),
-    "page_style": Operation(summary="A style sheet of the page", content_type="text/css"),
-    "page_script": Operation(summary="A script of the page", content_type="text/javascript"),
-    "page_icon": Operation(summary="The page's icon", content_type="image/svg+xml"),
-    "openapi": Operation(summary="This document", answer=dict[str, Any], errors=NOT_READY),
+    "page": Operation(
+        summary="Get the page with the chat and the live view", content_type="text/html"
+    ),
+    "page_style": Operation(summary="Get a style sheet of the page", content_type="text/css"),
+    "page_script": Operation(summary="Get a script of the page", content_type="text/javascript"),
+    "page_icon": Operation(summary="Get the page's icon", content_type="image/svg+xml"),
+    "openapi": Operation(summary="Get this document", answer=dict[str, Any], errors=NOT_READY),
 }
 
 
 def document(router: web.UrlDispatcher, about: About) -> dict[str, Any]:
-    """The document of an application with these routes.
+    """Return the document of an application with these routes.
 
     Raises:
-      KeyError: a route's handler has no line in `OPERATIONS`.
+      KeyError: a route's handler is not in `OPERATIONS`.
     """
     return make_document(
         router,

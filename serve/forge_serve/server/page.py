@@ -1,8 +1,7 @@
-"""The page at `/`: a chat, and a live view of the engine. Plain files of this package.
+"""The page at `/`: a chat and a live view of the engine, served from static files of this package.
 
-They hold nothing of this server's, and so need no API key: what the page shows it asks for with
-the key that its user enters. The policy lets it run its own scripts, ask its own server, and
-nothing else.
+The files contain no data of the server, so they require no API key. The page sends the key that its
+user enters with each request. The content security policy allows only this server and its scripts.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # text never becomes HTML, not even by mistake
+        "require-trusted-types-for 'script'",  # browsers refuse to parse text as HTML
         "trusted-types 'none'",
     )
 )
@@ -34,12 +33,12 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    hdrs.CACHE_CONTROL: "no-cache",  # it may be kept, and is asked for again by its ETag
+    hdrs.CACHE_CONTROL: "no-cache",  # browsers may store it, but must revalidate it by its ETag
 }
 
 
 class Page:
-    """Answers with the page's files, which are read once."""
+    """Handlers of the page's files, which are read once."""
 
     def __init__(self) -> None:
         names = {path: Path(path).name or "index.html" for path in PAGE_PATHS}

@@ -1,10 +1,9 @@
-"""The server process: from a bound socket to the last answered request.
+"""Server process, from the bound socket to the last response.
 
-Order of start-up: bind, answer /health with 503, load the engine in a thread, serve; be ready when
-the last executable has been compiled, which nobody has to wait for. The socket comes first, so that
-a port conflict is an error before any long work, and so that whoever waits for the server can tell
-"starting" from "not there". It goes last, for the same reason: whoever comes while running requests
-finish is told to go elsewhere.
+Startup binds the socket, returns 503 from /health, loads the engine in a thread and then serves.
+Compilation continues in the background until the state is "ready". The socket is bound first, so
+that a port conflict fails before any long work and clients can distinguish "starting" from
+"unreachable". It is closed last, so that new requests get 503 while running requests finish.
 """
 
 from __future__ import annotations
@@ -46,30 +45,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
+MAX_REASON_CHARS = 200  # of a protocol error in the log
 _QUOTED_BYTES = re.compile(r"""\bb['"]""")
-LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
-LAST_SPANS_S = 3.0  # for the spans of the last requests, likewise
-HURRY_S = 3.0  # from the second signal to the end, however busy the device is
+LAST_BYTES_S = 1.0  # to send responses after the engine has stopped
+LAST_SPANS_S = 3.0  # to export the last spans
+HURRY_S = 3.0  # maximum time from the second signal to the exit
 
 
 def serve(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
 ) -> int:
-    """Serves until SIGTERM, SIGINT or SIGHUP. Returns the exit status.
+    """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit status.
 
     Args:
-      startup: where the phases of the start are noted; default: from now on.
+      engine_config: options of the engine.
+      server_config: options of the server.
+      startup: records the phases of the startup; default: a new record that starts now.
 
     Raises:
-      ConfigError: the address cannot be listened on, a file of keys or certificates cannot be
-        read, or the configuration does not fit.
+      ConfigError: the address is not available, a file of keys or certificates cannot be read, or
+        the configuration is invalid.
       ModelError: the model cannot be served.
     """
     configure(server_config.log_format)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
+    logging.getLogger("jax").setLevel(logging.WARNING)  # INFO logs every missing backend
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
-    logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)  # else it quotes headers
+    logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)  # its warnings quote headers
     raise_file_limit()
     with bind(server_config.host, server_config.port) as sock:
         if server_config.fake:
@@ -81,14 +82,14 @@ def serve(
 
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             finished = runner.run(_serve(sock, server_config, load))
-    if not finished:  # a thread still loads or compiles, and none can be ended from outside
+    if not finished:  # a thread is still loading or compiling, and threads cannot be stopped
         sys.stdout.flush()
         os._exit(0)
     return 0
 
 
 def warn_of_ignored(engine_config: EngineConfig) -> None:
-    """Says which flags --fake ignores."""
+    """Log a warning with the flags that --fake ignores."""
     model = engine_config.model
     ignored = [
         "MODEL" if field.name == "model" else "--" + field.name.replace("_", "-")
@@ -97,35 +98,35 @@ def warn_of_ignored(engine_config: EngineConfig) -> None:
         and getattr(model, field.name) != field.default
     ]
     if ignored:
-        log.warning("--fake loads no model: it ignores %s", ", ".join(ignored))
+        log.warning("--fake loads no model and ignores %s", ", ".join(ignored))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one.
+    """Return a listening socket. Port 0 selects any free port.
 
     Raises:
-      ConfigError: the port is taken or not permitted, or the host is not an address of this one.
+      ConfigError: the port is in use or not permitted, or the host is no address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} is already in use: pass --port") from error
+            raise ConfigError(f"port {port} is already in use: set --port") from error
         if error.errno == errno.EACCES:
-            raise ConfigError(f"port {port} needs privileges: pass --port") from error
+            raise ConfigError(f"port {port} requires privileges: set --port") from error
         reason = error.strerror or "no such address"
-        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): pass --host") from error
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): set --host") from error
 
 
 def warn_of_exposure(sock: socket.socket, config: ServerConfig) -> None:
-    """Says so if others than this machine can reach a server that asks for no key."""
+    """Log a warning if other machines can reach a server without API keys."""
     host = sock.getsockname()[0]
     if ipaddress.ip_address(host).is_loopback or config.api_key or config.api_key_file:
         return
     log.warning(
-        "listening on %s without an API key: whoever reaches this address can use the server; "
-        "pass --api-key-file",
+        "listening on %s without API keys: anyone who can reach this address can use the server; "
+        "set --api-key-file",
         host,
     )
 
@@ -133,9 +134,7 @@ def warn_of_exposure(sock: socket.socket, config: ServerConfig) -> None:
 def load_engine(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
 ) -> AsyncEngine:
-    """Loads the engine that the configuration asks for. Takes long; imports jax, or has it imported
-    in the engine's own process.
-    """
+    """Load the engine. This takes long and imports jax, here or in the engine's own process."""
     from forge_jax.engine.streams import QueueLimits
 
     limits = QueueLimits(
@@ -164,13 +163,13 @@ def load_engine(
 async def _serve(
     sock: socket.socket, config: ServerConfig, load: Callable[[], AsyncEngine]
 ) -> bool:
-    """Returns False if it was told to stop before the engine was ready."""
+    """Serve until a signal. Return False if it came before the engine was ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     service, tls = Service(config), ssl_context(config)
     for number, tenant in enumerate(service.api_keys.tenants, start=1):
         log.info("API key %d is tenant %s in the log", number, tenant[:TENANT_CHARS])
-    last_timers: list[asyncio.TimerHandle] = []  # that end the process, if nothing else does
+    last_timers: list[asyncio.TimerHandle] = []  # end the process if shutdown takes too long
     handle_signals(loop, stop, service, last_timers)
     runner = make_runner(service)
     await runner.setup()
@@ -197,7 +196,7 @@ async def _serve(
         service.stopping = True
         await runner.cleanup()
         service.workers.close()
-        if service.tracing is not None:  # a collector may not answer
+        if service.tracing is not None:  # in a thread, because the collector may not respond
             closing = supervise.in_thread(service.tracing.close, "sending the last spans")
             supervise.watch(closing, "sending the last spans")
             await asyncio.wait([closing], timeout=LAST_SPANS_S)
@@ -207,10 +206,11 @@ async def _serve(
 
 
 def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.AppRunner:
-    """The application with the limits of what comes before a body.
+    """Return the application's runner, with the limits on the request line and headers.
 
     Args:
-      last_bytes_s: how long answers may take to leave after the end.
+      service: the server's state.
+      last_bytes_s: seconds that responses may take to be sent at shutdown.
     """
     limits = service.config.limits
     return Runner(
@@ -227,18 +227,19 @@ def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.
 
 
 async def drain(service: Service, timeout_s: float) -> None:
-    """Answers what is new with 503, lets what runs finish for up to `timeout_s`, then stops the
-    engine. The socket stays open meanwhile.
+    """Reject new requests with 503, wait up to `timeout_s` for running ones, and stop the engine.
+
+    The socket stays open.
     """
     assert service.engine is not None
     service.stop()
-    log.info("stopping: %d s for the running requests", timeout_s)
+    log.info("stopping: running requests have %d s to finish", timeout_s)
     await service.profiles.close(service.engine)
     await service.engine.stop(timeout_s)
 
 
 def serving_line(sock: socket.socket, service: Service) -> str:
-    """Where the server is, and a command that shows it."""
+    """Return the line with the server's URL and a command to try."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"{'http' if service.config.tls_cert is None else 'https'}://{host}:{port}"
@@ -251,9 +252,9 @@ def serving_line(sock: socket.socket, service: Service) -> str:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """What is not HTTP is nothing that a traceback could help with: aiohttp logs one for each.
+    """Remove tracebacks and quoted bytes from aiohttp's log records of malformed requests.
 
-    Nor does the log repeat what the client sent, which it quotes as bytes: that may be a key.
+    A traceback does not help with invalid HTTP, and the quoted bytes may contain a key.
     """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | web.RequestPayloadError):
@@ -266,7 +267,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop where there is one: a fifth less work per event."""
+    """Return uvloop's factory if installed, which saves a fifth of the work per event."""
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -280,10 +281,10 @@ def handle_signals(
     service: Service,
     last_timers: list[asyncio.TimerHandle],
 ) -> None:
-    """Drain on SIGTERM, SIGINT and SIGHUP.
+    """Install handlers that shut down gracefully on SIGTERM, SIGINT and SIGHUP.
 
-    A terminal that is closed sends SIGHUP, its shell may send another: these do not hurry the end,
-    as a second SIGTERM does. Under `nohup` SIGHUP stays ignored.
+    A closed terminal and its shell may both send SIGHUP. A second SIGHUP therefore does not force
+    the exit, as a second SIGTERM does. Under `nohup`, SIGHUP stays ignored.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)
@@ -294,7 +295,7 @@ def handle_signals(
 def _on_signal(
     stop: asyncio.Event, service: Service, last_timers: list[asyncio.TimerHandle], number: int
 ) -> None:
-    """The first signal drains; the second ends every request at once, with an error."""
+    """Shut down gracefully on the first signal. Abort all requests on the second."""
     if not stop.is_set():
         stop.set()
         return
@@ -306,7 +307,7 @@ def _on_signal(
 
 
 def raise_file_limit() -> None:
-    """Lets the process hold as many connections as the system allows it."""
+    """Raise the limit of open files, and so of connections, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

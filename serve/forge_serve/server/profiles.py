@@ -1,4 +1,4 @@
-"""Profiles of a running server: one at a time, each in a folder of its own, none without end."""
+"""Profiles of a running server: one at a time, of limited duration, each in its own folder."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from forge_serve.errors import ProfilesOffError
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
 
-LONGEST_S = 120.0  # a trace that nobody ends grows in memory
-MOST = 100  # in the folder, whoever put them there: some megabytes each
+LONGEST_S = 120.0  # bounds the memory of a trace that is not stopped
+MOST = 100  # entries of the folder; each profile has several megabytes
 
 log = logging.getLogger(__name__)
 
 
 class Profiles:
-    """Takes profiles of an engine into `folder`; without one it refuses to.
+    """Profiler of an engine that writes to `folder`. Profiles are disabled if it is None.
 
-    What has been begun is brought to its end even if the client leaves meanwhile.
+    A call that has started completes even if its client disconnects.
     """
 
     def __init__(self, folder: str | None, *, longest_s: float = LONGEST_S, most: int = MOST):
         self._folder = None if folder is None else Path(folder)
         self._longest_s = longest_s
         self._most = most
-        self._name: str | None = None  # of the one that is being taken
-        self._timer: asyncio.Task[None] | None = None  # ends one that nobody ends
+        self._name: str | None = None  # name of the running profile
+        self._timer: asyncio.Task[None] | None = None  # stops the running profile after a while
         self._lock = asyncio.Lock()
 
     async def start(self, engine: AsyncEngine) -> str:
-        """Begins one: its name.
+        """Start a profile and return its name.
 
         Raises:
-          ProfilesOffError: there is no folder for them.
-          RequestError: one is being taken, or the folder is full or cannot be written to.
+          ProfilesOffError: profiles are disabled.
+          RequestError: a profile is running, or the folder is full or not writable.
         """
         return await self._to_the_end(self._start(engine, self._checked_folder()))
 
     async def stop(self, engine: AsyncEngine) -> str:
-        """Ends it and waits until it is written: its name.
+        """Stop the profile, wait until it is written, and return its name.
 
         Raises:
-          ProfilesOffError: there is no folder for them.
-          RequestError: none is being taken, or it could not be written.
+          ProfilesOffError: profiles are disabled.
+          RequestError: no profile is running, or it could not be written.
         """
         self._checked_folder()
         return await self._to_the_end(self._stop(engine))
 
     async def close(self, engine: AsyncEngine) -> None:
-        """Ends and writes the one that is being taken, if there is one."""
+        """Stop and write the running profile, if there is one."""
         if self._folder is not None:
             with contextlib.suppress(ForgeError):
                 await self.stop(engine)
@@ -65,21 +65,23 @@ class Profiles:
     async def _start(self, engine: AsyncEngine, folder: Path) -> str:
         async with self._lock:
             if self._name is not None:
-                raise RequestError("a profile is being taken: POST /stop_profile ends it")
+                raise RequestError("a profile is already running: stop it with POST /stop_profile")
             if folder.is_dir() and len(list(folder.iterdir())) >= self._most:
-                raise RequestError(f"there are {self._most} profiles: some must be deleted first")
+                raise RequestError(
+                    f"the folder already has {self._most} profiles: delete some of them first"
+                )
             name = f"{datetime.now(UTC):%Y-%m-%d-%H%M%S-%f}"
             await engine.start_profile(folder / name)
             self._name = name
             self._timer = supervise.start_task(
-                self._stop_later(engine), f"ending the profile {name}", None
+                self._stop_later(engine), f"stopping the profile {name}", None
             )
         return name
 
     async def _stop(self, engine: AsyncEngine) -> str:
         async with self._lock:
             if self._name is None:
-                raise RequestError("no profile is being taken: POST /start_profile begins one")
+                raise RequestError("no profile is running: start one with POST /start_profile")
             name, self._name = self._name, None
             if self._timer is not None:
                 self._timer.cancel()
@@ -90,7 +92,7 @@ class Profiles:
         await asyncio.sleep(self._longest_s)
         async with self._lock:
             name, self._name, self._timer = self._name, None, None
-            log.warning("the profile %s is ended after %.0f s", name, self._longest_s)
+            log.warning("stopping the profile %s after %.0f s", name, self._longest_s)
             await engine.stop_profile()
 
     async def _to_the_end(self, work: Coroutine[Any, Any, str]) -> str:
@@ -99,5 +101,5 @@ class Profiles:
 
     def _checked_folder(self) -> Path:
         if self._folder is None:
-            raise ProfilesOffError("this server takes no profiles: it has no --profile-dir")
+            raise ProfilesOffError("profiles are disabled: start the server with --profile-dir")
         return self._folder

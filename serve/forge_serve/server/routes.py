@@ -1,4 +1,4 @@
-"""The table of all routes, and the names of paths that are not in it.
+"""Table of all routes, and labels for paths that are not in it.
 
 Each protocol declares its part as the `ROUTES` of its endpoints. The application, its
 authentication, `/openapi.json` and the labels of the metrics read this table, so an alias is the
@@ -33,7 +33,7 @@ ROUTES: tuple[Route, ...] = (
 
 
 class Endpoints(Protocol):
-    """Handlers, and their part of the table."""
+    """Handlers with their part of the table."""
 
     ROUTES: ClassVar[tuple[Route, ...]]
 
@@ -52,7 +52,7 @@ _PREFIXES = frozenset(prefix for path in _PATHS for prefix in _beginnings(path))
 
 
 def add_routes(app: web.Application, *endpoints: Endpoints) -> None:
-    """Add the routes of all endpoints, and every path with a trailing slash."""
+    """Add the routes of all endpoints, and of their paths with a trailing slash."""
     for each in endpoints:
         for route in each.ROUTES:
             handler = getattr(each, route.handler)
@@ -65,7 +65,7 @@ def add_routes(app: web.Application, *endpoints: Endpoints) -> None:
 
 
 class _TrailingSlash(web.AbstractResource):
-    """Serves `/path/` as `/path`. It comes last, for paths that no other resource has."""
+    """Resource that serves `/path/` as `/path`. It is the last one, so other resources win."""
 
     def __init__(self, router: web.UrlDispatcher):
         super().__init__()
@@ -105,10 +105,10 @@ class _TrailingSlash(web.AbstractResource):
 
 
 def label(http: web.Request) -> str:
-    """Return the path of a request as logs and metrics name it, from a fixed set of names.
+    """Return the label of a request's path for logs and metrics, from a fixed set of names.
 
-    A known path has the name of its route. An unknown one is its longest prefix that a route has,
-    followed by `/*`: `/v1/v1/completions` is `/v1/*`.
+    The label of a known path is its route. The label of an unknown path is its longest prefix of a
+    route, followed by `/*`: `/v1/v1/completions` is `/v1/*`.
     """
     resource = http.match_info.route.resource
     if resource is not None:

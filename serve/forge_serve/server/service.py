@@ -1,6 +1,6 @@
-"""The state of a server: its engine, whether it takes requests, and the parts that endpoints share.
+"""State of a server: its engine, its status, and the objects that endpoints share.
 
-It knows nothing of HTTP requests, so `batch` and `chat` run on it too.
+It does not depend on HTTP requests, so `batch` and `chat` use it as well.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.responses_api.websocket import ResponsesSocket
 
-SERVING_STATES = ("serving", "ready")  # "ready": nothing is left to be compiled
+SERVING_STATES = ("serving", "ready")  # "ready": everything is compiled
 
 
 class Service:
-    """A server with its engine, as soon as there is one.
+    """State of a server. `engine` is None until it is loaded.
 
     Args:
-      timeouts: for the network.
+      config: the server's options.
+      timeouts: network timeouts.
 
     Raises:
       ConfigError: the API keys cannot be read, or OpenTelemetry is not installed.
@@ -43,7 +44,7 @@ class Service:
         self.api_keys = ApiKeys.of(config)
         self.engine: AsyncEngine | None = None
         self.stopping = False
-        self._broken = False  # an indispensable part of the server has failed
+        self._broken = False  # True after an essential task of the server has failed
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, lambda: self.engine, lambda: self.state)
         self.tracing = Tracing.of(config)
@@ -55,14 +56,14 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """The name of the served model; empty until it is loaded, unless a flag sets it."""
+        """Name of the served model. Empty until the model is loaded, unless a flag sets it."""
         if self.config.served_model_name is not None:
             return self.config.served_model_name
         return "" if self.engine is None else self.engine.name
 
     @property
     def state(self) -> info.ServerState:
-        """The state in one word. Requests are served in `SERVING_STATES`."""
+        """Current state. The server accepts requests in `SERVING_STATES`."""
         if self.stopping:
             return "stopping"
         if self.engine is None:
@@ -82,13 +83,13 @@ class Service:
         return self.state in SERVING_STATES
 
     def stop(self) -> None:
-        """Refuse new requests. Each WebSocket is closed as soon as it answers no message."""
+        """Reject new requests. Close each WebSocket as soon as its current message is answered."""
         self.stopping = True
         for socket in list(self.sockets):
             socket.stop()
 
     def fail(self, error: BaseException) -> None:
-        """Report "failed" in /health: a task that the server cannot do without has ended."""
+        """Report "failed" in /health, because an essential task of the server has ended."""
         self._broken = True
 
     def ready_engine(self) -> AsyncEngine:
@@ -104,19 +105,19 @@ class Service:
         return self.engine
 
     def timeout_s(self, asked: float | None) -> float | None:
-        """Return the deadline of a request that asks for one: at most the server's own."""
+        """Return a request's timeout: the requested one, but at most the server's."""
         most = self.config.request_timeout_s
         return most if asked is None else asked if most is None else min(asked, most)
 
     def text_work(self, tenant: str) -> TextWork:
-        """Return the threads for texts as one tenant uses them."""
+        """Return one tenant's access to the threads that tokenize texts."""
         return TextWork(self.workers, tenant, self.config.limits.text_bytes)
 
     def lora_of(self, name: str | None) -> str | None:
-        """Return the LoRA adapter that a model's name means; None for the base model.
+        """Return the LoRA adapter with this model name, or None for the base model.
 
         Raises:
-          UnknownModelError: neither has the name.
+          UnknownModelError: no model or adapter has this name.
         """
         adapters = [] if self.engine is None else [each.name for each in self.engine.loras]
         if name in adapters and name != self.model_name:

@@ -1,4 +1,4 @@
-"""Prometheus series of the engine: vLLM's under vLLM's names, this engine's own as `forge:`."""
+"""Prometheus series of the engine, under vLLM's names or, if vLLM has none, as `forge:`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge_jax.engine.streams import QueueLimit
 
 STATES = ("starting", "serving", "ready", "recovering", "stalled", "stopping", "stopped", "failed")
-ENGINE = "0"  # vLLM numbers the engines of a server; here there is one
+ENGINE = "0"  # vLLM numbers the engines of a server; this server has one
 REJECTIONS: dict[QueueLimit, str] = {  # vLLM's names of the limits
     "samples": "max_num_queued_reqs",
     "prompt_tokens": "max_num_queued_tokens",
@@ -25,7 +25,7 @@ REJECTIONS: dict[QueueLimit, str] = {  # vLLM's names of the limits
 
 
 class EngineCollector(Collector):
-    """The series of the engine, read from its statistics at each scrape."""
+    """Collector that reads the engine's series from its statistics at each scrape."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class EngineCollector(Collector):
 
 def _server_state(now: str) -> Metric:
     family = GaugeMetricFamily(
-        "forge:server_state", "1 for the state that the server is in", labels=["state"]
+        "forge:server_state", "1 for the current state of the server", labels=["state"]
     )
     for state in STATES:
         family.add_metric([state], float(state == now))
@@ -73,7 +73,7 @@ def _vllm_series(
     totals = stats.step_tokens
     yield histogram(
         "vllm:iteration_tokens_total",
-        "Tokens that a step computes",
+        "Tokens computed per step",
         labels,
         STEP_TOKENS,
         [((), totals.buckets, totals.total)],
@@ -84,9 +84,9 @@ def _vllm_gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
     """Return the gauges without further labels: help text and value by name."""
     return {
         "num_requests_running": ("Samples in the running batch", stats.num_running),
-        "num_requests_waiting": ("Samples that wait", stats.num_waiting),
+        "num_requests_waiting": ("Waiting samples", stats.num_waiting),
         "kv_cache_usage_perc": (
-            "Part of the KV blocks held by live sequences; 1 is all of them",
+            "Fraction of the KV cache blocks in use by sequences, from 0 to 1",
             stats.num_used_blocks / max(stats.num_blocks, 1),
         ),
     }
@@ -97,11 +97,11 @@ def _vllm_counters(stats: EngineStats) -> dict[str, tuple[str, int]]:
     counters = {
         "prompt_tokens": ("Prompt tokens of accepted requests", stats.prompt_tokens),
         "prompt_tokens_cached": (
-            "Those of admitted requests that were in the prefix cache",
+            "Prompt tokens of admitted requests that were in the prefix cache",
             stats.cached_prompt_tokens,
         ),
         "generation_tokens": ("Output tokens", stats.generation_tokens),
-        "num_preemptions": ("Samples preempted for lack of blocks", stats.preemptions),
+        "num_preemptions": ("Samples preempted for lack of KV cache blocks", stats.preemptions),
         "prefix_cache_queries": (
             "Tokens looked up in the prefix cache",
             stats.prefix_cache_queries,
@@ -111,13 +111,13 @@ def _vllm_counters(stats: EngineStats) -> dict[str, tuple[str, int]]:
     speculation = stats.speculation
     if speculation is not None:
         counters |= {
-            "spec_decode_num_drafts": ("Drafts that were verified", speculation.num_drafts),
+            "spec_decode_num_drafts": ("Verified drafts", speculation.num_drafts),
             "spec_decode_num_draft_tokens": (
-                "Tokens of drafts that were verified",
+                "Verified draft tokens",
                 speculation.num_draft_tokens,
             ),
             "spec_decode_num_accepted_tokens": (
-                "Tokens of drafts that were right",
+                "Accepted draft tokens",
                 sum(speculation.accepted_per_position),
             ),
         }
@@ -127,10 +127,10 @@ def _vllm_counters(stats: EngineStats) -> dict[str, tuple[str, int]]:
 def _labelled_series(
     engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]
 ) -> Iterator[Metric]:
-    """Yield the series with a label of their own."""
+    """Yield the series with further labels."""
     yield gauge(
         "vllm:num_requests_waiting_by_reason",
-        "Samples that wait for room (capacity), or for another sample's prompt (deferred)",
+        "Samples that wait for capacity, or for another sample's prompt (deferred)",
         labels,
         {
             ("capacity",): stats.num_waiting - stats.num_deferred,
@@ -140,7 +140,7 @@ def _labelled_series(
     )
     yield counter(
         "vllm:prompt_tokens_by_source",
-        "Prompt tokens of admitted requests, by where their keys and values came from",
+        "Prompt tokens of admitted requests, by the source of their keys and values",
         labels,
         {
             ("local_compute",): stats.computed_prompt_tokens,
@@ -150,14 +150,14 @@ def _labelled_series(
     )
     yield counter(
         "vllm:prompt_tokens_cached_by_source",
-        "Prompt tokens of admitted requests that were in the prefix cache, by where that is",
+        "Prompt tokens of admitted requests that were in the prefix cache, by location",
         labels,
         {("device",): stats.cached_prompt_tokens},
         "source",
     )
     yield counter(
         "vllm:admission_rejections",
-        "Requests that were refused because too much waited, by the limit",
+        "Requests rejected because a queue limit was reached, by limit",
         {"model_name": labels["model_name"]},
         {(REJECTIONS[limit],): count for limit, count in engine.streams.refusals.items()},
         "reason",
@@ -166,7 +166,7 @@ def _labelled_series(
     if speculation is not None:
         yield counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Tokens of drafts that were right, by place in the draft",
+            "Accepted draft tokens, by position in the draft",
             labels,
             {(str(i),): n for i, n in enumerate(speculation.accepted_per_position)},
             "position",
@@ -182,7 +182,12 @@ def _cache_config(engine: AsyncEngine, stats: EngineStats) -> Metric:
         "kv_cache_max_concurrency": f"{kv_tokens / engine.max_model_len:.2f}",
         "engine": ENGINE,
     }
-    return gauge("vllm:cache_config_info", "The KV cache, in the labels; always 1", info, {(): 1})
+    return gauge(
+        "vllm:cache_config_info",
+        "Size of the KV cache in the labels; the value is always 1",
+        info,
+        {(): 1},
+    )
 
 
 def _loras(engine: AsyncEngine) -> Metric:
@@ -192,18 +197,18 @@ def _loras(engine: AsyncEngine) -> Metric:
         "waiting_lora_adapters": ",".join(sorted(waiting)),
         "running_lora_adapters": ",".join(sorted(running)),
     }
-    doc = "The LoRA adapters of requests, in the labels; its value is the time"
+    doc = "LoRA adapters of requests in the labels; the value is the time"
     return gauge("vllm:lora_requests_info", doc, info, {(): time.time()})
 
 
 def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
     counters = {
-        "recoveries": ("Steps that failed, and were computed anew", stats.recoveries),
-        "engine_restarts": ("Engine processes started after one died", stats.restarts),
-        "engine_steps": ("Steps dispatched", stats.steps),
-        "kv_block_evictions": ("Blocks that the prefix cache had to give up", stats.evictions),
+        "recoveries": ("Failed steps that were retried", stats.recoveries),
+        "engine_restarts": ("Restarts of the engine process", stats.restarts),
+        "engine_steps": ("Dispatched steps", stats.steps),
+        "kv_block_evictions": ("Blocks evicted from the prefix cache", stats.evictions),
         "compilations_after_ready": (
-            "Compilations after start-up; more than 0 is a defect",
+            "Compilations after warm-up; more than 0 is a defect",
             stats.compilations_after_ready,
         ),
     }
@@ -211,20 +216,20 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
         yield counter(f"forge:{name}", doc, labels, {(): value})
     yield gauge(
         "forge:stalled_seconds",
-        "For how long there has been work, and no step has come back",
+        "Seconds without a completed step while there is work",
         labels,
         {(): stats.stalled_s},
     )
     yield gauge(
         "forge:step_token_budget",
-        "Tokens of the latest step that could take prompts, at most",
+        "Token budget of the latest step that could compute prompts",
         labels,
         {(): stats.step_token_budget},
     )
     if stats.expected_step_s is not None:
         yield gauge(
             "forge:expected_step_seconds",
-            "How long such a step takes, by the times of those before",
+            "Expected duration of a step with this token budget, from measured steps",
             labels,
             {(): stats.expected_step_s},
         )
@@ -234,7 +239,7 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
 def _forge_totals(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
     yield gauge(
         "forge:kv_blocks",
-        "Blocks of the KV cache: held by live sequences, kept by the prefix cache, or free",
+        "KV cache blocks: used by sequences, cached by the prefix cache, or free",
         labels,
         {
             ("used",): stats.num_used_blocks,
@@ -245,7 +250,7 @@ def _forge_totals(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
     )
     yield gauge(
         "forge:startup_seconds",
-        "Time that a phase of the start took; serving and ready: since its beginning",
+        "Duration of each startup phase; serving and ready: total time until that state",
         labels,
         {(phase,): seconds for phase, seconds in stats.startup_seconds.items()},
         "phase",
@@ -253,7 +258,7 @@ def _forge_totals(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
     phases = stats.step_phases.items()
     yield histogram(
         "forge:step_phase_seconds",
-        "Host time of a step by phase; read is the wait for the device",
+        "Host time of a step, by phase; read is the wait for the device",
         labels,
         BOUNDS_S,
         [((phase,), totals.buckets, totals.total_s) for phase, totals in phases],

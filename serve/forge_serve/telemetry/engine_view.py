@@ -1,8 +1,8 @@
-"""`GET /engine_state`: what the engine holds and does, for those who look at it while it runs.
+"""`GET /engine_state`: the sequences, KV cache blocks and recent steps of a running engine.
 
-Looks cost the engine little, however many clients look how often: one look serves all who ask
-within `LEAST_S`, or within longer if it took long. Of other tenants a client learns how much they
-have, and of which requests not.
+One snapshot serves all requests within `LEAST_S`, or longer if it was expensive. The cost for the
+engine is therefore bounded, whatever the number of clients. A client sees the sizes of other
+tenants' sequences, but not their request ids.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_jax.telemetry.engine_state import EngineState, SequenceState
 
-LEAST_S = 0.1  # between two looks
-PART = 0.02  # of the time, that looks may take
-LONGEST_S = 5.0  # for a look to wait until a step ends
-SECRET_ID, SHOWN_CHARS = "resp_", 13  # whoever knows a response's id may read it: its beginning
+LEAST_S = 0.1  # minimum time between two snapshots
+PART = 0.02  # maximum fraction of the time spent on snapshots
+LONGEST_S = 5.0  # maximum wait of a snapshot for the end of a step
+
+# A response's id grants access to it, so clients get only its first characters.
+SECRET_ID, SHOWN_CHARS = "resp_", 13
 
 
 class SequenceAnswer(Payload, kw_only=True):
-    """A sample that runs or waits. `request_id` is null where it is another tenant's."""
+    """Running or waiting sample. `request_id` is null if it belongs to another tenant."""
 
     request_id: str | None
     prompt: int
@@ -47,9 +49,9 @@ class SequenceAnswer(Payload, kw_only=True):
 
 
 class BlocksAnswer(Payload):
-    """The KV blocks: how many there are of each kind, and runs of cells that show where.
+    """KV cache blocks: the number of each kind, and a map of them in runs of cells.
 
-    A run is the number of its cells and what they are: a number is a place in `sequences`.
+    A run has the number of its cells and their kind, or the index of their owner in `sequences`.
     """
 
     block_size: int
@@ -63,7 +65,7 @@ class BlocksAnswer(Payload):
 
 
 class StepAnswer(Payload):
-    """A step whose result has been read."""
+    """Step whose result has been read."""
 
     step: int
     end_s: float
@@ -76,7 +78,7 @@ class StepAnswer(Payload):
 
 
 class SpeculationAnswer(Payload):
-    """Drafts since the start."""
+    """Speculation counters since the start."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -84,7 +86,7 @@ class SpeculationAnswer(Payload):
 
 
 class EngineStateAnswer(Payload, kw_only=True):
-    """What the engine holds and does. Times are of a clock without a date."""
+    """Snapshot of the engine. Times are from a monotonic clock."""
 
     time_s: float
     num_running: int
@@ -102,18 +104,23 @@ class EngineStateAnswer(Payload, kw_only=True):
 
 
 class EngineView:
-    """Looks at an engine."""
+    """Source of an engine's snapshots, shared by all clients."""
 
     def __init__(self) -> None:
-        self._look: asyncio.Task[EngineState] | None = None  # that is under way, or the last
-        self._next_s = 0.0  # from when on the last is too old
+        self._look: asyncio.Task[EngineState] | None = None  # the current or the latest snapshot
+        self._next_s = 0.0  # time from which the latest snapshot is too old
 
     async def answer(self, engine: AsyncEngine, tenant: str, after_step: int) -> EngineStateAnswer:
-        """The state for a tenant ("" where there are no keys), with the steps behind that number.
+        """Return the state for a tenant, with the steps after `after_step`.
+
+        Args:
+          engine: the engine to take a snapshot of.
+          tenant: the client's tenant; "" without API keys.
+          after_step: the number of a step; -1: return all recorded steps.
 
         Raises:
-          NotReadyError: the engine has not ended a step for long.
-          EngineError: it is not there.
+          NotReadyError: the engine did not finish a step within `LONGEST_S`.
+          EngineError: the engine is not available.
         """
         state, stats = await self._state(engine), engine.stats()
         speculation = stats.speculation
@@ -137,13 +144,15 @@ class EngineView:
         look = self._look
         if look is None or (look.done() and time.monotonic() >= self._next_s):
             look = self._look = supervise.start_task(
-                self._take(engine), "a look at the engine", None, expected=(ForgeError,)
+                self._take(engine), "a snapshot of the engine", None, expected=(ForgeError,)
             )
         try:
             async with asyncio.timeout(LONGEST_S):
                 return await asyncio.shield(look)
         except TimeoutError as error:
-            raise NotReadyError(f"the engine has not ended a step for {LONGEST_S:.0f} s") from error
+            raise NotReadyError(
+                f"the engine has not finished a step for {LONGEST_S:.0f} s"
+            ) from error
 
     async def _take(self, engine: AsyncEngine) -> EngineState:
         cost_s = 0.0
@@ -156,7 +165,7 @@ class EngineView:
 
 
 def _as[Answer: Payload](kind: type[Answer], state: object) -> Answer:
-    """An object of the engine as clients get it: both have the same fields."""
+    """Convert an object of the engine to the payload with the same fields."""
     return msgspec.convert(state, kind, from_attributes=True)
 
 
@@ -182,6 +191,6 @@ def _sequence(seq: SequenceState, tenant: str) -> SequenceAnswer:
 
 
 def answer_id(engine_id: str) -> tuple[str, int]:
-    """The id of the answer, and which prompt of its request it is, of an engine's request id."""
+    """Return the response's id and the index of the prompt, from an engine's request id."""
     name, _, prompt = engine_id.rpartition("-")
     return name.rpartition("-")[0], int(prompt)

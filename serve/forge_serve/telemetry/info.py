@@ -1,8 +1,7 @@
-"""What the server says of itself and its model: to routers, in SGLang's and Ollama's fields, and to
-its operator.
+"""Information about the server and its model, also in SGLang's and Ollama's fields.
 
-The fields are chosen one by one. None of them is a secret, or a path or content of a file. The
-exception is the name of the model as the server was given it, which /v1/models also has.
+Each field is listed explicitly. None contains a secret, or a path or the content of a file. The
+exception is the name of the model as passed to the server, which /v1/models also returns.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Version(Payload):
 
 
 class ModelInfo(Payload, kw_only=True):
-    """The model, in SGLang's words."""
+    """Description of the model, in SGLang's fields."""
 
     model_path: str
     tokenizer_path: str | None
@@ -44,7 +43,7 @@ class ModelInfo(Payload, kw_only=True):
 
 
 class WorkerLoad(Payload):
-    """How much there is to do."""
+    """Current load."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -58,14 +57,14 @@ class WorkerLoad(Payload):
 
 
 class ReplicaLoad(WorkerLoad, kw_only=True):
-    """The same of one replica."""
+    """Current load of one replica."""
 
     dp_rank: int = 0
     timestamp: float
 
 
 class Loads(Payload, kw_only=True):
-    """How much there is to do, for each replica."""
+    """Current load of each replica."""
 
     timestamp: str
     version: str = __version__
@@ -73,7 +72,7 @@ class Loads(Payload, kw_only=True):
 
 
 class ServerInfo(Payload, kw_only=True):
-    """What the server can hold, and what it does now, in SGLang's words."""
+    """Capacity and current load of the server, in SGLang's fields."""
 
     model_id: str
     model_path: str
@@ -95,7 +94,7 @@ class ServerInfo(Payload, kw_only=True):
 
 
 class OllamaDetails(Payload):
-    """What a model is made of; empty where it is not known."""
+    """Details of a model; unknown fields are empty."""
 
     family: str
     families: list[str]
@@ -115,19 +114,19 @@ class OllamaModel(Payload, kw_only=True):
 
 
 class OllamaTags(Payload):
-    """The models, in Ollama's words."""
+    """List of the models, in Ollama's fields."""
 
     models: list[OllamaModel]
 
 
 class Load(Payload):
-    """The samples that run or wait."""
+    """Number of running and waiting samples."""
 
     server_load: int
 
 
 class Profile(Payload):
-    """The name of a profile's folder."""
+    """Name of a profile's folder."""
 
     profile: str
 
@@ -138,13 +137,13 @@ ServerState = Literal[
 
 
 class Health(Payload):
-    """Requests are served when the status is serving or ready."""
+    """State of the server. It serves requests if the status is serving or ready."""
 
     status: ServerState
 
 
 class DetailedHealth(Health):
-    """The same with the model and the size of the queue, once there is an engine."""
+    """State of the server with its model and, once the engine is loaded, the size of the queue."""
 
     model: str | None
     max_model_len: int | UnsetType = UNSET
@@ -154,7 +153,7 @@ class DetailedHealth(Health):
 
 
 def model_info(engine: AsyncEngine, name: str) -> ModelInfo:
-    """The model, which is served as `name`."""
+    """Return the description of the model, which is served as `name`."""
     return ModelInfo(
         model_path=engine.name,
         tokenizer_path=None if engine.tokenizer is None else engine.name,
@@ -166,7 +165,7 @@ def model_info(engine: AsyncEngine, name: str) -> ModelInfo:
 
 
 def server_info(engine: AsyncEngine, name: str, state: str) -> ServerInfo:
-    """What the server can hold, and what it does now."""
+    """Return the capacity and current load of the server."""
     stats = engine.stats()
     most = engine.max_model_len
     return ServerInfo(
@@ -189,24 +188,24 @@ def server_info(engine: AsyncEngine, name: str, state: str) -> ServerInfo:
 
 @cache
 def stats_type() -> type[EngineStats]:
-    """The type of `stats`. It is made late: its base imports more than `--help` needs."""
+    """Return the type of `stats`. It is created late, because its base has heavy imports."""
     from forge_jax.engine.async_engine import EngineStats
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class StatsAnswer(EngineStats):
-        """The engine's counters; some of them also under the names of other servers."""
+        """Counters of the engine. Some are repeated under the names of other servers."""
 
         model: str
         running: int
         page_size: int
-        average_batch_size: float  # sequences in a step
+        average_batch_size: float  # sequences per step
         max_batch_size: int
 
     return StatsAnswer
 
 
 def stats(engine: AsyncEngine, name: str) -> EngineStats:
-    """The engine's counters, and what other servers call some of them."""
+    """Return the engine's counters, some of them also under the names of other servers."""
     found = engine.stats()
     kind: Any = stats_type()
     return kind(
@@ -220,13 +219,13 @@ def stats(engine: AsyncEngine, name: str) -> EngineStats:
 
 
 def loads(engine: AsyncEngine) -> Loads:
-    """How much there is to do, for each replica: this server has one."""
+    """Return the load of each replica. This server has one."""
     load = ReplicaLoad(timestamp=time.time(), **_load(engine))
     return Loads(timestamp=datetime.now(UTC).isoformat(), loads=[load])
 
 
 def ollama_tags(engine: AsyncEngine, names: Sequence[str], created_s: int) -> OllamaTags:
-    """The models in Ollama's words, as llama.cpp's server says them: unknown fields are empty."""
+    """Return the models in Ollama's fields, as llama.cpp does. Unknown fields are empty."""
     family = engine.architecture or ""
     details = OllamaDetails(family, [family] if family else [])
     created = datetime.fromtimestamp(created_s, UTC).isoformat()

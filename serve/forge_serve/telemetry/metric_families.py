@@ -1,4 +1,4 @@
-"""Metric families of values that are computed when they are scraped."""
+"""Metric families whose values are computed at each scrape."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-Values = dict[tuple[str, ...], float]  # by the values of the further labels
+Values = dict[tuple[str, ...], float]  # the keys are the values of the further labels
 
 
 def gauge(name: str, doc: str, labels: dict[str, str], values: Values, *more: str) -> Metric:
-    """Return a gauge with `labels`, and the labels named `more`."""
+    """Return a gauge with `labels` and the further labels `more`."""
     family = GaugeMetricFamily(name, doc, labels=[*labels, *more])
     for key, value in values.items():
         family.add_metric([*labels.values(), *key], value)
@@ -26,7 +26,7 @@ def gauge(name: str, doc: str, labels: dict[str, str], values: Values, *more: st
 
 
 def counter(name: str, doc: str, labels: dict[str, str], values: Values, *more: str) -> Metric:
-    """Return a counter with `labels`, and the labels named `more`."""
+    """Return a counter with `labels` and the further labels `more`."""
     family = CounterMetricFamily(name, doc, labels=[*labels, *more])
     for key, value in values.items():
         family.add_metric([*labels.values(), *key], value)
@@ -41,10 +41,13 @@ def histogram(
     values: Sequence[tuple[tuple[str, ...], Sequence[int], float]],
     *more: str,
 ) -> Metric:
-    """Return a histogram.
+    """Return a histogram with `labels` and the further labels `more`.
 
     Args:
-      bounds: the upper bounds of the buckets, without infinity.
+      name: name of the metric.
+      doc: help text of the metric.
+      labels: labels that all values share.
+      bounds: upper bounds of the buckets, without infinity.
       values: (values of the further labels, counts by bucket, sum).
       more: names of the further labels.
     """

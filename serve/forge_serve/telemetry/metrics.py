@@ -1,8 +1,8 @@
-"""The Prometheus metrics of a server, under vLLM's names where vLLM has them.
+"""Prometheus metrics of a server, under vLLM's names where vLLM has them.
 
-Dashboards, alerts and autoscalers made for vLLM therefore work against this server. The engine's
-series are read from its statistics when they are scraped. The server observes its histograms once
-per step and request, never per token.
+Dashboards, alerts and autoscalers for vLLM therefore work with this server. The engine's series
+are read from its statistics at each scrape. The server observes its histograms once per step and
+request, never per token.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
-_HTTP_S = (0.1, 0.5, 1)  # those of prometheus_fastapi_instrumentator, which vLLM uses
+_HTTP_S = (0.1, 0.5, 1)  # as in prometheus_fastapi_instrumentator, which vLLM uses
 
 
 class Metrics:
-    """Everything that /metrics shows.
+    """All metrics of `/metrics`.
 
     Args:
       model_name: returns the name of the served model; empty until it is loaded.
@@ -58,13 +58,13 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._http = Counter(
             "http_requests",
-            "HTTP requests answered",
+            "Completed HTTP requests",
             ("handler", "method", "status", "code"),
             registry=self.registry,
         )
         self._http_s = Histogram(
             "http_request_duration_seconds",
-            "From a request's headers to the end of its answer",
+            "Time from a request's headers to the end of its response",
             ("handler", "method"),
             registry=self.registry,
             buckets=_HTTP_S,
@@ -81,7 +81,7 @@ class Metrics:
         self._finished: dict[str, Counter] = {}  # by reason, once the model has a name
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Count a request that was answered: `status` is its class there, `code` its number."""
+        """Count a completed request. The label `status` is its class, `code` its number."""
         self._http.labels(handler, method, f"{status // 100}xx", str(status)).inc()
         self._http_s.labels(handler, method).observe(seconds)
 
@@ -99,7 +99,7 @@ class Metrics:
         self._latencies.first_token.observe(seconds)
 
     def later_tokens(self, seconds: float, deltas: Sequence[Delta]) -> None:
-        """Observe the time since the deltas before these: one observation for all of them."""
+        """Observe the time since the previous deltas, once for all deltas of a step."""
         steps = len(deltas[0].token_ids)
         if len(deltas) > 1:
             first = deltas[0].index
@@ -107,14 +107,14 @@ class Metrics:
         self._latencies.inter_token.observe(seconds / max(steps, 1))
 
     def prompt(self, times: PromptTimes) -> None:
-        """Observe a prompt that was answered, or given up."""
+        """Observe a prompt that has finished or was aborted."""
         self._latencies.observe(times)
         self._sizes.observe(times)
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         if self._engine() is not None:
-            self._by_reason()  # so that the first sample of a reason is an increase from 0
+            self._by_reason()  # export zeros, so that the first sample of a reason is an increase
         return generate_latest(self.registry)
 
     def _by_reason(self) -> dict[str, Counter]:

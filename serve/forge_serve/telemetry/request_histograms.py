@@ -1,4 +1,4 @@
-"""Histograms of requests under vLLM's names: latencies, and sizes."""
+"""Histograms of requests' latencies and sizes, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from forge_serve.telemetry.histogram import ModelHistogram
 
-# The bounds are those of vLLM's vllm/v1/metrics/buckets.py.
+# The bounds are from vLLM's vllm/v1/metrics/buckets.py.
 _REQUEST_LATENCY_S = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30),
     *(40, 50, 60, 120, 240, 480, 960, 1920, 7680),
@@ -19,20 +19,20 @@ _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
     *(0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
-# Small models answer faster than vLLM's first bucket of 10 ms, so there are four before it.
+# Small models are faster than vLLM's first bucket of 10 ms, so four buckets precede it.
 _INTER_TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.0075),
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
     *(0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
-_TOKENS = tuple(m * 10**e for e in range(8) for m in (1, 2, 5))  # shown up to the context's length
+_TOKENS = tuple(m * 10**e for e in range(8) for m in (1, 2, 5))  # exported up to the context length
 _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTimes:
-    """Measurements of one prompt: seconds since its submission, and tokens.
+    """Measurements of one prompt. Times are in seconds since its submission.
 
     A time is None if the prompt did not reach that stage.
     """
@@ -43,18 +43,19 @@ class PromptTimes:
     last_token_s: float | None
     prompt_tokens: int
     cached_tokens: int
-    generation_tokens: int  # of all samples
+    generation_tokens: int  # total of all samples
     longest_output: int
     preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramFactory:
-    """Makes and registers the histograms of one server.
+    """Factory that creates and registers the histograms of one server.
 
     Attributes:
+      registry: the registry of the server's metrics.
       labels: returns the labels of the model; empty until it is loaded.
-      context: returns the longest context, in tokens. Larger buckets of tokens are not shown.
+      context: returns the context length in tokens. Larger buckets of tokens are not exported.
     """
 
     registry: CollectorRegistry
@@ -80,29 +81,35 @@ class HistogramFactory:
 
 
 class Latencies:
-    """The times of requests, in seconds."""
+    """Latency histograms of requests, in seconds."""
 
     def __init__(self, factory: HistogramFactory):
         latency = factory.latency
         self.first_token = factory.make(
-            "time_to_first_token_seconds", "From submission to the first token", _FIRST_TOKEN_S
+            "time_to_first_token_seconds",
+            "Time from submission to the first token",
+            _FIRST_TOKEN_S,
         )
         self.inter_token = factory.make(
-            "inter_token_latency_seconds", "Between the tokens of a sample", _INTER_TOKEN_S
+            "inter_token_latency_seconds", "Time between the tokens of a sample", _INTER_TOKEN_S
         )
         self._per_token = factory.make(
             "request_time_per_output_token_seconds",
-            "From the first token to the last, by token",
+            "Time from the first token to the last, per token",
             _INTER_TOKEN_S,
         )
-        self._e2e = latency("e2e_request_latency", "From submission to the last token")
-        self._queue = latency("request_queue_time", "Waiting for the first step")
-        self._prefill = latency("request_prefill_time", "From the first step to the first token")
-        self._decode = latency("request_decode_time", "From the first token to the last")
-        self._inference = latency("request_inference_time", "From the first step to the last token")
+        self._e2e = latency("e2e_request_latency", "Time from submission to the last token")
+        self._queue = latency("request_queue_time", "Time from submission to the first step")
+        self._prefill = latency(
+            "request_prefill_time", "Time from the first step to the first token"
+        )
+        self._decode = latency("request_decode_time", "Time from the first token to the last")
+        self._inference = latency(
+            "request_inference_time", "Time from the first step to the last token"
+        )
 
     def observe(self, times: PromptTimes) -> None:
-        """Observe a prompt that is over, as far as it came."""
+        """Observe the stages that a finished prompt has reached."""
         self._e2e.observe(times.e2e_s)
         if times.queue_s is None:
             return
@@ -117,13 +124,13 @@ class Latencies:
 
 
 class Sizes:
-    """The tokens and samples of requests."""
+    """Histograms of requests' tokens and samples."""
 
     def __init__(self, factory: HistogramFactory):
         tokens = factory.tokens
         self._prompt_tokens = tokens("prompt_tokens", "Prompt tokens of a request")
         self._generation_tokens = tokens(
-            "generation_tokens", "Output tokens of a request, of all its samples"
+            "generation_tokens", "Output tokens of all samples of a request"
         )
         self._longest_output = tokens(
             "max_num_generation_tokens", "Output tokens of the longest sample of a request"
@@ -133,13 +140,13 @@ class Sizes:
             "Prompt tokens of a request that were not in the prefix cache",
         )
         self.max_tokens = tokens("params_max_tokens", "max_tokens of a request")
-        self.n = factory.make("request_params_n", "Samples that were asked for", _SAMPLES)
+        self.n = factory.make("request_params_n", "Requested samples per prompt", _SAMPLES)
         self._preemptions = factory.make(
-            "request_num_preemptions", "How often a request lost its blocks", _PREEMPTIONS
+            "request_num_preemptions", "Preemptions of a request", _PREEMPTIONS
         )
 
     def observe(self, times: PromptTimes) -> None:
-        """Observe a prompt that is over."""
+        """Observe a finished prompt."""
         self._prompt_tokens.observe(times.prompt_tokens)
         self._generation_tokens.observe(times.generation_tokens)
         self._longest_output.observe(times.longest_output)

@@ -1,7 +1,7 @@
-"""What stays of a request when it is over: one line in the log, and a span where there is tracing.
+"""Request log: one line per finished request, and a span if tracing is on.
 
-Both are made from one `RequestRecord`, so they cannot tell different stories. Nothing that a client
-wrote is in it but the request's id: no prompt, no answer, no key, no salt.
+Both are made from one `RequestRecord`, so they always agree. The request id is the only text of a
+client in a record: it has no prompt, output, API key or salt.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forge_serve.requests")
 
-TENANT_CHARS = 12  # of a tenant's name that the log and the traces show
-# What probes, scrapers and routers ask again and again: there is no line for it.
+TENANT_CHARS = 12  # length of a tenant's name in logs and traces
+# Paths that probes, scrapers and routers poll. They are not logged.
 QUIET_PATHS = frozenset(
     ("/health", "/healthz", "/ping", "/forge/v1/health", "/metrics", "/load", "/v1/loads")
 )
 
 
-# Fields of the line's beginning, which as text are a sentence: GET /v1/models 200 0.001s
+# Fields at the start of a text line: GET /v1/models 200 0.001s
 _HEAD = ("method", "path", "status", "e2e_s")
-# Left out of a line of text where they are 0 or false.
+# Fields that a text line omits if they are 0 or false.
 _RARE = frozenset(("stream", "draft_tokens", "accepted_tokens", "preemptions", "cached_tokens"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request from its headers to the end of its answer; the fields' names are the log's.
+    """One request from its headers to the end of its response, with the log's field names.
 
-    A field that does not apply to the request is None, and is not in its line. Those of a
+    A field that does not apply to the request is None and is not in its line. The fields of a
     generation are None for all other requests.
 
-    Times are in seconds. `queue_s` is the wait for the first step; `ttft_s` and `e2e_s` begin with
-    the request's arrival. Of several prompts, both are of the one that was first.
+    Times are in seconds. `queue_s` is the wait for the first step. `ttft_s` and `e2e_s` count from
+    the request's arrival. If there are several prompts, `queue_s` and `ttft_s` are of the earliest.
     """
 
     method: str
-    path: str  # as the table of routes has it, or the class of an unknown one
+    path: str  # the path of the route, or the class of an unknown path
     status: int
     e2e_s: float
     id: str
     tenant: str | None
-    error: str | None  # the code of the error that it ended with, in its status or in the stream
-    nearest: str | None  # the route that an unknown path looks most like
+    error: str | None  # code of the error that ended the request, as a status or in the stream
+    nearest: str | None  # the route that is most similar to an unknown path
     model: str | None
-    response: str | None  # the id of the answer, if there was one
+    response: str | None  # the id of the response, if there was one
     stream: bool | None
     prompt_tokens: int | None
     cached_tokens: int | None
     output_tokens: int | None
     draft_tokens: int | None
-    accepted_tokens: int | None  # of the drafts
+    accepted_tokens: int | None  # accepted draft tokens
     preemptions: int | None
     queue_s: float | None
     ttft_s: float | None
-    finish: str | None  # its samples' reasons, each once, with commas between
+    finish: str | None  # finish reasons of the samples, each once, separated by commas
 
     def event(self, trace: str | None) -> Event:
-        """The line of the log."""
+        """Return the log line. `trace` is the id of the request's trace, if there is one."""
         given = {name: getattr(self, name) for name in _FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         if trace is not None:
@@ -83,13 +83,16 @@ _FIELDS = tuple(field.name for field in fields(RequestRecord))
 
 
 class RequestLog:
-    """A request that is being answered. `end` is called once.
+    """Log entry of a request in progress. Call `end` exactly once.
 
     Args:
-      path: its route's, or the class of an unknown one.
-      handler: the name of what answers it; None: nothing does.
-      export: exports the request as a span and returns its trace id; None: there is no tracing.
-      headers: of the trace that it belongs to.
+      request_id: the request's id.
+      method: the HTTP method.
+      path: the path of the route, or the class of an unknown path.
+      handler: the name of the route's handler; None for an unknown path.
+      logs: True if the request gets a log line.
+      export: exports the request as a span and returns its trace id; None: tracing is off.
+      headers: the request's headers that identify its trace.
     """
 
     def __init__(
@@ -111,9 +114,9 @@ class RequestLog:
         self.tenant: str | None = None
         self.model: str | None = None
         self.stream = False
-        self.error: str | None = None  # what its answer calls the error that ended it
+        self.error: str | None = None  # code of the error that ended the request
         self.generation: Generation | None = None
-        self.goes_on = False  # after its answer: whoever set it calls `end`
+        self.goes_on = False  # continues after its response; the code that sets this calls `end`
         self.headers = headers or {}
         self.begin_ns = time.time_ns()  # since 1970
         self._begin_s = time.monotonic()
@@ -125,7 +128,7 @@ class RequestLog:
         return time.monotonic() - self._begin_s
 
     def at_ns(self, monotonic_s: float) -> int:
-        """A time of `time.monotonic`'s clock in nanoseconds since 1970."""
+        """Convert a time of `time.monotonic` to nanoseconds since 1970."""
         return self.begin_ns + round((monotonic_s - self._begin_s) * 1e9)
 
     def end(self, status: int) -> None:

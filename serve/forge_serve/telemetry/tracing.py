@@ -1,12 +1,12 @@
-"""OpenTelemetry traces: a span for each request, and in it one for each of its stages.
+"""OpenTelemetry traces: one span per request, with a child span for each of its stages.
 
-The names are those of OpenTelemetry's conventions for HTTP servers and for generative AI
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/), and those under `gen_ai.latency.` vLLM's
-(vllm/tracing/utils.py). The spans of a request are made when it is over, from its record, with the
-times at which they began and ended; while it runs, tracing costs nothing.
+Attribute names follow OpenTelemetry's conventions for HTTP servers and for generative AI
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/). The names under `gen_ai.latency.` are vLLM's
+(vllm/tracing/utils.py). The spans of a request are made from its record after it has finished, so
+tracing costs nothing while it runs.
 
-OpenTelemetry's own environment variables hold: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
-OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_* and so on.
+OpenTelemetry's environment variables apply: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_* and others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forge_serve.telemetry.request_log import RequestLog, RequestRecord
 
 SERVICE_NAME = "forge-jax"
-MAX_INT = 2**63 - 1  # that an attribute can hold
+MAX_INT = 2**63 - 1  # largest integer of an attribute
 _OPERATIONS = {
     "completions": "text_completion",
     "generate": "text_completion",
@@ -33,11 +33,11 @@ _OPERATIONS = {
     "messages": "chat",
     "responses": "chat",
     "compact_response": "chat",
-}  # of handlers; of those that pool: embeddings
+}  # by handler; the pooling handlers have "embeddings"
 
 
 class Tracing:
-    """Makes spans of requests, and hands them to a processor.
+    """Exporter of finished requests as spans.
 
     Raises:
       ConfigError: OpenTelemetry is not installed.
@@ -60,7 +60,7 @@ class Tracing:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Tracing | None:
-        """What the configuration asks for; None: nothing is traced.
+        """Return the tracing that the configuration selects, or None if tracing is off.
 
         Raises:
           ConfigError: OpenTelemetry is not installed.
@@ -75,11 +75,11 @@ class Tracing:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_traces_endpoint)))
 
     def carried(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Of a request's headers those that say which trace it belongs to: W3C's `traceparent`."""
+        """Return the headers that identify a request's trace, such as W3C's `traceparent`."""
         return {name: headers[name] for name in self._propagator.fields if name in headers}
 
     def record(self, record: RequestRecord, request_log: RequestLog) -> str | None:
-        """Makes the spans of a request that is over. Returns the id of its trace, if it is kept."""
+        """Export the spans of a finished request. Return its trace id, or None if not sampled."""
         from opentelemetry import trace
 
         operation = None
@@ -108,12 +108,14 @@ class Tracing:
         return trace.format_trace_id(context.trace_id)
 
     def close(self) -> None:
-        """Sends what has not been sent. May take as long as a collector that does not answer."""
+        """Send the remaining spans. This blocks if the collector does not respond."""
         self._provider.shutdown()
 
 
 def _not_installed() -> ConfigError:
-    return ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'forge-jax[otel]'")
+    return ConfigError(
+        "--otlp-traces-endpoint requires OpenTelemetry: pip install 'forge-jax[otel]'"
+    )
 
 
 def _attributes(
@@ -164,7 +166,7 @@ def _attributes(
 
 
 def _asked(params: SamplingParams) -> Iterator[tuple[str, Any]]:
-    """What the client asked for, without its texts."""
+    """Yield the sampling parameters of a request, without its texts."""
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
     if params.top_k > 0:

@@ -1,3 +1,1 @@
-"""Commands of `forge-jax`: each file adds its parser and runs it. None imports anything heavy
-before it runs.
-"""
+"""Commands of `forge-jax`. Each file adds its parser, and delays heavy imports until it runs."""

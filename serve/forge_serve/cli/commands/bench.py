@@ -1,4 +1,4 @@
-"""`forge-jax bench`: how fast a model answers on this machine, or a server wherever it is."""
+"""`forge-jax bench`: measure the speed of a model on this machine, or of a server."""
 
 from __future__ import annotations
 
@@ -17,39 +17,52 @@ if TYPE_CHECKING:
     from forge_serve.bench.workload import Vocabulary
 
 DESCRIPTION = """\
-Measure how fast a model answers: one that is loaded here, without HTTP, or with --url the one that
-a server has. Equal greedy requests with random prompts; for each number of them at once: tokens/s,
-the time to the first token (TTFT), the time between two pieces of an answer (ITL, p50 / p95 / p99
-in milliseconds). Ends with 1 if a request failed."""
+Measure throughput and latency of a model that is loaded here, without HTTP, or of a server with
+--url. The load is greedy requests of equal size with random prompts. The report has one line per
+concurrency: tokens/s, time to first token (TTFT), inter-token latency (ITL), time per output token
+(TPOT) and whole request. Latencies are p50 / p95 / p99 in milliseconds. The exit status is 1 if a
+request failed."""
 EPILOG = """\
 examples:
   forge-jax bench Qwen/Qwen3-0.6B --input-len 512 --output-len 128
   forge-jax bench --url http://127.0.0.1:8000 --concurrency 1,16,64 --json
 
-python -m benchmarks.serving, in the repository, has more: other loads, traces, goodput."""
+For other loads, traces and goodput, run python -m benchmarks.serving in the repository."""
 COLUMNS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "whole request"}
-LEAST_REQUESTS = 8  # at each concurrency, unless it is said how many
-ROUNDS = 4  # likewise: how often each place is taken
+LEAST_REQUESTS = 8  # default minimum at each concurrency
+ROUNDS = 4  # default number of requests per concurrent client
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
     url: str | None = option(
-        None, "a server to measure, as http://127.0.0.1:8000; MODEL is then a model it has"
+        None,
+        "URL of a server to measure, such as http://127.0.0.1:8000; MODEL is then one of its"
+        " models",
     )
     api_key_file: str | None = option(
-        None, "a file with the API key for that server, in the form of the server's own"
+        None, "file with the server's API key, in the format of serve's --api-key-file"
     )
-    concurrency: str = option("1,4,16", "requests at once, one measurement for each of these")
-    input_len: int | None = option(None, "tokens of a prompt; auto: 128, less in a short context")
-    output_len: int | None = option(None, "tokens of an output; auto: 64, less in a short context")
+    concurrency: str = option(
+        "1,4,16",
+        f"numbers of simultaneous requests, each from 1 to {MAX_NUM_SEQS}, separated by commas; "
+        "each is one measurement",
+    )
+    input_len: int | None = option(
+        None, "prompt tokens per request, at least 1; auto: 128, or fewer in a short context"
+    )
+    output_len: int | None = option(
+        None, "output tokens per request, at least 1; auto: 64, or fewer in a short context"
+    )
     requests: int | None = option(
-        None, f"requests of each measurement; auto: {ROUNDS} rounds, at least {LEAST_REQUESTS}"
+        None,
+        f"requests per measurement, at least 1; auto: {ROUNDS} times the concurrency, at least "
+        f"{LEAST_REQUESTS}",
     )
     context: int | None = option(
-        None, "tokens that a sequence may have; auto: as the model or the server says"
+        None, "tokens per sequence, at least 64; auto: the context length of the model or server"
     )
-    seed: int = option(0, "which prompts")
+    seed: int = option(0, "seed of the random prompts")
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "requests", "context"):
@@ -60,15 +73,15 @@ class BenchFlags:
         self.levels()
 
     def levels(self) -> list[int]:
-        """The numbers of `--concurrency`. Raises ConfigError if they are none."""
+        """Return the numbers of `--concurrency`. Raises ConfigError if it is malformed."""
         try:
             levels = [int(part) for part in self.concurrency.split(",")]
         except ValueError:
             levels = []
         if not levels or not all(1 <= level <= MAX_NUM_SEQS for level in levels):
             raise ConfigError(
-                f"--concurrency must be numbers from 1 to {MAX_NUM_SEQS} with commas between "
-                f"them, not {self.concurrency!r}"
+                f"--concurrency must be numbers from 1 to {MAX_NUM_SEQS}, separated by commas, "
+                f"not {self.concurrency!r}"
             )
         return levels
 
@@ -76,13 +89,13 @@ class BenchFlags:
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure how fast a model, or a server, answers",
+        help="measure the speed of a model or a server",
         usage="forge-jax bench [MODEL] [options]",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
     add_model(parser)
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument("--json", action="store_true", help="write one JSON object instead of a table")
     add_sections(parser, {"measurement": BenchFlags}, all_essential=True)
     add_engine(parser)
     parser.set_defaults(run=run)
@@ -94,7 +107,7 @@ def run(options: dict[str, Any]) -> int:
         model = model_at(flags.url, options)
         measured = _of_server(flags, model)
     elif flags.api_key_file is not None:
-        raise ConfigError("--api-key-file is for a server: give its --url")
+        raise ConfigError("--api-key-file requires --url")
     else:
         measured = _of_engine(flags, options)
     from forge_serve.bench import machine
@@ -115,7 +128,7 @@ def _of_server(flags: BenchFlags, model: str | None) -> dict[str, Any]:
         async with Server.connect(url, model=model, api_key=key) as server:
             context = flags.context or server.context
             if context is None:
-                raise ConfigError(f"{url} does not say how long its context is: pass --context")
+                raise ConfigError(f"{url} does not report its context length: set --context")
             runs = await _runs(server.submit, server.vocabulary, flags, context)
             return {"model": server.model, "url": url, "context": context, "runs": runs}
 
@@ -159,7 +172,7 @@ def _of_engine(flags: BenchFlags, options: dict[str, Any]) -> dict[str, Any]:
 async def _runs(
     submit: Submit, vocabulary: Vocabulary, flags: BenchFlags, context: int
 ) -> list[dict[str, Any]]:
-    """One entry for each concurrency, each after a warm-up of its own."""
+    """Return one entry per concurrency. Each measurement has its own warm-up."""
     from forge_serve.bench.client import run as run_load
     from forge_serve.bench.metrics import summarise
     from forge_serve.bench.workload import ALL, WARM_UP, Sizes, baseline
@@ -195,7 +208,7 @@ async def _runs(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for a person."""
+    """Return the report as a table for the terminal."""
     first = report["runs"][0]
     head = (
         f"{report['model']}{' at ' + report['url'] if 'url' in report else ''}: "

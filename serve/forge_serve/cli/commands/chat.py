@@ -1,4 +1,4 @@
-"""`forge-jax chat`: a conversation in the terminal, with an engine in this process or a server."""
+"""`forge-jax chat`: chat in the terminal with an engine in this process or with a server."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
     from forge_serve.cli.backends import HttpBackend, LocalBackend
 
 DESCRIPTION = """\
-Talk to a model: to one that is loaded here, or with --url to one that a server has. Answers are
-written as they come. Where stdin or stdout is no terminal, all of stdin is one message, and only
-the answer is written."""
+Chat with a model that is loaded here, or with a model of a server with --url. Answers are streamed.
+If stdin or stdout is not a terminal, all of stdin is one message and only the answer is written."""
 EPILOG = """\
-Ctrl-C stops the answer, Ctrl-D ends the chat, /help tells the rest.
+Ctrl-C stops the answer, Ctrl-D ends the chat, /help lists the commands.
 
 examples:
   forge-jax chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
   forge-jax chat --url http://127.0.0.1:8000 --api-key-file key.txt
   echo "What is 2+2?" | forge-jax chat --temperature 0"""
 COMMANDS_HELP = """\
-/help          this
-/system TEXT   instructions for the model from now on; without TEXT: none
-/reset         forget the conversation, not the instructions
-/quit          end the chat, as Ctrl-D does
-Several lines: end a line with \\, or put them between two lines of \"\"\".
-Ctrl-C stops an answer; what has come of it stays part of the conversation."""
+/help          show this text
+/system TEXT   set the system message; without TEXT, remove it
+/reset         clear the conversation and keep the system message
+/quit          end the chat (also Ctrl-D)
+\\ at its end   continue a line on the next one
+\"\"\"            start and end a message of several lines
+Ctrl-C stops an answer. Its text so far stays in the conversation."""
 BLOCK = '"""'
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags:
     url: str | None = option(
-        None, "a server that is to answer, as http://127.0.0.1:8000; MODEL is then a model it has"
+        None, "URL of a server, such as http://127.0.0.1:8000; MODEL is then one of its models"
     )
     api_key_file: str | None = option(
-        None, "a file with the API key for that server, in the form of the server's own"
+        None, "file with the server's API key, in the format of serve's --api-key-file"
     )
-    system: str | None = option(None, "instructions for the model")
+    system: str | None = option(None, "system message: instructions for the model")
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "chat",
-        help="talk to a model in the terminal",
+        help="chat with a model in the terminal",
         usage="forge-jax chat [MODEL] [options]",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -72,7 +72,7 @@ def run(options: dict[str, Any]) -> int:
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     message = "" if interactive else read_stdin()
     if not interactive and not message.strip():
-        raise RequestError("there is no message on stdin")
+        raise RequestError("stdin has no message: pipe text to it")
     with asyncio.Runner() as runner:
         backend = _backend(runner, flags, options)
         try:
@@ -93,7 +93,7 @@ def _backend(
 ) -> LocalBackend | HttpBackend:
     if flags.url is None:
         if flags.api_key_file is not None:
-            raise RequestError("--api-key-file is for a server: give its --url")
+            raise RequestError("--api-key-file requires --url")
         return load(options)
     model = model_at(flags.url, options)
     from forge_serve.cli.backends import HttpBackend
@@ -104,7 +104,7 @@ def _backend(
 
 
 class Chat:
-    """A conversation: the messages so far, and what answers the next one."""
+    """Conversation: the messages so far and the backend that answers the next one."""
 
     def __init__(
         self, backend: LocalBackend | HttpBackend, sampling: dict[str, Any], system: str | None
@@ -118,13 +118,13 @@ class Chat:
         self._messages.clear()
 
     async def answer(self, text: str, out: Answer) -> None:
-        """Writes the answer to a message as it comes, with its reasoning before it on a terminal.
+        """Stream the answer to a message. On a terminal its reasoning comes first.
 
-        An answer that is cancelled stays in the conversation as far as it came. A message that has
-        no answer is forgotten.
+        The partial text of a stopped answer stays in the conversation. A message without an
+        answer is dropped.
 
         Raises:
-          ForgeError: what ended the answer, or why there is none.
+          ForgeError: the request was rejected or failed.
         """
         asked = [*self._messages, {"role": "user", "content": text}]
         instructions = [{"role": "system", "content": self.system}] if self.system else []
@@ -153,11 +153,11 @@ class Chat:
 
 
 def _converse(runner: asyncio.Runner, chat: Chat) -> None:
-    with suppress(ImportError):  # which gives `input` editing and a history
+    with suppress(ImportError):  # importing readline gives `input` line editing and a history
         import readline  # noqa: F401
 
     out = Answer()
-    out.write(f"{chat.backend.model}: /help tells what there is, Ctrl-D ends\n", dim=True)
+    out.write(f"{chat.backend.model}: /help lists the commands, Ctrl-D ends the chat\n", dim=True)
     while True:
         text = None
         try:
@@ -178,26 +178,28 @@ def _converse(runner: asyncio.Runner, chat: Chat) -> None:
 
 
 def _obey(text: str, chat: Chat, out: Answer) -> bool:
-    """Does what a line with a slash asks for; False if that ends the chat."""
+    """Run a slash command. Return False if it ends the chat."""
     command, _, rest = text.strip().partition(" ")
     match command:
         case "/quit" | "/exit":
             return False
         case "/reset":
             chat.reset()
-            out.write("(forgotten)\n", dim=True)
+            out.write("(conversation cleared)\n", dim=True)
         case "/system":
             chat.system = rest.strip() or None
-            out.write("(noted)\n" if chat.system else "(no instructions)\n", dim=True)
+            out.write(
+                "(system message set)\n" if chat.system else "(system message removed)\n", dim=True
+            )
         case "/help":
             out.write(COMMANDS_HELP + "\n", dim=True)
         case _:
-            out.write(f"(there is no {command}: /help tells what there is)\n", dim=True)
+            out.write(f"(unknown command {command}: /help lists the commands)\n", dim=True)
     return True
 
 
 def read_message() -> str:
-    """What the person types: a line, those that a backslash joins to it, or a block.
+    """Read a message: one line, lines joined by backslashes, or a block between triple quotes.
 
     Raises:
       EOFError: Ctrl-D.

@@ -1,4 +1,4 @@
-"""`forge-jax doctor`: what a bug report needs, and what is wrong with the installation."""
+"""`forge-jax doctor`: describe the installation for a bug report and check it for problems."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 TIMEOUT_S = 60.0
 DESCRIPTION = """\
-Say what is installed, what JAX finds, and what is wrong: put it into a bug report. With MODEL, also
-whether that model can be served here; nothing is downloaded. Ends with 1 if there is a problem.
+Report the installed packages, the devices that JAX finds, and problems. Paste the output into bug
+reports. With MODEL, also check if that model can be served here; nothing is downloaded. The exit
+status is 1 if there is a problem.
 
-It shows no keys, no tokens and no host name."""
+The report contains no keys, tokens or host names."""
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what is installed, and what is wrong with it",
+        help="check the installation and print a report",
         usage="forge-jax doctor [MODEL] [options]",
         description=DESCRIPTION,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL.metadata["doc"])
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument("--json", action="store_true", help="write one JSON object instead of text")
     parser.add_argument(
         "--timeout",
         type=float,
         default=TIMEOUT_S,
         metavar="X",
-        help="seconds that JAX may take to find the devices, the compiler to build the CPU "
-        f"kernels, and so on (default: {TIMEOUT_S:g})",
+        help="seconds that each check may take, such as finding devices or building the CPU "
+        f"kernels; more than 0 (default: {TIMEOUT_S:g})",
     )
     parser.set_defaults(run=run)
 
@@ -57,6 +58,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def text(report: Report) -> str:
+    """Return the report for the terminal, one fact per line."""
     facts = report.facts
     rows = [
         ("forge-jax", facts["forge-jax"]),

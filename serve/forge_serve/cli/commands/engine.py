@@ -1,4 +1,4 @@
-"""What the commands have in common that run an engine in their own process, or ask a server."""
+"""Options shared by the commands that run an engine in their own process or call a server."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from forge_serve.config import ServerConfig
 if TYPE_CHECKING:
     from forge_serve.cli.backends import LocalBackend
 
-# Flags of the server's that mean the same for an engine in the command's own process.
+# Server flags that also apply to an engine in the command's own process.
 OF_SERVER = ("reasoning_parser", "fake", "fake_step_time_ms")
-# Flags of the engine's that mean nothing here: there is one for the seed of the text itself, nobody
-# asks for embeddings, and no request names an adapter.
+# Engine flags that do not apply: the sampling flags have their own seed, and the commands request
+# neither embeddings nor adapters.
 LEFT_OUT = ("seed", "pooling", "lora", "max_loras", "max_lora_rank")
 
 
 def add_engine(parser: Parser) -> None:
-    """The flags of an engine."""
+    """Add the flags of an engine."""
     for title, section_flags in _groups():
         parser.add_flags(title, section_flags)
 
 
 def configs(options: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
-    """Takes them out of the options, which must hold nothing else."""
-    options = {**options, "seed": secrets.randbits(63)}  # another text each time
+    """Return the configurations made of the options, which must contain nothing else."""
+    options = {**options, "seed": secrets.randbits(63)}  # a different text in each run
     server = ServerConfig(**{name: options.pop(name) for name in OF_SERVER})
     return EngineConfig.from_options(**options), server
 
 
 def check_model(config: EngineConfig) -> None:
-    """Fails at once for a model that cannot be, before anything heavy is imported.
+    """Check the model's name before heavy imports, so that a wrong one fails at once.
 
     Raises:
-      ModelError: it is neither here nor the form of a Hugging Face id.
+      ModelError: the model is neither a local path nor a well-formed Hugging Face id.
     """
     from forge_jax.checkpoint.hub import local
 
@@ -48,10 +48,10 @@ def check_model(config: EngineConfig) -> None:
 
 
 def load(options: dict[str, Any]) -> LocalBackend:
-    """The engine that the options ask for. Says on a terminal what it waits for.
+    """Load the engine of the options. On a terminal, print which model is being loaded.
 
     Raises:
-      ForgeError: it cannot be had.
+      ForgeError: the engine cannot be loaded.
     """
     engine, server = configs(options)
     if not server.fake:
@@ -65,15 +65,15 @@ def load(options: dict[str, Any]) -> LocalBackend:
 
 
 def quiet_logs() -> None:
-    """Warnings only: the terminal is for what was asked for."""
+    """Log only warnings and errors, because the terminal is for the command's output."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
 
 def model_at(url: str, options: dict[str, Any]) -> str | None:
-    """The model of a server that MODEL names; None if it is left out.
+    """Return the server's model that MODEL names, or None if MODEL is omitted.
 
     Raises:
-      ConfigError: a flag is given that is an engine's.
+      ConfigError: a flag of the engine is set.
     """
     given = [
         flag.flag
@@ -83,8 +83,8 @@ def model_at(url: str, options: dict[str, Any]) -> str | None:
     ]
     if given:
         raise ConfigError(
-            f"{', '.join(given)}: that is for an engine in this process, and {url} has its own: "
-            "leave it out, or --url"
+            f"{', '.join(given)}: only for an engine in this process, and {url} has its own "
+            "engine: omit the flag, or --url"
         )
     return None if options["model"] == MODEL.default else options["model"]
 
@@ -92,4 +92,4 @@ def model_at(url: str, options: dict[str, Any]) -> str | None:
 def _groups() -> Iterator[tuple[str, list[Flag]]]:
     for title, section in ENGINE_SECTIONS.items():
         yield title, [flag for flag in flags(section) if flag.name not in LEFT_OUT]
-    yield "as of the server", list(chosen(ServerConfig, OF_SERVER))
+    yield "same as serve", list(chosen(ServerConfig, OF_SERVER))

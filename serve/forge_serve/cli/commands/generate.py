@@ -1,4 +1,4 @@
-"""`forge-jax generate`: continues one text, with an engine in this process."""
+"""`forge-jax generate`: continue a text with an engine in this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from forge_serve.cli.backends import LocalBackend
 
 DESCRIPTION = """\
-Continue a text, without a server. What the model adds is written as it comes; nothing else is
-written to stdout."""
+Continue a text without starting a server. The model's output is streamed to stdout, which contains
+nothing else."""
 EPILOG = """\
 examples:
   forge-jax generate forge-tiny "Once upon a time"
@@ -39,7 +39,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="write one JSON object at the end, as /v1/completions would answer",
+        help="write the response of /v1/completions as one JSON object instead of streaming",
     )
     add_sections(parser, {"sampling": CompletionFlags}, all_essential=True)
     add_engine(parser)
@@ -52,7 +52,7 @@ def run(options: dict[str, Any]) -> int:
     if prompt == "-":
         prompt = read_stdin()
     if not prompt:
-        raise RequestError("there is no prompt: give a text, or - and one on stdin")
+        raise RequestError("PROMPT is empty: pass a text, or - to read it from stdin")
     backend = load(options)
     body = {"prompt": prompt, **sampling.body()}
     from forge_serve.cli.backends import end_with
@@ -73,7 +73,7 @@ async def _write_json(backend: LocalBackend, body: dict[str, Any]) -> None:
 
 
 async def _write_samples(backend: LocalBackend, body: dict[str, Any], n: int) -> None:
-    """The first as it comes; the others, which are made meanwhile, after it."""
+    """Stream the first sample, then write the others, which are generated at the same time."""
     answer = Answer()
     texts = [""] * n
     if n > 1:
@@ -94,10 +94,10 @@ def _heading(index: int, n: int) -> str:
 
 
 def read_stdin() -> str:
-    """All of stdin.
+    """Return all of stdin.
 
     Raises:
-      RequestError: it is not text.
+      RequestError: stdin is not text.
     """
     try:
         return sys.stdin.read()

@@ -1,4 +1,4 @@
-"""Flags of the sampler, as the fields of OpenAI's bodies that they become."""
+"""Sampling flags, which become fields of OpenAI's request bodies."""
 
 from __future__ import annotations
 
@@ -11,24 +11,39 @@ from forge_jax.config import option
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """What is not given is left out of the body: then the server's defaults hold."""
+    """Flags of the sampler. A flag that is not set is not in the body, so the default applies."""
 
     max_tokens: int | None = option(
-        None, "most tokens of an answer; auto: what the context has room for"
+        None, "maximum number of output tokens; auto: as many as fit the context"
     )
     temperature: float | None = option(
-        None, "0: always the likeliest token; auto: 1, the model's own distribution"
+        None,
+        "sampling temperature from 0 (greedy) to 100; auto: 1, the model's own distribution",
     )
-    top_p: float | None = option(None, "only the likeliest tokens that have this share together")
-    top_k: int | None = option(None, "only so many of the likeliest tokens")
-    min_p: float | None = option(None, "only tokens this likely beside the likeliest")
-    presence_penalty: float | None = option(None, "against tokens that the output has")
-    frequency_penalty: float | None = option(None, "the same, for each time that it has them")
+    top_p: float | None = option(
+        None,
+        "nucleus sampling: sample from the smallest set of tokens whose cumulative probability "
+        "reaches X, above 0 and up to 1; auto: 1, all tokens",
+    )
+    top_k: int | None = option(None, "sample from the N most likely tokens; auto: all tokens")
+    min_p: float | None = option(
+        None,
+        "drop tokens less likely than X times the most likely one, from 0 to 1; auto: 0, no token",
+    )
+    presence_penalty: float | None = option(
+        None, "penalty for each token that is already in the output, from -2 to 2; auto: 0"
+    )
+    frequency_penalty: float | None = option(
+        None, "penalty for each occurrence of a token in the output, from -2 to 2; auto: 0"
+    )
     repetition_penalty: float | None = option(
-        None, "against tokens of prompt and output; above 1: they become less likely"
+        None,
+        "factor from 0.01 to 100; above 1, tokens of prompt and output become less likely; auto: 1",
     )
-    seed: int | None = option(None, "the same seed gives the same text; auto: another each time")
-    stop: tuple[str, ...] = option((), "a text that ends the output; may be repeated")
+    seed: int | None = option(None, "random seed: the same seed gives the same text; auto: random")
+    stop: tuple[str, ...] = option(
+        (), "stop string: ends the output and is not part of it; may be repeated"
+    )
 
     def body(self) -> dict[str, Any]:
         return {
@@ -40,7 +55,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionFlags(SamplingFlags):
-    """Of a text that may never come to an end by itself."""
+    """Flags for texts that may never end by themselves."""
 
-    max_tokens: int | None = option(256, "most tokens to add")
-    n: int = option(1, "how many samples")
+    max_tokens: int | None = option(256, "maximum number of tokens to generate")
+    n: int = option(1, "number of samples, from 1 to 32")

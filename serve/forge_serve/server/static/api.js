@@ -1,4 +1,4 @@
-// Requests to this page's own server, with the API key if there is one.
+// Requests to the server of this page, with the API key if one is set.
 
 const KEY = "forge-jax.api-key";
 
@@ -10,13 +10,13 @@ export const apiKey = {
 export class ServerError extends Error {
   constructor(message, status, param) {
     super(message);
-    this.status = status; // 0: no answer at all
+    this.status = status; // 0: no response
     this.param = param ?? null;
   }
 }
 
-/** The response to a request; paths are relative, so that the page may lie below any prefix.
- *  Throws `ServerError` with the server's own message. */
+/** Send a request and return the response. Paths are relative, so the page works below any prefix.
+ *  Throws `ServerError` with the server's message. */
 export async function request(path, { body, signal } = {}) {
   const headers = {};
   const key = apiKey.get();
@@ -34,7 +34,7 @@ export async function request(path, { body, signal } = {}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server cannot be reached.", 0);
+    throw new ServerError("Cannot reach the server.", 0);
   }
   if (response.ok) return response;
   throw await refusal(response);
@@ -45,18 +45,18 @@ async function refusal(response) {
   try {
     error = (await response.json()).error;
   } catch {
-    error = undefined; // not this server's form: a proxy's page, say
+    error = undefined; // not this server's format, for example a proxy's error page
   }
-  const message = error?.message ?? `The server answered ${response.status}.`;
+  const message = error?.message ?? `The server returned status ${response.status}.`;
   return new ServerError(message, response.status, error?.param);
 }
 
 function broken(error) {
   if (error?.name === "AbortError") throw error;
-  throw new ServerError("The connection broke off before the answer was complete.", 0);
+  throw new ServerError("The connection closed before the answer was complete.", 0);
 }
 
-/** The JSON of each event of a stream. Throws `ServerError` for an event that is an error. */
+/** Yield the JSON of each event of a stream. Throws `ServerError` for an error event. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -68,7 +68,7 @@ export async function* events(response) {
       const lines = held.split("\n");
       held = lines.pop();
       for (const line of lines) {
-        if (!line.startsWith("data: ")) continue; // blank, or a comment that keeps the line alive
+        if (!line.startsWith("data: ")) continue; // a blank line or a keep-alive comment
         const data = line.slice("data: ".length);
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
@@ -77,6 +77,6 @@ export async function* events(response) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // it may have been aborted: then there is nothing to cancel
+    reader.cancel().catch(() => {}); // rejects if the request was aborted
   }
 }

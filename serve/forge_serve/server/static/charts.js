@@ -1,5 +1,5 @@
-// The two pictures of the engine: its blocks and its steps. Each says in words what it shows, and what
-// is under the pointer or, by the arrow keys, under the mark.
+// The two charts of the engine: blocks and steps. Each describes itself in its aria-label, and the cell
+// or bar under the pointer, or selected by the arrow keys, in its probe element.
 
 const style = getComputedStyle(document.documentElement);
 const colour = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -32,7 +32,7 @@ class Chart {
     this.draw();
   }
 
-  /** A context of so many CSS pixels in height, cleared. */
+  /** Clear the canvas and return its context. `height` is in CSS pixels. */
   begin(height) {
     const { canvas } = this;
     const width = canvas.clientWidth;
@@ -51,7 +51,7 @@ class Chart {
   }
 }
 
-const KINDS = { free: "free", cached: "cached", shared: "shared", other: "held by another" };
+const KINDS = { free: "free", cached: "cached", shared: "shared", other: "held by another sequence" };
 
 export class BlockChart extends Chart {
   constructor(canvas, probe) {
@@ -65,7 +65,7 @@ export class BlockChart extends Chart {
     return this._cells.length;
   }
 
-  /** `colours`: by place in the sequences; `names`: likewise, a function. */
+  /** Show a state's blocks. `colours` is an array and `names` a function, both by index of the sequence. */
   show(blocks, colours, names) {
     this._blocks = blocks;
     this._colours = colours;
@@ -119,7 +119,7 @@ export class BlockChart extends Chart {
   }
 }
 
-const CUT = 4; // medians: one slow step must not flatten all others
+const CUT = 4; // clip at this many medians, so that one slow step does not flatten all others
 
 const milliseconds = (seconds) => {
   const ms = 1000 * seconds;
@@ -130,7 +130,7 @@ const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
 
 export class StepChart extends Chart {
   static HEIGHT = 96;
-  static LANE = 16; // for the drafts
+  static LANE = 16; // height of the drafts
   static PITCH = 4;
 
   constructor(canvas, probe) {
@@ -156,7 +156,7 @@ export class StepChart extends Chart {
     this._left = width - this._steps.length * PITCH;
     const times = this._steps.map((step) => step.seconds).sort((one, other) => one - other);
     const longest = times.at(-1) ?? 0;
-    const top = Math.max(0.001, Math.min(longest, CUT * times[times.length >> 1])); // of the picture
+    const top = Math.max(0.001, Math.min(longest, CUT * times[times.length >> 1])); // time at the top edge
     const mostDrafts = Math.max(1, ...this._steps.map((step) => step.draft_tokens));
     const base = HEIGHT - LANE - 2;
     context.fillStyle = colour("line");
@@ -183,8 +183,8 @@ export class StepChart extends Chart {
     this.canvas.setAttribute(
       "aria-label",
       last
-        ? `Time line of the last ${this.count} steps, at most ${milliseconds(longest)}. ${this._words(last)}`
-        : "Time line of the steps: none yet",
+        ? `Timeline of the last ${this.count} steps, at most ${milliseconds(longest)}. ${this._words(last)}`
+        : "Timeline of steps: none yet",
     );
     this.tell();
   }

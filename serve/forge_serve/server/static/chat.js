@@ -1,4 +1,4 @@
-// The conversation: one request at a time, streamed, and given up when the user stops it.
+// The conversation. One request runs at a time; it is streamed, and aborted if the user stops it.
 
 import { events, request } from "./api.js";
 import { fields } from "./settings.js";
@@ -8,8 +8,8 @@ const by = (id) => document.getElementById(id);
 const log = by("log");
 const prompt = by("prompt");
 
-let conversation = []; // messages that the model is told; a new chat is a new array
-let running = null; // AbortController of the answer that comes
+let conversation = []; // messages sent to the model; a new chat is a new array
+let running = null; // AbortController of the current answer
 
 const say = (name, detail) => document.dispatchEvent(new CustomEvent(name, { detail }));
 
@@ -70,7 +70,7 @@ async function send() {
     }
   }
   if (answer.failed && !answer.text.text) {
-    question.article.classList.add("failed"); // the model is not told of it
+    question.article.classList.add("failed"); // not part of the conversation
     if (!prompt.value) prompt.value = content;
     grow();
   } else {
@@ -132,13 +132,13 @@ class Answer {
       told.push(`${tokens} tokens`);
       if (tokens > 1 && since > 0) told.push(`${Math.round((tokens - 1) / since)} tokens/s`);
     }
-    if (this._first !== null) told.push(`first after ${Math.round(this._first - this._begin)} ms`);
-    told.push(`${seconds.toFixed(1)} s in all`);
+    if (this._first !== null) told.push(`first token after ${Math.round(this._first - this._begin)} ms`);
+    told.push(`${seconds.toFixed(1)} s total`);
     const cached = this._usage?.prompt_tokens_details.cached_tokens;
     if (cached) told.push(`${cached} of ${this._usage.prompt_tokens} prompt tokens cached`);
     const accepted = this._usage?.completion_tokens_details.accepted_prediction_tokens;
     if (accepted) told.push(`${accepted} from drafts`);
-    if (reason === "length") told.push("cut: the longest it may be");
+    if (reason === "length") told.push("cut off at the token limit");
     if (reason === "stopped") told.push("stopped");
     line(this.article, "meta", told.join(" · "));
     this.article.setAttribute("aria-busy", "false");
@@ -158,11 +158,11 @@ function setRunning(controller) {
   by("send").hidden = running !== null;
   by("stop-answer").hidden = running === null;
   say("answering", running !== null);
-  // A button that had the focus and is hidden would lose it to the page's beginning.
+  // Hiding the focused button would move the focus to the start of the page.
   if (document.activeElement === document.body || document.activeElement?.hidden) prompt.focus();
 }
 
-/** Gives the answer up: the server sees the connection close, and aborts the request. */
+/** Stop the answer. The server aborts the request when the connection closes. */
 function stop() {
   running?.abort();
 }

@@ -1,4 +1,4 @@
-// The live view: asks for /engine_state again and again, as long as somebody can see it.
+// The live view. It polls /engine_state while it is visible.
 
 import { request } from "./api.js";
 import { BlockChart, StepChart } from "./charts.js";
@@ -7,25 +7,25 @@ const BUSY_MS = 200;
 const IDLE_MS = 1000;
 const WRONG_MS = 2000;
 const MOST_STEPS = 512;
-const MOST_ROWS = 40; // of the table
+const MOST_ROWS = 40; // limit of the table
 const COLOURS = 8;
 
 const by = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 let steps = [];
-let before = null; // the last state
+let before = null; // the previous state
 let rate = 0; // tokens per second, smoothed
 let answering = false;
-let ownId = null; // of this page's last answer
+let ownId = null; // request id of this page's latest answer
 let paused = false;
-let locked = false; // the key is wrong or missing: nobody asks until there is another
+let locked = false; // the key is wrong or missing; polling stops until it changes
 let timer = null;
 let asking = false;
 let blockChart;
 let stepChart;
 
-const colours = new Map(); // sequence -> number of its colour, as long as it is there
+const colours = new Map(); // sequence -> index of its color while the sequence is in the state
 
 function visible() {
   return document.visibilityState === "visible" && by("engine").checkVisibility();
@@ -41,7 +41,7 @@ async function look() {
     const response = await request(after < 0 ? "engine_state" : `engine_state?after_step=${after}`);
     const state = await response.json();
     if (before && state.generation_tokens < before.generation_tokens) {
-      steps = []; // another engine, whose steps are counted anew
+      steps = []; // the engine was restarted, so its step numbers start again
       before = null;
     } else show(state);
     const busy = answering || state.num_running + state.num_waiting > 0;
@@ -49,7 +49,7 @@ async function look() {
     note("");
   } catch (error) {
     locked = error.status === 401;
-    note(locked ? "An API key is needed." : error.message);
+    note(locked ? "An API key is required." : error.message);
   }
   asking = false;
   timer = setTimeout(look, wait);
@@ -90,13 +90,13 @@ function tokensPerSecond(state) {
 const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
 function nameOf(seq) {
-  if (seq.request_id === null) return "another key’s";
+  if (seq.request_id === null) return "another key";
   const short = seq.request_id.replace(/^[a-z]+[-_]/, "").slice(0, 8);
   const place = seq.prompt + seq.sample ? ` ${seq.prompt}.${seq.sample}` : "";
   return `${seq.request_id === ownId ? "this chat" : short}${place}`;
 }
 
-/** A colour for each sequence that stays while it is there. */
+/** Return the colors of sequences. A sequence keeps its color as long as it runs. */
 function paint(sequences) {
   const keys = sequences.map((seq, i) =>
     seq.request_id === null ? `? ${i}` : `${seq.request_id} ${seq.prompt} ${seq.sample}`,
@@ -123,7 +123,7 @@ function table(sequences, names, tints) {
       seq.draft_tokens ? `${seq.accepted_tokens}/${seq.draft_tokens}` : "–",
     ].map((value) => {
       const cell = document.createElement("td");
-      cell.textContent = seq.status === "waiting" && value === seq.blocks ? "waits" : value;
+      cell.textContent = seq.status === "waiting" && value === seq.blocks ? "waiting" : value;
       return cell;
     });
     if (seq.request_id !== null) cells[0].title = seq.request_id;
@@ -135,7 +135,7 @@ function table(sequences, names, tints) {
   });
   by("sequences").replaceChildren(...rows);
   const more = sequences.length - rows.length;
-  by("no-sequences").textContent = more > 0 ? `and ${more} more` : "Nothing runs.";
+  by("no-sequences").textContent = more > 0 ? `and ${more} more` : "No sequences are running.";
   by("no-sequences").hidden = rows.length > 0 && more <= 0;
 }
 

@@ -1,4 +1,4 @@
-// Puts the page together: its panels, the API key, the model.
+// Setup of the page: panels, API key and models.
 
 import { apiKey, request } from "./api.js";
 import { beginChat } from "./chat.js";
@@ -11,7 +11,7 @@ const RETRY_MS = 1500;
 const by = (id) => document.getElementById(id);
 const say = (name, detail) => document.dispatchEvent(new CustomEvent(name, { detail }));
 const dialog = by("key-dialog");
-const besides = matchMedia("(min-width: 761px)"); // as in page.css
+const besides = matchMedia("(min-width: 761px)"); // same as in page.css
 let retry = null;
 
 function showPanel(name) {
@@ -20,7 +20,7 @@ function showPanel(name) {
   say("panel-shown", name);
 }
 
-/** Says which panels are shown: beside the chat there is the engine, unless it is the settings. */
+/** Mark the panel that is shown. On wide windows, the chat view also shows the engine. */
 function press() {
   const view = document.body.dataset.view;
   const shown = view === "chat" && besides.matches ? "engine" : view;
@@ -34,7 +34,7 @@ function state(text, kind) {
   by("state").dataset.state = kind;
 }
 
-/** The models, as soon as there are some. */
+/** Load the list of models, and retry until the server is ready. */
 async function connect() {
   clearTimeout(retry);
   try {
@@ -45,16 +45,16 @@ async function connect() {
     state(`context ${data[0].max_model_len}`, "ready");
   } catch (error) {
     if (error.status === 401) {
-      state("needs a key", "locked");
+      state("API key required", "locked");
       openKey(error.message);
       return;
     }
-    state(error.status === 503 ? "starting" : "not reachable", "starting");
+    state(error.status === 503 ? "starting" : "unreachable", "starting");
     retry = setTimeout(connect, RETRY_MS);
   }
 }
 
-/** `why`: the server's words, if it is the server that asks. */
+/** Open the key dialog. `why` is the server's message, or "" if the user opened the dialog. */
 function openKey(why) {
   if (dialog.open) return;
   by("key-why").textContent = why;

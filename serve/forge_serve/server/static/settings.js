@@ -1,19 +1,19 @@
-// What the settings ask for, as fields of a chat completion.
+// Settings, as fields of a chat completion request.
 
 const by = (id) => document.getElementById(id);
 
-/** Throws `SyntaxError` if the schema's box has no JSON object. */
+/** Return the schema, or null if its box is empty. Throws `SyntaxError` if it is not a JSON object. */
 export function schema() {
   const text = by("schema").value.trim();
   if (!text) return null;
   const value = JSON.parse(text);
   if (typeof value !== "object" || value === null || Array.isArray(value)) {
-    throw new SyntaxError("a schema is an object");
+    throw new SyntaxError("it must be a JSON object");
   }
   return value;
 }
 
-/** The fields; null if a box holds what is none: then it says so, and has the focus. */
+/** Return the request fields. If a box is invalid, report it, focus it and return null. */
 export function fields() {
   const form = by("options");
   const wrong = [...form.elements].find((each) => each.willValidate && !each.validity.valid);
@@ -38,7 +38,7 @@ export function fields() {
   return found;
 }
 
-// A seed has more digits than a double: the server takes it as a text.
+// A 64-bit seed does not fit a double, so large integers are sent as strings.
 const asNumber = (text) => (Number.isSafeInteger(Number(text)) || /[.eE]/.test(text) ? Number(text) : text);
 
 function complain(input, say) {
@@ -52,9 +52,9 @@ function checkSchema() {
   const note = by("schema-note");
   let wrong = "";
   try {
-    note.textContent = schema() ? "Every answer will follow this schema." : "Empty: any text.";
+    note.textContent = schema() ? "Answers will follow this schema." : "Leave empty for any text.";
   } catch (error) {
-    wrong = `Not a schema: ${error.message}`;
+    wrong = `Invalid schema: ${error.message}`;
     note.textContent = wrong;
   }
   note.classList.toggle("wrong", wrong !== "");

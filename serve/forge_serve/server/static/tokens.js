@@ -1,20 +1,20 @@
-// The text of an answer, token by token, and the tip that says how likely each token was.
-// Text of the model is put in as text nodes and never read as HTML.
+// The text of an answer, token by token, and the tooltip with each token's probability.
+// The model's text is inserted as text nodes, never as HTML.
 
 const tip = document.getElementById("tip");
 const decoder = new TextDecoder();
 
 export class AnswerText {
-  /** `element` shows the text; its tokens have entries of `logprobs.content`. */
+  /** `element` shows the text. Tokens are added from entries of `logprobs.content`. */
   constructor(element) {
     this.element = element;
     this.text = "";
     this.entries = [];
     this.spans = [];
     this.active = -1;
-    this._shown = 0; // characters that stand in spans
+    this._shown = 0; // number of characters in spans
     this._bytes = [];
-    this._held = []; // entries whose text has not come
+    this._held = []; // entries whose text has not arrived
     this._tail = document.createTextNode("");
     element.append(this._tail);
     texts.set(element, this);
@@ -27,8 +27,8 @@ export class AnswerText {
     this._tail.data = this.text.slice(this._shown);
   }
 
-  /** Puts tokens where their text is. One that is not found (an end token, a tag that the server has
-   *  read) is left out; several that make one character share its place. */
+  /** Match tokens to the text. Tokens without text (an EOS token, a tag that the server parsed) are
+   *  skipped. Tokens that form one character together share its span. */
   _align() {
     while (this._held.length) {
       const rest = this.text.slice(this._shown);
@@ -37,14 +37,14 @@ export class AnswerText {
       this._bytes.push(...(entry.bytes ?? []));
       const token = entry.bytes ? decoder.decode(Uint8Array.from(this._bytes)) : entry.token;
       if (token.endsWith("\ufffd") && !rest.startsWith(token) && this._held.length > 1) {
-        this._held.shift(); // a part of a character: it goes with the next
+        this._held.shift(); // part of a character, which the next token completes
         continue;
       }
       let found = token;
-      if (!rest.startsWith(found)) found = token.trimStart(); // the first of an answer has its space cut
+      if (!rest.startsWith(found)) found = token.trimStart(); // the server removes the leading space of an answer
       if (found && found !== rest && found.startsWith(rest)) {
         this._bytes.length -= entry.bytes?.length ?? 0;
-        return; // the rest of it is to come
+        return; // the rest of the token's text has not arrived
       }
       this._held.shift();
       this._bytes = [];
@@ -119,7 +119,7 @@ function hideTip() {
   tip.hidden = true;
 }
 
-let shownBy = null; // the AnswerText that the tip belongs to
+let shownBy = null; // the AnswerText whose token the tooltip describes
 
 function show(text, index) {
   if (shownBy && shownBy !== text) shownBy.show(-1);
@@ -135,7 +135,7 @@ export function beginTips(log) {
     else if (shownBy && document.activeElement !== shownBy.element) show(shownBy, -1);
   };
   log.addEventListener("pointerover", over);
-  log.addEventListener("pointerdown", over); // a finger does not hover
+  log.addEventListener("pointerdown", over); // touch screens cannot hover
   log.addEventListener("pointerleave", () => shownBy && show(shownBy, -1));
   log.addEventListener("scroll", () => shownBy && show(shownBy, -1), { passive: true });
   log.addEventListener("focusout", () => shownBy && show(shownBy, -1));
