@@ -91,7 +91,7 @@ def metadata(wheel: Path) -> Message:
         return email.message_from_bytes(archive.read(f"{SDIST}.dist-info/METADATA"))
 
 
-def test_the_sdist_has_the_packages_and_documents_and_no_tests(unpacked):
+def test_sdist_has_packages_and_documents_but_no_tests(unpacked):
     found = files_of(unpacked)
     assert {file for file in found if "/" not in file} == SDIST_ROOT_FILES
     assert {file.split("/")[0] for file in found if "/" in file} == SDIST_FOLDERS
@@ -101,7 +101,7 @@ def test_the_sdist_has_the_packages_and_documents_and_no_tests(unpacked):
     assert not [file for file in found if re.search(r"(^|/)(tests?|\.git)/", file)]
 
 
-def test_the_wheel_has_the_three_packages_and_nothing_else(wheel):
+def test_wheel_has_exactly_the_three_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
     info = {name for name in found if name.startswith(f"{SDIST}.dist-info/")}
@@ -113,14 +113,14 @@ def test_the_wheel_has_the_three_packages_and_nothing_else(wheel):
     }
 
 
-def test_the_metadata_has_the_version_an_author_and_the_licence(metadata):
+def test_metadata_has_version_author_and_license(metadata):
     assert metadata["Version"] == forge_jax.__version__
     assert metadata["Author"] == "The forge-jax developers"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier", ())
 
 
-def test_the_readme_on_a_package_index_has_no_relative_links(metadata):
+def test_package_index_readme_has_no_relative_links(metadata):
     readme = metadata.get_payload()
     assert isinstance(readme, str) and readme.lstrip().startswith("# forge-jax")
     targets = re.findall(r"\]\(([^)]*)\)", readme)
@@ -153,7 +153,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_installed_wheel_imports_its_own_files_and_knows_its_version(environment, outside):
+def test_installed_wheel_imports_its_own_files_and_has_its_version(environment, outside):
     code = (
         "import importlib.metadata, json, forge_jax, forge_kernels, forge_serve;"
         "print(json.dumps([forge_jax.__file__, forge_kernels.__file__, forge_serve.__file__,"
@@ -169,7 +169,7 @@ def test_an_installed_wheel_imports_its_own_files_and_knows_its_version(environm
     assert done.stdout.strip() == f"forge-jax {forge_jax.__version__}"
 
 
-def test_an_installed_wheel_serves_the_bundled_model(environment, outside):
+def test_installed_wheel_serves_the_bundled_model(environment, outside):
     sizes = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-blocks", "64")
     command = [str(environment / "bin" / "forge-jax"), "serve", "forge-tiny", "--port", "0", *sizes]
     with running(command, stdout=subprocess.PIPE, cwd=outside) as server:
@@ -192,7 +192,7 @@ def test_an_installed_wheel_serves_the_bundled_model(environment, outside):
     assert "Paris" in answer["choices"][0]["text"]
 
 
-def test_a_plain_checkout_knows_its_version(outside):
+def test_plain_checkout_has_its_version(outside):
     """Without an installation, there is no package metadata to read it from."""
     paths = [ROOT, ROOT / "kernels", ROOT / "serve", sysconfig.get_path("purelib")]
     code = (

@@ -64,7 +64,7 @@ def test_each_workload_is_answered_in_full(url, capsys, tmp_path):
     assert set(by_name["chunked_prefill"]["groups"]) == {"decoder", "long"}
 
 
-def test_all_workloads_are_one_table(url, capsys, tmp_path):
+def test_workloads_share_one_table(url, capsys, tmp_path):
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "all")
     names = [run["workload"] for run in told["runs"]]
     assert names == list(workloads.WORKLOADS)
@@ -85,7 +85,7 @@ def test_structured_output_is_checked(url, capsys, tmp_path):
     assert f"{run['json_valid']} of 2 answers were JSON objects" in told["text"]
 
 
-def test_what_a_server_refuses_is_said_to_be_unsupported(url, capsys, tmp_path, monkeypatch):
+def test_workload_that_a_server_refuses_is_unsupported(url, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(workloads, "PERSON", {"type": "no type of JSON Schema"})
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
     [run] = told["runs"]
@@ -94,7 +94,7 @@ def test_what_a_server_refuses_is_said_to_be_unsupported(url, capsys, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["azure2023_conv.csv", "mooncake_conversation.jsonl"])
-def test_a_trace_is_replayed(url, capsys, tmp_path, name):
+def test_trace_is_replayed(url, capsys, tmp_path, name):
     told = report(
         capsys, tmp_path, "--url", url, "--trace", str(TRACES / name),
         "--max-requests", "12", "--trace-scale", "0.01",
@@ -108,7 +108,7 @@ def test_a_trace_is_replayed(url, capsys, tmp_path, name):
         assert run["facts"]["requests_clipped"] > 0
 
 
-def test_chats_have_text_of_the_length_asked_for(url, capsys, tmp_path):
+def test_chats_have_text_of_the_requested_length(url, capsys, tmp_path):
     fake_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
     told = report(
         capsys, tmp_path, "--url", url, "--tokenizer", str(tmp_path), "--endpoint", "chat",
@@ -121,7 +121,7 @@ def test_chats_have_text_of_the_length_asked_for(url, capsys, tmp_path):
     assert run["output_tokens"] == 12
 
 
-def test_completions_take_text_too(url, capsys, tmp_path):
+def test_completions_accept_text(url, capsys, tmp_path):
     fake_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
     told = report(
         capsys, tmp_path, "--url", url, "--tokenizer", str(tmp_path), "--prompts", "text",
@@ -146,7 +146,7 @@ def test_completions_take_text_too(url, capsys, tmp_path):
         (["--serve-args=--no-such-flag"], "unknown flag --no-such-flag"),
     ],
 )
-def test_what_cannot_run_is_one_line(url, capsys, arguments, message):
+def test_impossible_runs_fail_with_one_line(url, capsys, arguments, message):
     status = serving.main([argument.replace("URL", url) for argument in arguments])
     out, err = capsys.readouterr()
     assert status == 1 and out == ""
@@ -154,7 +154,7 @@ def test_what_cannot_run_is_one_line(url, capsys, arguments, message):
     assert err.count("\n") == 1 and err.startswith("serving: ")
 
 
-def test_requests_that_fail_are_counted_and_end_in_a_failure(url, capsys):
+def test_failed_requests_are_counted_and_fail_the_run(url, capsys):
     wrong_context = ["--context", "2048", "--workload", "chunked_prefill"]
     assert serving.main(["--url", url, "--requests", "8", *wrong_context]) == 1
     out, _ = capsys.readouterr()
@@ -162,7 +162,7 @@ def test_requests_that_fail_are_counted_and_end_in_a_failure(url, capsys):
     assert "error: HTTP 400" in out and "(4 times)" in out
 
 
-def test_a_server_of_our_own_is_started_and_named(capsys, tmp_path):
+def test_own_server_is_started_and_named(capsys, tmp_path):
     told = report(
         capsys, tmp_path, "--serve-args=--fake --max-model-len 512",
         "--workload", "baseline", "--requests", "2",
@@ -172,7 +172,7 @@ def test_a_server_of_our_own_is_started_and_named(capsys, tmp_path):
     assert told["server"]["context"] == 512
 
 
-def test_a_server_that_drafts_says_how_well():
+def test_drafting_server_reports_its_acceptance_rate():
     flags = ["--max-model-len", "512", "--speculation", "suffix", "--fake-step-time-ms", "2"]
 
     async def ask(url: str) -> dict[str, float]:

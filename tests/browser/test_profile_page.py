@@ -22,7 +22,7 @@ def content() -> str:
 
 
 @pytest.mark.parametrize("width", [320, 390, 960, 961, 1400])
-def test_all_of_it_is_as_wide_as_the_screen(browser, content, width):
+def test_profile_page_is_as_wide_as_the_screen(browser, content, width):
     page = browser.new_page(viewport={"width": width, "height": 700})
     page.set_content(content)
     page.get_by_text("1 hardly changed", exact=True).click()
@@ -35,7 +35,7 @@ def test_all_of_it_is_as_wide_as_the_screen(browser, content, width):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_as_dark_as_the_reader_wants_it(browser, content, scheme):
+def test_profile_page_follows_the_color_scheme(browser, content, scheme):
     page = browser.new_page(color_scheme=scheme)
     page.set_content(content)
     ink, paper = page.locator("body").evaluate(

@@ -99,7 +99,7 @@ def shown_commands() -> dict[str, list[str]]:
         ("local-chat-completions", "forge_questions", 0.5),
     ],
 )
-def test_lm_eval_runs_as_the_documents_show_it(server, tmp_path, model, task, least):
+def test_lm_eval_runs_as_documented(server, tmp_path, model, task, least):
     pytest.importorskip("lm_eval")
     program, *arguments = shown_commands()[model]
     assert program == "lm_eval" and len(shown_commands()) == 2

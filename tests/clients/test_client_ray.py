@@ -32,7 +32,7 @@ def environment(python: str) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_data_set_goes_through_an_engine_in_an_actor(request, tmp_path):
+def test_ray_data_set_runs_through_an_engine_actor(request, tmp_path):
     python = request.config.getoption("--server-python")
     source, out = tmp_path / "in.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -100,7 +100,7 @@ def servers(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
         yield first, second
 
 
-def test_what_begins_alike_goes_to_the_same_server(servers):
+def test_router_sends_equal_prefixes_to_one_server(servers):
     went: dict[str, set[int]] = {topic: set() for topic in TOPICS}
     with routing(*servers) as router:
         for question in range(4):
@@ -116,7 +116,7 @@ def test_what_begins_alike_goes_to_the_same_server(servers):
     assert set.union(*went.values()) == {0, 1}, "both have something to do"
 
 
-def test_a_server_that_died_is_left_out_and_its_requests_go_to_the_other(servers):
+def test_router_moves_requests_away_from_a_dead_server(servers):
     with routing(*servers) as router:
         for topic in TOPICS:
             ask(router, topic, 0)
@@ -129,7 +129,7 @@ def test_a_server_that_died_is_left_out_and_its_requests_go_to_the_other(servers
             assert len(ask(router, topic, 2)["choices"]) == 1
 
 
-def test_a_stream_passes_through(servers):
+def test_router_passes_streams_through(servers):
     with routing(*servers) as router:
         body = {"model": router.model, "prompt": "a", "max_tokens": 5, "stream": True}
         events = router.lines("/v1/completions", body)

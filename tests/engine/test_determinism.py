@@ -386,45 +386,45 @@ EIGHT_BITS = (("float32", "int8"), ("bfloat16", "fp8"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_has_the_same_bits_on_every_schedule(dtype):
+def test_request_has_the_same_bits_on_every_schedule(dtype):
     check_the_tier(make_runner(dtype), some(300))
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), EIGHT_BITS)
-def test_so_it_has_with_a_cache_in_8_bits(dtype, kv_dtype):
+def test_request_has_the_same_bits_with_an_8_bit_cache(dtype, kv_dtype):
     """What a step writes it reads back rounded, so it does not matter where a chunk ends."""
     check_the_tier(make_runner(dtype, kv_dtype=kv_dtype), some(25))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_so_it_has_where_others_choose_the_same_experts(dtype):
+def test_request_has_the_same_bits_with_shared_experts(dtype):
     check_the_tier(make_runner(dtype, size="experts"), some(25))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_and_with_experts_in_the_whole_matrix(dtype):
+def test_request_has_the_same_bits_with_experts_full_matrix(dtype):
     check_the_tier(make_runner(dtype, size="experts"), MATRIX)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
-def test_in_the_whole_matrix(dtype, kv_dtype):
+def test_full_matrix_gives_identical_output(dtype, kv_dtype):
     check_the_tier(make_runner(dtype, kv_dtype=kv_dtype), MATRIX)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_tokens", [19, 37, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_steps_of_other_sizes(dtype, num_tokens):
+def test_request_has_the_same_bits_with_other_step_sizes(dtype, num_tokens):
     runner = make_runner(dtype, num_tokens)
     check_the_tier(runner, some(500), num_tokens=num_tokens)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_a_model_as_large_as_the_bundled_one(dtype):
+def test_request_has_the_same_bits_at_the_bundled_models_size(dtype):
     check_the_tier(make_runner(dtype, size="forge-tiny"), some(200))
 
 
@@ -432,7 +432,7 @@ def test_with_a_model_as_large_as_the_bundled_one(dtype):
 
 
 @pytest.mark.parametrize(("one_shape", "uniform"), [(False, False), (True, False), (False, True)])
-def test_the_default_tier_fails_and_so_does_each_half_of_the_other(one_shape, uniform):
+def test_default_tier_and_each_half_of_the_deterministic_one_differ(one_shape, uniform):
     """In float32: in bfloat16 rounding hides the differences of so small a model."""
     comparison = Comparison(make_runner("float32", one_shape=one_shape, uniform=uniform))
     comparison.check(some(40))
@@ -440,7 +440,7 @@ def test_the_default_tier_fails_and_so_does_each_half_of_the_other(one_shape, un
 
 
 @pytest.mark.soak
-def test_the_default_tier_fails_in_bfloat16_with_a_larger_model():
+def test_default_tier_differs_in_bfloat16_with_a_larger_model():
     runner = make_runner("bfloat16", 256, size="forge-tiny", one_shape=False, uniform=False)
     comparison = Comparison(runner, num_tokens=256)
     comparison.check(some(100))
@@ -456,7 +456,7 @@ def shorter_tiles(monkeypatch):
     jax.clear_caches()
 
 
-def test_another_order_of_sums_shows_in_bfloat16_too(request):
+def test_different_summation_order_is_detected_in_bfloat16(request):
     long = Combination(prompt_len=150)
     expected = Comparison(make_runner("bfloat16"))
     expected.check([long])
@@ -467,7 +467,7 @@ def test_another_order_of_sums_shows_in_bfloat16_too(request):
     assert not expected.differing and comparison.differing
 
 
-def test_scales_that_depend_on_the_company_show(monkeypatch):
+def test_scales_shared_by_a_batch_are_detected(monkeypatch):
     """One scale for all tokens of a step."""
 
     def quantize_together(rows, dtype):
@@ -481,7 +481,7 @@ def test_scales_that_depend_on_the_company_show(monkeypatch):
     assert comparison.differing
 
 
-def test_experts_that_drop_tokens_show(monkeypatch):
+def test_experts_that_drop_tokens_are_detected(monkeypatch):
     """No expert takes more than 4 tokens of a step."""
     mix = decoder_file.mix_experts
 
@@ -502,7 +502,7 @@ def test_experts_that_drop_tokens_show(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [*((d, "auto") for d in DTYPES), *EIGHT_BITS])
-def test_rows_that_verify_drafts_have_the_bits_of_decoded_ones(dtype, kv_dtype):
+def test_verified_draft_rows_have_the_bits_of_decoded_ones(dtype, kv_dtype):
     runner = make_runner(dtype, kv_dtype=kv_dtype)
     decoded = run(runner, Combination(), 0)
     drafts = decoded.tokens[0][1:5]
@@ -521,7 +521,7 @@ def test_rows_that_verify_drafts_have_the_bits_of_decoded_ones(dtype, kv_dtype):
     assert all(bits == decoded.rows[key] for key, bits in runner.rows.items())
 
 
-def test_options_for_gpus_are_known_to_this_xla():
+def test_gpu_options_exist_in_this_xla():
     lowered = jax.jit(lambda x: x + 1).lower(np.float32(1))
     lowered.compile(DETERMINISTIC_GPU_OPTIONS)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
@@ -529,7 +529,7 @@ def test_options_for_gpus_are_known_to_this_xla():
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
-def test_the_bundled_model_keeps_its_promise_and_says_who_it_is(kernels):
+def test_bundled_model_is_batch_invariant_and_has_a_fingerprint(kernels):
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "kernels": kernels}
     llm = LLM("forge-tiny", deterministic=True, **options)
     steps = [name for name in llm._core._device.compiled() if "[" in name]
@@ -543,7 +543,7 @@ def test_the_bundled_model_keeps_its_promise_and_says_who_it_is(kernels):
     assert re.fullmatch("fp_[0-9a-f]{12}", llm.system_fingerprint)
 
 
-def test_experts_of_the_cpu_kernels_keep_it_too():
+def test_cpu_kernel_experts_are_batch_invariant():
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "dtype": "bfloat16"}
     llm = LLM(str(GOLDENS / "qwen3_moe_step"), deterministic=True, **options)
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=1, logprobs=20, ignore_eos=True)

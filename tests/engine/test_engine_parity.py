@@ -41,7 +41,7 @@ def llm(folder):
     )
 
 
-def test_prompts_score_as_in_hugging_face(llm, golden):
+def test_prompt_scores_match_hugging_face(llm, golden):
     ids, logits = golden["input_ids"], golden["logits"].astype(np.float64)
     exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     params = SamplingParams(max_tokens=0, prompt_logprobs=20)
@@ -56,7 +56,7 @@ def test_prompts_score_as_in_hugging_face(llm, golden):
                 assert abs(logprob - exact[s, i, token]) < 2e-4
 
 
-def test_greedy_tokens_are_hugging_faces_also_after_preemption(llm, golden):
+def test_greedy_tokens_match_hugging_face_after_preemption(llm, golden):
     before = llm._core.scheduler.num_preemptions
     together = llm.generate(golden["input_ids"].tolist(), GREEDY, progress=False)
     assert llm._core.scheduler.num_preemptions > before
@@ -67,6 +67,6 @@ def test_greedy_tokens_are_hugging_faces_also_after_preemption(llm, golden):
             np.testing.assert_allclose([p for _, p in a.top], [p for _, p in b.top], atol=2e-4)
 
 
-def test_a_folder_without_tokenizer_serves_token_ids(llm):
+def test_folder_without_tokenizer_serves_token_ids(llm):
     [output] = llm.generate([3, 4, 5], SamplingParams(max_tokens=3), progress=False)
     assert llm.tokenizer is None and output.text == "" and output.outputs[0].token_ids

@@ -88,7 +88,7 @@ def test_each_request_of_a_batch_has_its_adapter(both, folders, stories):
     assert len({output.text for output in outputs[:3]}) == 3
 
 
-def test_nothing_is_compiled_when_adapters_come_and_go(llm, folders):
+def test_loading_and_unloading_adapters_compiles_nothing(llm, folders):
     before = llm._parts.compilations()
     llm.load_lora("b", folders["b"])
     run(llm, [PROMPT], lora="b")
@@ -111,7 +111,7 @@ def computed(llm) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-def test_an_engine_without_adapters_has_nothing_of_them(stories, llm):
+def test_engine_without_adapters_has_no_adapter_state(stories, llm):
     with LLM(stories, **OPTIONS) as plain:
         runner = plain._core._device
         assert "set_adapter" not in runner.compiled() and "lora" not in runner.settings
@@ -142,7 +142,7 @@ def test_blocks_are_never_shared_between_adapters(both, folders):
     assert cached("b") == 0, "the same files, but another loading of them"
 
 
-def test_no_salt_passes_for_an_adapter():
+def test_cache_salt_cannot_imitate_an_adapter():
     def name(salt, lora=None):
         ref = None if lora is None else LoraRef(name="x", place=1, identity=lora)
         request = Request(
@@ -157,7 +157,7 @@ def test_no_salt_passes_for_an_adapter():
     assert name("tenant") == "tenant"
 
 
-def test_an_adapter_that_requests_take_is_not_unloaded(both, folders):
+def test_adapter_in_use_is_not_unloaded(both, folders):
     stream = both.stream(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True), lora="b")
     next(stream)
     with pytest.raises(RequestError, match="1 requests take this LoRA adapter"):
@@ -171,7 +171,7 @@ def test_an_adapter_that_requests_take_is_not_unloaded(both, folders):
     assert run(both, [PROMPT], lora="b")[0].text == run(both, [PROMPT], lora="a")[0].text
 
 
-def test_what_cannot_be_loaded_changes_nothing(both, folders, tmp_path):
+def test_failed_adapter_load_changes_nothing(both, folders, tmp_path):
     before = both.loras
     for name, path, named in (
         ("a", folders["b"], "loaded already"),
@@ -196,7 +196,7 @@ def test_what_cannot_be_loaded_changes_nothing(both, folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_embeddings_have_adapters(llm):
+def test_embeddings_use_adapters(llm):
     [one, plain, same] = llm.embed([PROMPT] * 3, lora=["a", None, "a"], progress=False)
     [again] = llm.embed(PROMPT, progress=False)
     np.testing.assert_allclose([same, again], [one, plain], atol=1e-5, rtol=0)
@@ -219,7 +219,7 @@ def exact(stories, exact_options):
 
 
 @pytest.mark.slow
-def test_the_bits_of_a_request_do_not_depend_on_the_adapters_of_others(exact, exact_options):
+def test_bits_are_independent_of_other_requests_adapters(exact, exact_options):
     alone = {name: scores(run(exact, [LONG], lora=name)[0]) for name in ("a", "b", None)}
     for names in (["b", "a", None, "a"], [None, None, "b", "a"], ["a"] * 4):
         outputs = run(exact, [LONG, LONG[3:], [5, 6], LONG], lora=names)
@@ -258,14 +258,14 @@ def answers(llm) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_a_preempted_request_keeps_its_adapter(stories, exact_options, expected):
+def test_preempted_request_keeps_its_adapter(stories, exact_options, expected):
     with LLM(stories, **exact_options | {"num_blocks": 11, "max_model_len": 128}) as tight:
         assert answers(tight) == expected
         assert tight._core.scheduler.num_preemptions > 0
 
 
 @pytest.mark.slow
-def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
+def test_adapters_survive_a_failed_step(exact, expected):
     """Nor do device arrays that are lost, and made anew."""
     calls, core, device = itertools.count(1), exact._core, exact._core._device
     before = core.num_recoveries
@@ -281,7 +281,9 @@ def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
     [{"speculation": "suffix"}, {"speculation": "draft", "draft_model": "self", "draft_layers": 1}],
 )
 @pytest.mark.slow
-def test_speculation_changes_nothing_for_an_adapter(stories, exact_options, expected, speculation):
+def test_speculation_does_not_change_an_adapters_output(
+    stories, exact_options, expected, speculation
+):
     """Twice: then there are earlier outputs, of the same adapter and of others."""
     with LLM(stories, **exact_options, **speculation) as guessing:
         for _ in range(2):
@@ -305,12 +307,12 @@ def test_speculation_changes_nothing_for_an_adapter(stories, exact_options, expe
         ({"max_lora_rank": 0}, "max_lora_rank must"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, named):
+def test_invalid_options_are_rejected(options, named):
     with pytest.raises(ConfigError, match=named):
         EngineConfig.from_options(**options)
 
 
-def test_an_adapter_that_does_not_fit_stops_the_start(stories, folders, monkeypatch):
+def test_adapter_that_does_not_fit_stops_the_start(stories, folders, monkeypatch):
     """Before anything is compiled."""
     monkeypatch.setattr(Runner, "compile", None)
     with pytest.raises(ModelError, match=r"lora b=.*rank 8.*max_lora_rank"):
@@ -352,7 +354,7 @@ async def test_adapters_are_loaded_while_requests_run(stories, folders, both):
 
 
 @pytest.mark.slow
-async def test_a_crash_is_a_pause_for_adapters_too(stories, folders, both, tmp_path):
+async def test_adapters_survive_a_crash(stories, folders, both, tmp_path):
     """Those of the start, and those that were loaded since; one whose files changed is lost."""
     wanted = {name: run(both, [PROMPT], lora=name)[0].text for name in ("a", "b")}
     changing = write_adapter(tmp_path / "changing", stories, seed=3)

@@ -76,7 +76,7 @@ def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
     [{}, {"kernels": "xla"}, {"dtype": "float32"}, {"kv_dtype": "fp8"}],
 )
 @pytest.mark.quick_cases(1)
-def test_what_free_blocks_hold_does_not_matter(kind):
+def test_contents_of_free_blocks_do_not_matter(kind):
     llm = LLM("forge-tiny", **OPTIONS, **kind)
     expected = answers(llm)
     pool = llm._core.scheduler.pool
@@ -96,7 +96,7 @@ def test_what_free_blocks_hold_does_not_matter(kind):
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.quick_cases(1)
-def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached(kv_dtype):
+def test_non_finite_row_is_isolated_and_not_cached(kv_dtype):
     llm = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)
     # Without `bad` beside them, and with empty caches: the company does not matter.
     expected = answers(llm)

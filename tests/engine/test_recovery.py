@@ -82,7 +82,7 @@ def failing(parts, fails) -> tuple[EngineCore, FailingDevice]:
 
 @pytest.mark.parametrize("one_step_ahead", [True, False])
 @pytest.mark.quick_cases(1)
-def test_a_step_in_a_hundred_raises_and_nobody_notices(one_step_ahead):
+def test_failing_steps_do_not_change_outputs(one_step_ahead):
     rng = random.Random(1)
     core, device = failing(
         fake_parts(one_step_ahead=one_step_ahead), lambda plan, where: rng.random() < 0.005
@@ -99,7 +99,7 @@ def test_a_step_in_a_hundred_raises_and_nobody_notices(one_step_ahead):
 
 
 @pytest.mark.parametrize("first_step_raises", [False, True])
-def test_an_idle_core_keeps_no_sequence(first_step_raises):
+def test_idle_core_keeps_no_sequence(first_step_raises):
     core, device = failing(
         fake_parts(), lambda plan, where: first_step_raises and not device.num_failures
     )
@@ -127,7 +127,7 @@ def poisoned(*request_ids: str, output: int = 0):
 
 @pytest.mark.parametrize("output", [0, 1, 9])
 @pytest.mark.parametrize("poison", [("r3",), ("r0",), ("r2", "r9"), ("r4", "r5", "r6")])
-def test_who_makes_every_step_raise_ends_alone(poison, output):
+def test_request_that_fails_every_step_is_isolated(poison, output):
     batch = [
         Request(
             request_id=f"r{i}",
@@ -163,7 +163,7 @@ def test_all_samples_of_a_poisoned_request_end():
         assert outcome[4] == "error" if key[0] == "bad" else outcome == expected[key]
 
 
-def test_who_is_aborted_while_a_culprit_is_looked_for_holds_nobody_up():
+def test_aborting_a_suspect_unblocks_the_others():
     batch = [
         Request(
             request_id=f"r{i}",
@@ -200,7 +200,7 @@ def test_who_is_aborted_while_a_culprit_is_looked_for_holds_nobody_up():
     assert set(ends.values()) == {"abort", "length"}
 
 
-def test_a_device_that_cannot_be_reset_ends_the_engine(monkeypatch):
+def test_device_that_cannot_be_reset_ends_the_engine(monkeypatch):
     parts = fake_parts()
     _, device = failing(parts, lambda plan, where: plan.step == 3)
 
@@ -221,7 +221,7 @@ def test_a_device_that_cannot_be_reset_ends_the_engine(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_stall_is_as_long_as_there_was_work_and_no_step():
+def test_stall_time_counts_only_pending_work_without_a_step():
     now_s = 0.0
     parts = fake_parts()
     parts.core._clock = lambda: now_s
@@ -253,7 +253,7 @@ def bundled() -> LLM:
     return LLM("forge-tiny", deterministic=True, max_num_seqs=4, max_model_len=256, num_blocks=64)
 
 
-def test_a_lost_device_array_is_made_anew(bundled):
+def test_lost_device_array_is_recreated(bundled):
     """As after a step that had taken its buffers and then failed, or ran out of memory."""
     expected = answers(bundled)
     core = bundled._core
@@ -278,7 +278,7 @@ def test_a_lost_device_array_is_made_anew(bundled):
     assert answers(bundled) == expected
 
 
-def test_the_bundled_model_gives_the_same_bits_after_failures(bundled):
+def test_bundled_model_gives_the_same_bits_after_failures(bundled):
     expected = answers(bundled)
     rng = random.Random(4)
     core = bundled._core
@@ -294,7 +294,7 @@ def test_the_bundled_model_gives_the_same_bits_after_failures(bundled):
 
 
 @pytest.mark.slow
-def test_a_step_in_a_hundred_of_five_thousand_real_ones_raises(bundled):
+def test_five_thousand_real_steps_survive_failures(bundled):
     rng = random.Random(5)
     expected = answers(bundled)
     core = bundled._core

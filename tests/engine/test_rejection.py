@@ -236,27 +236,27 @@ def check_drafts(core: EngineCore, low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_without_drafts_outputs_are_as_the_model_has_it(asked):
+def test_outputs_without_drafts_follow_the_model(asked):
     core = make_core(make_runner(None), None)
     assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_with_drafts_that_follow_from_the_text_they_are_the_same(asked):
+def test_ngram_drafts_preserve_the_distribution(asked):
     core = make_core(make_runner(None), make_speculator(OneByOne(Told())))
     assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
     check_drafts(core, 0.1, 0.5)
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_with_drafts_of_a_model_they_are_the_same(asked):
+def test_draft_model_preserves_the_distribution(asked):
     draft_model, runner = make_draft_model()
     core = make_core(runner, make_speculator(ModelDrafter(draft_model)))
     assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
     check_drafts(core, 0.3, 0.95)
 
 
-def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others(monkeypatch):
+def test_wrong_draft_probabilities_are_detected(monkeypatch):
     draft_model, runner = make_draft_model()
     draft, draft_probs = draft_model.draft, draft_model.options.draft_probs
     assert draft_probs is not None
@@ -275,7 +275,7 @@ def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others(mon
 
 
 @pytest.mark.parametrize("kind", ["text", "model"])
-def test_at_temperature_0_tokens_are_those_without_drafts(kind):
+def test_temperature_zero_gives_the_tokens_without_drafts(kind):
     draft_model, runner = make_draft_model()
     drafter = OneByOne(Told()) if kind == "text" else ModelDrafter(draft_model)
     params = SamplingParams(max_tokens=12, temperature=0.0, frequency_penalty=0.5, ignore_eos=True)
@@ -289,7 +289,7 @@ def test_at_temperature_0_tokens_are_those_without_drafts(kind):
     assert core.speculator is not None and core.speculator.stats().num_accepted_tokens > 50
 
 
-def test_with_the_same_drafts_verified_a_seed_gives_the_same_tokens():
+def test_equal_drafts_and_seed_give_equal_tokens():
     draft_model, runner = make_draft_model()
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
 
@@ -301,5 +301,5 @@ def test_with_the_same_drafts_verified_a_seed_gives_the_same_tokens():
     assert run(seed=3) == run(seed=3) != run(seed=4)
 
 
-def test_the_settings_of_the_steps_tell_how_drafts_are_verified():
+def test_step_settings_include_the_draft_verification():
     assert make_runner(None).settings["verification"] == "rejection"

@@ -454,13 +454,13 @@ def compare(runner: AcceptedRows, combinations: list[Combination]) -> tuple[list
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("drafter", AXES["drafter"])
 @pytest.mark.quick_cases(1)
-def test_with_and_without_drafts_everything_is_equal(drafter):
+def test_drafts_do_not_change_the_output(drafter):
     check_the_matrix(drafter, 110)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("drafter", AXES["drafter"])
-def test_in_the_whole_matrix(drafter):
+def test_full_matrix_gives_identical_output(drafter):
     check_the_matrix(drafter, 160)
 
 
@@ -495,7 +495,7 @@ def check_the_matrix(drafter: str, count: int) -> None:
     ],
 )
 @pytest.mark.slow
-def test_with_a_draft_model_everything_is_equal(drafter, dtype):
+def test_draft_model_does_not_change_the_output(drafter, dtype):
     rng = random.Random(DRAFT_MODELS.index(drafter))
     combinations = [Combination(asked=asked, temperature=0.9) for asked in ASKED]
     for schedule in AXES["schedule"][1:]:
@@ -521,13 +521,13 @@ def test_with_a_draft_model_everything_is_equal(drafter, dtype):
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_in_bfloat16():
+def test_drafts_do_not_change_the_output_in_bfloat16():
     differing, _ = compare(make_runner("bfloat16"), random.Random(2).sample(MATRIX, 80))
     assert differing == []
 
 
 @pytest.mark.slow
-def test_in_the_default_tier_rounding_differs():
+def test_rounding_differs_in_the_default_tier():
     """Else the comparison would see nothing."""
     differing, _ = compare(
         make_runner("float32", one_shape=False), random.Random(2).sample(MATRIX, 40)
@@ -536,7 +536,7 @@ def test_in_the_default_tier_rounding_differs():
 
 
 @pytest.mark.slow
-def test_a_draft_that_makes_the_step_not_finite_costs_its_request_nothing():
+def test_draft_with_a_non_finite_row_costs_its_request_nothing():
     runner = make_runner("float32", nan=True)
     combinations = [
         Combination(drafter="not finite", asked=asked, n=n)

@@ -107,7 +107,7 @@ async def until_ready(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(stories, held):
+async def test_requests_run_before_and_while_executables_arrive(stories, held):
     engine = await asyncio.to_thread(Engine.load, config(stories, dtype="float32"))
     engine.start()
     await held.all_compiled()
@@ -148,7 +148,7 @@ async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(s
 
 
 @pytest.mark.slow
-async def test_nothing_compiles_after_ready_whatever_is_asked(stories):
+async def test_nothing_compiles_after_ready_for_any_request(stories):
     engine = await asyncio.to_thread(Engine.load, config(stories, num_blocks=40))
     engine.start()
     await until_ready(engine)
@@ -169,7 +169,7 @@ async def test_nothing_compiles_after_ready_whatever_is_asked(stories):
 
 
 @pytest.mark.slow
-async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
+async def test_engine_stopped_early_stops_compiling(stories, held):
     engine = await asyncio.to_thread(Engine.load, config(stories))
     engine.start()
     await engine.stop()
@@ -179,7 +179,7 @@ async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compiled_is_done_without(stories, monkeypatch, caplog):
+def test_uncompilable_executable_is_left_out(stories, monkeypatch, caplog):
     compile_ = Executables._compile
 
     def fail(self, lowered):
@@ -194,7 +194,7 @@ def test_what_cannot_be_compiled_is_done_without(stories, monkeypatch, caplog):
     assert all(len(output.outputs[0].token_ids) == 3 for output in outputs)
 
 
-def test_serving_begins_with_the_shape_that_takes_any_sequence():
+def test_serving_starts_with_the_shape_that_takes_any_sequence():
     shapes = step_shapes(max_num_seqs=8, max_num_batched_tokens=300, max_rows=64, block_size=16)
     names = [shape.name for shape in shapes]
     assert names == ["decode[4]", "decode[8]", "mixed[64]", "mixed[256]", "mixed[300]"]
@@ -205,7 +205,7 @@ def test_serving_begins_with_the_shape_that_takes_any_sequence():
 
 
 @pytest.mark.parametrize("max_drafts", [1, 7, 31, 127])
-def test_shapes_for_drafts_alone_neither_begin_nor_set_the_limits(max_drafts):
+def test_draft_only_shapes_neither_start_serving_nor_set_limits(max_drafts):
     """verify[8] has as many tokens as a sequence with 7 drafts, but takes no prompt."""
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 512, "max_rows": 512}
     shapes = step_shapes(**sizes, block_size=16, max_drafts=max_drafts)
@@ -219,7 +219,7 @@ def test_shapes_for_drafts_alone_neither_begin_nor_set_the_limits(max_drafts):
             )
 
 
-def test_phases_add_up_and_milestones_count_from_the_beginning():
+def test_startup_phases_add_up_to_the_milestones():
     times = StartupTimes()
     for _ in range(2):
         with times.phase("config"):
@@ -239,9 +239,7 @@ def needed_bytes(stories) -> int:
 
 
 @pytest.mark.slow
-def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
-    stories, monkeypatch, caplog
-):
+def test_cache_that_exceeds_xlas_figures_shrinks_once(stories, monkeypatch, caplog):
     needed = needed_bytes(stories)
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed - 1)
     alive, smaller = [], assemble._make_runner
@@ -267,7 +265,7 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
     ("options", "remedy"), [({"num_blocks": 64}, "at most [0-9]+ fit"), ({}, "lower max_model_len")]
 )
 @pytest.mark.slow
-def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy):
+def test_model_that_cannot_fit_reports_a_remedy(stories, monkeypatch, options, remedy):
     limit = 1 if not options else needed_bytes(stories) // 4
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: limit)
     with pytest.raises(ConfigError, match=remedy):
@@ -275,7 +273,7 @@ def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy)
 
 
 @pytest.mark.slow
-def test_a_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
+def test_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
     needed = needed_bytes(stories)
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed)
     larger = Executables.memory_bytes
@@ -318,7 +316,7 @@ def use(**options) -> None:
     assemble.use_compilation_cache(EngineConfig.from_options(**options))
 
 
-def test_the_compilation_cache_is_in_the_folder_that_is_named_and_private(tmp_path, jax_cache):
+def test_compilation_cache_is_private_in_the_given_folder(tmp_path, jax_cache):
     folder = tmp_path / "a" / "b"
     use(compile_cache_dir=str(folder))
     compile_something()
@@ -332,7 +330,9 @@ def test_the_compilation_cache_is_in_the_folder_that_is_named_and_private(tmp_pa
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, -1], ids="empty byte hundred all-but-one".split())
-def test_half_an_entry_is_removed_and_written_again(tmp_path, jax_cache, caplog, recwarn, left):
+def test_half_written_cache_entry_is_removed_and_rewritten(
+    tmp_path, jax_cache, caplog, recwarn, left
+):
     use(compile_cache_dir=str(tmp_path))
     compile_something()
     jax.jit(lambda x: x - 5).lower(1.0).compile()
@@ -353,9 +353,7 @@ def test_half_an_entry_is_removed_and_written_again(tmp_path, jax_cache, caplog,
     assert entries(tmp_path).keys() == before.keys() and not recwarn.list
 
 
-def test_a_look_that_was_killed_or_met_what_cannot_be_read_misses_nothing(
-    tmp_path, jax_cache, monkeypatch, caplog
-):
+def test_interrupted_cache_scan_is_repeated(tmp_path, jax_cache, monkeypatch, caplog):
     use(compile_cache_dir=str(tmp_path))
     (tmp_path / "half-cache").write_bytes(b"\x78\x9c")
     (tmp_path / "folder-cache").mkdir()
@@ -373,7 +371,7 @@ def test_a_look_that_was_killed_or_met_what_cannot_be_read_misses_nothing(
     assert "cannot look at a compiled executable: folder-cache: Is a directory" in caplog.text
 
 
-def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, monkeypatch):
+def test_nothing_is_written_without_a_compilation_cache(tmp_path, jax_cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
     use(compile_cache=False)
@@ -385,9 +383,7 @@ def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, mon
     assert entries(tmp_path / "forge-jax" / "xla")
 
 
-def test_a_cache_folder_that_others_can_write_to_is_refused(
-    tmp_path, jax_cache, monkeypatch, caplog
-):
+def test_cache_folder_writable_by_others_is_rejected(tmp_path, jax_cache, monkeypatch, caplog):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"--compile-cache .*others can write to it: chmod 700"):
         use(compile_cache_dir=str(tmp_path))
@@ -407,7 +403,7 @@ def test_a_cache_folder_that_others_can_write_to_is_refused(
         use(compile_cache=False, compile_cache_dir=str(tmp_path))
 
 
-def test_the_folder_of_jaxs_own_setting_is_checked_too(tmp_path, jax_cache):
+def test_folder_from_jax_settings_is_checked(tmp_path, jax_cache):
     tmp_path.chmod(0o777)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     with pytest.raises(
@@ -424,7 +420,7 @@ def test_the_folder_of_jaxs_own_setting_is_checked_too(tmp_path, jax_cache):
     assert not Path("gs:").exists()
 
 
-def test_executables_that_others_can_write_are_removed(tmp_path, jax_cache, caplog):
+def test_executables_writable_by_others_are_removed(tmp_path, jax_cache, caplog):
     """They may be from a time when the folder was open to all."""
     use(compile_cache_dir=str(tmp_path))
     (tmp_path / "own-cache").write_bytes(b"whole, in some form")
@@ -442,7 +438,7 @@ def test_executables_that_others_can_write_are_removed(tmp_path, jax_cache, capl
         use(compile_cache_dir=str(tmp_path))
 
 
-def test_xla_takes_the_option_that_turns_command_buffers_off():
+def test_xla_accepts_the_command_buffer_option():
     options = compiler_options("gpu", command_buffers=False, deterministic=False)
     [(name, value)] = options.items()
     lowered = jax.jit(lambda x: x - 5).lower(1.0)

@@ -173,13 +173,13 @@ async def run(seed: int, number: int) -> Counter[int]:
 
 
 @pytest.mark.slow
-async def test_bodies_of_all_kinds_are_served_or_refused():
+async def test_bodies_of_all_kinds_are_served_or_rejected():
     statuses = await run(seed=1, number=1_500)
     assert statuses[200] > 150 and statuses[400] > 800, "it has tried both"
 
 
 @pytest.mark.fuzz
-async def test_many_more_bodies_are_served_or_refused(request):
+async def test_many_more_bodies_are_served_or_rejected(request):
     number, seed = (request.config.getoption(f"--fuzz-{name}") for name in ("cases", "seed"))
     number = max(number, 2 * len(matrix()))  # every field is tried with every value
     statuses = await run(seed, number)
@@ -187,7 +187,7 @@ async def test_many_more_bodies_are_served_or_refused(request):
     assert statuses[200] > number / 20 and statuses[400] > number / 3, "it has tried both"
 
 
-def test_every_endpoint_that_takes_a_body_is_tried():
+def test_every_endpoint_with_a_body_is_fuzzed():
     tried = {*ENDPOINTS, *ADAPTERS}
     assert tried <= {path for route in ROUTES for path in route.paths}
     without = {"cancel_response", "start_profile", "stop_profile", "ping"}
@@ -197,7 +197,7 @@ def test_every_endpoint_that_takes_a_body_is_tried():
             assert tried & set(route.paths), route.handler
 
 
-async def test_odd_words_about_adapters_are_refused():
+async def test_malformed_adapter_requests_are_rejected():
     bodies = ["", "[]", "null", "{", '{"lora_name": "a"}', "é" * 9]
     for odd in ODD:
         bodies += [
@@ -222,7 +222,7 @@ async def test_odd_words_about_adapters_are_refused():
         "forge_jax.engine.core", "msgspec.ValidationError", "Traceback (most recent call last)",
     ],
 )  # fmt: skip
-def test_the_check_sees_what_an_error_must_not_tell(message):
+def test_error_checker_detects_leaked_internals(message):
     good = {"message": "n must be 1", "type": "invalid_request_error", "param": "n", "code": None}
     check_error({"error": good})
     with pytest.raises(AssertionError):

@@ -113,7 +113,7 @@ def refusal(body: bytes) -> str | None:
     return None
 
 
-def test_the_texts_are_what_they_are_called():
+def test_json_samples_match_the_standard_librarys_verdict():
     """A second opinion, which is wider in three points: its constants, BOMs, and depth."""
     for text in VALID:
         json.loads(text.decode())
@@ -126,27 +126,27 @@ def test_the_texts_are_what_they_are_called():
 
 
 @pytest.mark.parametrize("text", VALID, ids=named(VALID))
-def test_valid_json_is_read(text):
+def test_valid_json_is_accepted(text):
     assert refusal(as_field(text)) is None
     assert "not a valid request" in (refusal(text) or "") or b"{" in text[:12]
     assert "not valid JSON" not in (refusal(text) or "none at all")
 
 
 @pytest.mark.parametrize("text", INVALID, ids=named(INVALID))
-def test_what_is_not_json_is_refused(text):
+def test_invalid_json_is_rejected(text):
     for body in (text, as_field(text)):
         message = refusal(body)
         assert message is not None and len(message) < 200
 
 
 @pytest.mark.parametrize("text", EITHER, ids=named(EITHER))
-def test_what_may_be_json_is_read_or_refused(text):
+def test_ambiguous_json_is_accepted_or_rejected(text):
     for body in (text, as_field(text)):
         message = refusal(body)
         assert message is None or len(message) < 200
 
 
-async def test_all_of_it_over_http():
+async def test_json_forms_are_handled_over_http():
     async with fuzzed() as server:
         first = await server.canary()
         for texts, statuses in ((VALID, {200}), (INVALID, {400}), (EITHER, {200, 400})):
@@ -159,7 +159,7 @@ async def test_all_of_it_over_http():
 
 
 @pytest.mark.fuzz
-def test_no_text_holds_the_server_up():
+def test_no_text_blocks_the_server():
     for text in (*VALID, *INVALID, *EITHER, *LARGE):
         for body in (text, as_field(text), b'{"prompt": ' + text + b"}"):
             taken_s = []

@@ -24,7 +24,7 @@ def compiler():
     made.close()
 
 
-def test_three_hundred_schemas_are_as_llguidance_expects(compiler):
+def test_schema_suite_gives_llguidances_results(compiler):
     seen, worse = Counter(), []
     lines = SAMPLE.read_text().splitlines()
     for group in map(json.loads, lines):
@@ -59,7 +59,7 @@ def outcome(matcher, value, valid: bool) -> str:
     return "false_negative" if valid else "false_positive"
 
 
-def test_a_grammar_that_lets_more_through_is_found_out(compiler):
+def test_overly_permissive_grammar_is_detected(compiler):
     narrow = {"schema": {"maximum": 3}, "tests": [{"data": 4, "valid": False}]}
     assert outcomes(compiler, narrow) == ["pass"]
     assert outcomes(compiler, {**narrow, "schema": {}}) == ["false_positive"]

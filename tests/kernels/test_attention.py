@@ -257,7 +257,7 @@ BATCHES = {
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.quick_cases(12)
-def test_agrees_with_dense_attention_in_float64(name, implementation, uniform):
+def test_output_matches_dense_attention_in_float64(name, implementation, uniform):
     check(BATCHES[name], implementation, uniform=uniform)
 
 
@@ -276,7 +276,9 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick_cases(5)
-def test_8_bits_windows_and_soft_caps_agree_with_dense_attention(kind, implementation, uniform):
+def test_8_bit_windowed_and_soft_capped_output_matches_dense_attention(
+    kind, implementation, uniform
+):
     shared = ("decode, several groups", "verify rows", "chunks", "mixed", "tile edges")
     for name in (*shared, "empty sequences between", "nothing at all"):
         check(BATCHES[name], implementation, uniform=uniform, **KINDS[kind])
@@ -293,7 +295,7 @@ def test_scales_are_found_in_blocks_of_all_sizes(block_size, window):
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
-def test_rows_of_8_bits_may_be_zero_tiny_or_huge(implementation, uniform, kv_dtype):
+def test_8_bit_rows_may_be_zero_tiny_or_huge(implementation, uniform, kv_dtype):
     options = {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
     arrays = make(MIXED, kv_dtype=kv_dtype, magnitudes=(1.0, 0.0, 1e-39, 1e5))
     out = np.asarray(run(inputs(arrays, kv_dtype), **options))
@@ -303,7 +305,7 @@ def test_rows_of_8_bits_may_be_zero_tiny_or_huge(implementation, uniform, kv_dty
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
-def test_a_nan_in_8_bits_stays_in_its_sequence(implementation, uniform, kv_dtype):
+def test_8_bit_nan_stays_in_its_sequence(implementation, uniform, kv_dtype):
     """In a scale, or in data that can hold one, of keys or values."""
     options = {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
     arrays = make(MIXED, kv_dtype=kv_dtype)
@@ -330,7 +332,7 @@ def test_a_nan_in_8_bits_stays_in_its_sequence(implementation, uniform, kv_dtype
 @pytest.mark.parametrize("kv_dtype", [None, *EIGHT_BITS])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.quick_cases(2)
-def test_what_every_window_has_passed_may_be_nan(implementation, uniform, kv_dtype):
+def test_nan_behind_every_window_is_ignored(implementation, uniform, kv_dtype):
     options = {"window": 37}
     if kv_dtype is not None:
         options = KINDS["int8, window, soft cap"] | {"kv_dtype": kv_dtype}
@@ -355,7 +357,7 @@ def pass_by(arrays: Arrays, batch: Batch, *, window: int) -> None:
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.quick_cases(1)
-def test_queries_of_bfloat16_meet_caches_of_8_bits(uniform, kv_dtype):
+def test_bfloat16_queries_attend_over_8_bit_caches(uniform, kv_dtype):
     arrays = make(BATCHES["decode"], kv_dtype=kv_dtype)
     q, kv, *rest = inputs(arrays, kv_dtype)
     q, options = q.astype(jnp.bfloat16), {"implementation": "xla", "uniform": uniform}
@@ -370,7 +372,7 @@ def test_queries_of_bfloat16_meet_caches_of_8_bits(uniform, kv_dtype):
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.slow
-def test_the_cost_of_a_window_follows_the_window(uniform, monkeypatch):
+def test_windowed_cost_follows_the_window(uniform, monkeypatch):
     """KV tiles that are read, each time for a group of sequences or rows."""
     read = xla_file._Pool.tile
     counted: list[int] = []
@@ -442,7 +444,7 @@ CPU_BATCHES = {
 
 
 @pytest.mark.parametrize("name", CPU_BATCHES)
-def test_the_cpu_kernels_know_all_sizes(cpu_kernels, name):
+def test_cpu_kernels_support_all_sizes(cpu_kernels, name):
     check_cpu(CPU_BATCHES[name].for_cpu())
 
 
@@ -456,7 +458,7 @@ MANY_KEYS_BATCHES = {
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_the_cpu_kernels_know_8_bits_windows_soft_caps_and_long_contexts(cpu_kernels, kind):
+def test_cpu_kernels_support_8_bits_windows_soft_caps_and_long_contexts(cpu_kernels, kind):
     options = {} if kind is None else KINDS[kind]
     for name in ("decode, several groups", "chunks", "mixed", "empty sequences between"):
         check_cpu(BATCHES[name].for_cpu(), **options)
@@ -475,7 +477,7 @@ def cpu_digests() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_the_cpu_kernels_keep_a_nan_in_8_bits_in_its_sequence(cpu_kernels, kv_dtype):
+def test_cpu_kernels_keep_an_8_bit_nan_in_its_sequence(cpu_kernels, kv_dtype):
     batch = Batch(seqs=((1, 40), (5, 5), (30, 100))).for_cpu()
     arrays = make(batch, kv_dtype=kv_dtype)
     q, kv, *rest = inputs(arrays, kv_dtype)
@@ -497,7 +499,7 @@ def test_the_cpu_kernels_keep_a_nan_in_8_bits_in_its_sequence(cpu_kernels, kv_dt
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
-def test_what_every_window_has_passed_may_be_nan_for_the_cpu_kernels(cpu_kernels, kv_dtype):
+def test_cpu_kernels_ignore_nan_behind_every_window(cpu_kernels, kv_dtype):
     options = {"window": 37, "kv_dtype": kv_dtype}
     for name in ("decode, several groups", "verify rows", "chunks", "mixed"):
         batch = BATCHES[name].for_cpu()
@@ -511,7 +513,7 @@ def test_what_every_window_has_passed_may_be_nan_for_the_cpu_kernels(cpu_kernels
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.quick_cases(2)
-def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_dtype):
+def test_16_bit_caches_may_be_stored_as_bits(implementation, uniform, kv_dtype):
     arrays = make(SHORT_ROWS)
     # Rounded first, so that only the arithmetic differs from the dense one.
     rounded = jnp.asarray(arrays.kv, kv_dtype)
@@ -530,7 +532,7 @@ def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_d
 
 
 @pytest.mark.slow
-def test_a_promise_of_short_rows_changes_nothing():
+def test_max_q_len_hint_does_not_change_the_output():
     decode, verify = make(BATCHES["decode, several groups"]), make(BATCHES["verify rows"])
     for arrays, max_q_len in ((decode, 1), (verify, SHORT)):
         promised = run(inputs(arrays), implementation="xla", max_q_len=max_q_len)
@@ -538,7 +540,7 @@ def test_a_promise_of_short_rows_changes_nothing():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
-def test_a_row_does_not_depend_on_its_company(implementation):
+def test_row_is_independent_of_the_batch(implementation):
     """The same sequence beside longer contexts and in other blocks: the same bits."""
     batch = Batch(seqs=((1, 40),))
     batch = batch.for_cpu() if implementation == "cpu" else batch
@@ -553,13 +555,13 @@ def test_a_row_does_not_depend_on_its_company(implementation):
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 150, (7, 50, 93), (64, 86), (149, 1)], ids=str)
-def test_a_row_of_the_cpu_kernels_does_not_depend_on_the_chunks(cpu_kernels, sizes):
+def test_cpu_kernel_row_is_independent_of_the_chunks(cpu_kernels, sizes):
     check_chunks(sizes)
 
 
 @pytest.mark.parametrize("kind", ["int8", "window longer than a tile", "fp8, window, soft cap"])
 @pytest.mark.parametrize("sizes", [(700, 600), (1299, 1), (1, 511, 1, 787)], ids=str)
-def test_nor_in_long_prompts_and_other_caches(cpu_kernels, sizes, kind):
+def test_cpu_kernel_row_is_independent_of_the_chunks_in_long_prompts(cpu_kernels, sizes, kind):
     check_chunks(sizes, **KINDS[kind])
 
 
@@ -606,7 +608,7 @@ def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
         at += n
 
 
-def test_a_row_that_is_not_finite_stays_alone(cpu_kernels):
+def test_non_finite_row_stays_in_its_sequence(cpu_kernels):
     """Another sequence's NaN, in queries or in the cache, changes no bit."""
     batch = Batch(seqs=((1, 40), (5, 5), (30, 100))).for_cpu()
     clean = make(batch)
@@ -626,7 +628,7 @@ def test_a_row_that_is_not_finite_stays_alone(cpu_kernels):
         )
 
 
-def test_the_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
+def test_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
     check_rotate_and_write()
 
 
@@ -668,7 +670,7 @@ def check_rotate_and_write() -> None:
         np.testing.assert_array_equal(dropped, kv)
 
 
-def test_the_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
+def test_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
     """No copy of the cache: the result is the same memory, and there are no temporaries."""
     kv = jnp.zeros((64, 2, 2, 16, 64), jnp.uint16)
     qkv = jnp.ones((4, 6, 64), jnp.bfloat16)
@@ -688,7 +690,7 @@ def test_the_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
     assert not np.asarray(kept).any(), "a cache that was not donated has been written to"
 
 
-def test_the_cpu_kernels_say_what_they_are_not_for():
+def test_cpu_kernels_name_what_they_do_not_support():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
     attend = partial(ragged_paged_attention, sm_scale=1.0, implementation="cpu")
     with pytest.raises(TypeError, match="and float8_e4m3fn, not float32"):
@@ -740,20 +742,20 @@ def differing_schedules(**options: Any) -> list[str]:
 
 @pytest.mark.parametrize(("implementation", "uniform"), [("xla", True), ("reference", False)])
 @pytest.mark.quick_cases(1)
-def test_a_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
+def test_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
     assert differing_schedules(implementation=implementation, uniform=uniform) == []
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), [("xla", True), ("reference", False)])
 @pytest.mark.quick_cases(1)
-def test_a_uniform_row_of_8_bits_has_too(implementation, uniform, kv_dtype):
+def test_uniform_8_bit_row_has_the_same_bits_on_every_schedule(implementation, uniform, kv_dtype):
     kind = {} if kv_dtype == "int8" else {"window": 70, "soft_cap": 2.0}
     kind |= {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
     assert differing_schedules(**kind) == []
 
 
-def test_the_walking_form_has_not():
+def test_walking_form_depends_on_the_schedule():
     assert differing_schedules(implementation="xla", uniform=False)
 
 
@@ -796,7 +798,7 @@ FAULT_KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.quick_cases(3)
-def test_this_suite_catches_a_planted_fault(fault):
+def test_suite_detects_a_planted_fault(fault):
     text, (old, new) = inspect.getsource(xla_file), FAULTS[fault]
     assert text.count(old) == 1
     faulty: dict = {}
@@ -815,7 +817,7 @@ def test_this_suite_catches_a_planted_fault(fault):
         np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
 
 
-def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
+def test_writes_fill_their_slots_and_drop_the_one_past_the_end():
     rng = np.random.default_rng(0)
     N, K, bs, D = 5, 2, 8, 4
     kv = rng.standard_normal((N, 2, K, bs, D)).astype(np.float32)
@@ -838,7 +840,7 @@ def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_rows_of_8_bits_are_written_with_their_scales(kv_dtype):
+def test_8_bit_rows_are_written_with_their_scales(kv_dtype):
     rng = np.random.default_rng(0)
     N, K, bs, D = 5, 2, 8, 4
     storage = kv_storage_dtype(kv_dtype, "cpu")
@@ -861,7 +863,7 @@ def test_rows_of_8_bits_are_written_with_their_scales(kv_dtype):
         np.testing.assert_array_equal(written.scale, expected_scale)
 
 
-def test_keys_of_8_bits_are_rotated_before_they_are_rounded():
+def test_8_bit_keys_are_rotated_before_rounding():
     rng = np.random.default_rng(0)
     H, K, D, T = 4, 2, 16, 5
     qkv = jnp.asarray(rng.standard_normal((T, H + 2 * K, D)), jnp.float32)
@@ -878,7 +880,7 @@ def test_keys_of_8_bits_are_rotated_before_they_are_rounded():
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
 @pytest.mark.quick_cases(2)
-def test_a_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
+def test_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
     """No copy of the data nor of the scales: the result is the same memory."""
     form = kv_shape_dtype((512, 2, 2, 16, 64), kv_storage_dtype(kv_dtype, "cpu"))
     kv = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), form)
@@ -905,7 +907,7 @@ def test_a_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
     assert all(np.asarray(array).any() for array in jax.tree.leaves(written))
 
 
-def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
+def test_16_and_8_bit_floats_are_stored_as_bits_only_on_cpu():
     assert kv_storage_dtype("bfloat16", "cpu") == jnp.uint16
     assert kv_storage_dtype("float16", "cpu") == jnp.uint16
     assert kv_storage_dtype("float32", "cpu") == jnp.float32
@@ -917,7 +919,7 @@ def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
         kv_storage_dtype("float8_e5m2", "cpu")
 
 
-def test_a_cache_of_8_bits_has_a_scale_for_each_row():
+def test_8_bit_cache_has_a_scale_per_row():
     shape = (5, 2, 3, 8, 16)
     assert kv_shape_dtype(shape, jnp.uint16) == jax.ShapeDtypeStruct(shape, jnp.uint16)
     for storage in (jnp.int8, jnp.uint8, jnp.float8_e4m3fn):
@@ -926,7 +928,7 @@ def test_a_cache_of_8_bits_has_a_scale_for_each_row():
         assert scale == jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
 
 
-def test_caches_of_8_bits_that_do_not_fit_are_refused():
+def test_mismatched_8_bit_caches_are_rejected():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, sm_scale=1.0)
     int8, fp8 = quantized(kv, "int8"), quantized(kv, "float8_e4m3fn")
@@ -950,7 +952,7 @@ def test_caches_of_8_bits_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "mosaic"])
-def test_windows_and_soft_caps_that_make_no_sense_are_refused(implementation):
+def test_invalid_windows_and_soft_caps_are_rejected(implementation):
     arrays = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, *arrays, sm_scale=1.0, implementation=implementation)
     with pytest.raises(ValueError, match="window must be at least 1, not 0"):
@@ -960,7 +962,7 @@ def test_windows_and_soft_caps_that_make_no_sense_are_refused(implementation):
             call(soft_cap=soft_cap)
 
 
-def test_inputs_that_do_not_fit_are_refused():
+def test_mismatched_inputs_are_rejected():
     q, kv, tables, lens, cu, num = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, sm_scale=1.0)
     bits = jnp.zeros(kv.shape, jnp.uint16)
@@ -983,7 +985,7 @@ def test_inputs_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
-def test_a_write_that_does_not_fit_the_cache_is_refused(implementation):
+def test_write_that_does_not_fit_the_cache_is_rejected(implementation):
     qkv, kv = jnp.zeros((3, 6, 32), jnp.bfloat16), jnp.zeros((4, 2, 2, 8, 32), jnp.uint16)
     angles, slots = jnp.zeros((3, 16)), jnp.zeros(3, jnp.int32)
     write = partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation=implementation)
@@ -1044,7 +1046,7 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
     ],
 )
 @pytest.mark.quick_cases(2)
-def test_temporaries_stay_small_at_the_shapes_of_real_models(name, kv_dtype):
+def test_temporaries_stay_small_at_real_model_shapes(name, kv_dtype):
     """A copy or a conversion of the pool would show here: it is 60 times the bound."""
     shape = SHAPES[name]
     S, bs, max_blocks, N = 16, 16, 128, 4096

@@ -29,7 +29,7 @@ CHILD = Path(__file__).with_name("mosaic_child.py")
     "group",
     ["cases", "quantized", "bits", "some faults", pytest.param("faults", marks=pytest.mark.soak)],
 )
-def test_the_interpreted_kernels_keep_the_contract(group):
+def test_interpreted_kernels_keep_the_contract(group):
     """`faults`: each fault that is planted into the kernels is noticed."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -42,7 +42,7 @@ def test_the_interpreted_kernels_keep_the_contract(group):
     assert result["failed"] == {}
 
 
-def test_what_the_kernels_are_not_for_is_named():
+def test_unsupported_kernel_inputs_are_named():
     bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     assert unsupported(32, 8, 128, 64, bf16, bf16) is None
     assert "head size of 72" in unsupported(32, 8, 72, 64, bf16, bf16)
@@ -70,7 +70,7 @@ def test_what_the_kernels_are_not_for_is_named():
         )
 
 
-def test_on_a_hopper_gpu_auto_takes_them_where_it_can_and_says_once_where_not(monkeypatch, caplog):
+def test_auto_uses_the_kernels_on_hopper_and_reports_exceptions_once(monkeypatch, caplog):
     monkeypatch.setattr(api, "_on_hopper", lambda: True)
     monkeypatch.setattr(api, "_say_once", functools.cache(api._say_once.__wrapped__))
 

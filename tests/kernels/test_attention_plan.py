@@ -177,13 +177,13 @@ FORMS = {
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.quick_cases(3)
-def test_every_visible_pair_is_computed_once_and_summed_in_order(form, uniform):
+def test_every_visible_pair_is_computed_once_in_order(form, uniform):
     for seqs in CASES.values():
         check(geometry(uniform=uniform, **FORMS[form]), seqs)
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-def test_random_batches(uniform):
+def test_random_batches_are_computed_once_in_order(uniform):
     rng = np.random.default_rng(0)
     for _ in range(8):
         rows = rng.choice([0, 1, 1, 1, 4, 30, 70], 8)
@@ -191,7 +191,7 @@ def test_random_batches(uniform):
         check(geometry(tokens=600, uniform=uniform), seqs)
 
 
-def test_a_decode_step_has_one_tile_and_one_slice_for_each_sequence_and_head():
+def test_decode_step_has_one_tile_and_slice_per_sequence_and_head():
     g = Geometry(
         tokens=64,
         seqs=64,
@@ -222,7 +222,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.quick_cases(2)
-def test_the_walk_catches_a_planted_fault(fault):
+def test_walk_detects_a_planted_fault(fault):
     text, (old, new) = inspect.getsource(plan_file), FAULTS[fault]
     assert text.count(old) == 1
     faulty: dict = {"__name__": plan_file.__name__}

@@ -129,7 +129,7 @@ def bits(y: jax.Array) -> np.ndarray:
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_the_bits_of_bfloat16_weights(kind, monkeypatch):
+def test_products_have_the_bits_of_bfloat16_weights(kind, monkeypatch):
     monkeypatch.setattr(blocks_module, "CHUNK", 2 * PANEL * 512)  # packed in several parts
     check_exact(kind)
 
@@ -158,7 +158,7 @@ def check_exact(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_a_planted_fault_is_seen():
+def test_planted_fault_is_detected():
     """One scale of one group, and one bit of one value."""
     blocks = KINDS["4 bits, two levels with minima"]
     values = make(blocks, 64, 256)
@@ -174,7 +174,7 @@ def test_a_planted_fault_is_seen():
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_is_not_finite_stays_so_and_alone(kind, rounded):
+def test_non_finite_row_stays_non_finite_and_isolated(kind, rounded):
     w = packed(KINDS[kind], make(KINDS[kind], 96, 256), rounded=rounded)
     x = np.array(activations(40, 256))
     clean = np.asarray(plain(jnp.asarray(x), w, np.int32(40)))
@@ -245,12 +245,12 @@ def check_rounded(kind: str) -> None:
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_products_with_rounded_rows_are_the_bits_of_their_definition(kind):
+def test_products_with_rounded_rows_match_their_definition_bitwise(kind):
     check_rounded(kind)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_a_fault_in_rounded_products_is_seen(monkeypatch):
+def test_fault_in_rounded_products_is_detected(monkeypatch):
     """A reference that adds the sums of groups in another order, or rounds once more, differs."""
     monkeypatch.setattr(f"{__name__}.fused", lambda a, b, c: a * b + c)
     with pytest.raises(AssertionError, match="1 rows"):
@@ -258,7 +258,7 @@ def test_a_fault_in_rounded_products_is_seen(monkeypatch):
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_rounded_rows_end_as_others_do():
+def test_epilogues_of_rounded_rows_stay_close():
     """Norm, SwiGLU and residual, within what rounding to 255 steps explains."""
     blocks = KINDS["8 bits, two levels"]
     values, x = make(blocks, 140, 256), activations(40, 256)
@@ -284,7 +284,7 @@ def rounded_digests() -> dict[str, str]:
     return found
 
 
-def test_rows_are_rounded_only_where_the_kernels_can():
+def test_rows_are_rounded_only_if_the_kernels_can():
     with pytest.raises(ValueError, match="experts in blocks"):
         BlockPacking(KINDS["8 bits"], 64, 64, experts=2, activations="int8")
     with pytest.raises(ValueError, match="groups of 64"):
@@ -334,7 +334,7 @@ def test_plain_xla_multiplies_the_values(kind, dtype):
         assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
 
 
-def test_a_vocabulary_is_multiplied_in_parts(monkeypatch):
+def test_vocabulary_is_multiplied_in_parts(monkeypatch):
     """As on a GPU; here the parts are called by themselves."""
     w = quantized(KINDS["4 bits, two levels"], make(KINDS["4 bits, two levels"], 600, 512))
     x = activations(3, 512)
@@ -344,7 +344,7 @@ def test_a_vocabulary_is_multiplied_in_parts(monkeypatch):
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_other_quantised_matrices_have_no_rows_to_take():
+def test_embed_rejects_matrices_that_are_not_in_blocks():
     quantization = Quantization(values="int8", outputs=4, inputs=8, group=8)
     w = QuantizedWeight(jnp.zeros((4, 8), jnp.int8), jnp.ones((4, 1)), None, None, quantization)
     with pytest.raises(TypeError, match="not in blocks"):

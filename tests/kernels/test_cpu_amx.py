@@ -86,14 +86,14 @@ def bf16_case(rows: int, words: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_bfloat16_has_the_bits_of_the_manual(amx, words):
+def test_bfloat16_tiles_have_the_manuals_bits(amx, words):
     for rows in ROWS:
         x, w = bf16_case(rows, words)
         np.testing.assert_array_equal(multiply(amx, x, w), bf16_by_the_manual(x, w), f"{rows} rows")
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_int8_is_exact(amx, words):
+def test_int8_tiles_are_exact(amx, words):
     rng = np.random.default_rng(words)
     w = rng.integers(0, 256, (words, 32, 4), np.uint8)
     for rows in ROWS:
@@ -102,7 +102,7 @@ def test_int8_is_exact(amx, words):
         np.testing.assert_array_equal(multiply(amx, x, w), want, f"{rows} rows")
 
 
-def test_the_bits_of_a_row_do_not_depend_on_other_rows(amx):
+def test_row_bits_are_independent_of_other_rows(amx):
     x, w = bf16_case(70, 50)
     whole = multiply(amx, x, w)
     for rows in range(1, 70):
@@ -111,7 +111,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(amx):
     np.testing.assert_array_equal(multiply(amx, x[order], w), whole[order])
 
 
-def test_subnormal_numbers_are_zero(amx):
+def test_subnormal_numbers_flush_to_zero(amx):
     """Going in, and coming out: TDPBF16PS ignores how the processor is set."""
     x, w = np.zeros((3, 1, 2), ml_dtypes.bfloat16), np.zeros((1, 32, 2), ml_dtypes.bfloat16)
     x[:, 0, 0], w[0, :, 0] = [2.0**-130, 2.0**-100, 2.0**-100], 2.0**-30
@@ -131,7 +131,7 @@ def test_subnormal_numbers_are_zero(amx):
     ids=["tile", "column", "tail"],
 )
 @pytest.mark.quick_cases(1)
-def test_a_planted_fault_is_seen(tmp_path, fault):
+def test_planted_fault_is_detected(tmp_path, fault):
     faulty = compiled(tmp_path, fault)
     x, w = bf16_case(40, 17)
     assert not np.array_equal(multiply(faulty, x, w), bf16_by_the_manual(x, w))
@@ -139,7 +139,7 @@ def test_a_planted_fault_is_seen(tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_kernels")
-def test_tiles_pass_the_checks_of_the_kernels(tmp_path):
+def test_tiles_pass_the_kernel_checks(tmp_path):
     """The whole library on emulated instructions, which multiply every number of rows."""
     from cpu_contract import digests
     from test_blocks import rounded_digests

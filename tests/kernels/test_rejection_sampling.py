@@ -126,7 +126,7 @@ def certain_logits() -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_whatever_a_text_tells_the_tokens_follow_the_target():
+def test_certain_drafts_preserve_the_target_distribution():
     for setting, by_draft in zip(SETTINGS, outcomes_of_certain_drafts(SETTINGS), strict=True):
         p = target_of(certain_logits(), setting)
         for draft, counts in enumerate(by_draft):
@@ -147,7 +147,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.quick_cases(1)
-def test_of_a_mistake_with_certain_drafts_the_check_knows(mistake, monkeypatch):
+def test_mistake_with_certain_drafts_is_detected(mistake, monkeypatch):
     monkeypatch.setattr(rejection, *MISTAKES[mistake])
     p = target_of(certain_logits(), PLAIN)
     [counts] = outcomes_of_certain_drafts([PLAIN])
@@ -181,7 +181,7 @@ def outcomes(
     return np.asarray(drafts).reshape(-1, each), np.asarray(got).reshape(-1, each)
 
 
-def test_whatever_a_model_drafts_the_tokens_follow_the_target():
+def test_model_drafts_preserve_the_target_distribution():
     V = 23
     target, draft = two_models(V)
     for setting, drafts, got in zip(SETTINGS, *outcomes(SETTINGS, V), strict=True):
@@ -196,7 +196,7 @@ def test_whatever_a_model_drafts_the_tokens_follow_the_target():
 
 @pytest.mark.parametrize(("vocab_size", "support"), [(80, 64), (23, 5), (23, 1)])
 @pytest.mark.slow
-def test_drafts_from_a_few_of_the_tokens_leave_the_distribution_as_it_is(vocab_size, support):
+def test_drafts_from_a_few_tokens_preserve_the_distribution(vocab_size, support):
     [drafts], [got] = outcomes([PLAIN], vocab_size, support)
     assert len(np.unique(drafts)) <= support
     target = target_of(two_models(vocab_size)[0], PLAIN)
@@ -205,14 +205,14 @@ def test_drafts_from_a_few_of_the_tokens_leave_the_distribution_as_it_is(vocab_s
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.slow
-def test_of_a_mistake_with_drafts_of_a_model_the_check_knows(mistake, monkeypatch):
+def test_mistake_with_model_drafts_is_detected(mistake, monkeypatch):
     monkeypatch.setattr(rejection, *MISTAKES[mistake])
     _, [got] = outcomes([PLAIN], 23)
     target = target_of(two_models(23)[0], PLAIN)
     assert p_value(np.bincount(got, minlength=23), target) < WRONG
 
 
-def test_of_drafts_drawn_with_the_noise_of_the_target_the_check_knows(monkeypatch):
+def test_drafts_that_reuse_the_targets_noise_are_detected(monkeypatch):
     def noise_of_samples(seed, known, count, purpose):
         return gumbel(seed, known + 1, count)
 
@@ -222,7 +222,7 @@ def test_of_drafts_drawn_with_the_noise_of_the_target_the_check_knows(monkeypatc
     assert p_value(np.bincount(got, minlength=23), target) < WRONG
 
 
-def test_verifying_what_is_likely_once_it_has_been_drawn_would_be_a_mistake():
+def test_choosing_drafts_by_their_draw_biases_the_output():
     """So how many drafts are verified is settled by what was known before."""
     V, count = 23, 60_000
     target, draft = two_models(V)
@@ -307,7 +307,7 @@ def joint_counts(tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("certain_drafts", [False, True])
 @pytest.mark.slow
-def test_the_tokens_of_a_sequence_follow_the_target_together(certain_drafts):
+def test_sequences_follow_the_joint_target_distribution(certain_drafts):
     counts = joint_counts(sequences(certain_drafts=certain_drafts))
     assert p_value(counts.ravel(), joint().ravel()) > FINE
     for first in range(V3):  # the second, given the first
@@ -316,7 +316,7 @@ def test_the_tokens_of_a_sequence_follow_the_target_together(certain_drafts):
 
 
 @pytest.mark.slow
-def test_of_noise_that_positions_share_the_check_of_sequences_knows(monkeypatch):
+def test_noise_shared_between_positions_is_detected(monkeypatch):
     """The first token's distribution is right even so."""
 
     def same_everywhere(seed, position, purpose):
@@ -352,7 +352,7 @@ def mixed_rows() -> tuple[jax.Array, Drafts, dict[str, jax.Array]]:
 
 
 @pytest.mark.slow
-def test_rows_without_drafts_and_greedy_ones_sample_as_ever():
+def test_rows_without_drafts_and_greedy_rows_sample_as_usual():
     logits, drafts, rows = mixed_rows()
     plain = np.asarray(jitted_sample(logits, **rows))
     got = np.asarray(jitted_sample(logits, drafts=drafts, **rows))
@@ -363,7 +363,7 @@ def test_rows_without_drafts_and_greedy_ones_sample_as_ever():
     np.testing.assert_array_equal(got[greedy], np.asarray(logits).argmax(axis=1)[greedy])
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_row_is_independent_of_its_neighbors():
     logits, drafts, rows = mixed_rows()
     choose = jitted_sample
     together = np.asarray(choose(logits, drafts=drafts, **rows))
@@ -375,7 +375,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(choose(logits[order], drafts=other, **moved), together[order])
 
 
-def test_the_cpu_kernel_samples_what_is_not_verified_and_xla_the_rest(cpu_kernels):
+def test_cpu_kernel_samples_unverified_rows_and_xla_the_rest(cpu_kernels):
     logits, drafts, rows = mixed_rows()
     by_kernel = jax.jit(partial(sample, implementation="cpu"))
     none = drafts._replace(verified=jnp.zeros(len(logits), bool))
@@ -388,7 +388,7 @@ def test_the_cpu_kernel_samples_what_is_not_verified_and_xla_the_rest(cpu_kernel
 
 @pytest.mark.parametrize("kind", ["certain", "drawn"])
 @pytest.mark.quick_cases(1)
-def test_what_the_target_forbids_is_never_accepted_and_what_it_wants_alone_always(kind):
+def test_forbidden_drafts_are_rejected_and_forced_ones_accepted(kind):
     V, count = 12, 400
     logits = np.random.default_rng(0).normal(size=(count, V)).astype(np.float32)
     logits[:200, 5] = -np.inf  # forbidden
@@ -407,7 +407,7 @@ def test_what_the_target_forbids_is_never_accepted_and_what_it_wants_alone_alway
 
 
 @pytest.mark.slow
-def test_a_model_that_drafts_for_itself_is_always_right():
+def test_target_as_its_own_draft_is_always_accepted():
     logits = jnp.array(np.random.default_rng(0).normal(size=(5000, 50)), jnp.float32)
     rows = rows_of([PLAIN | {"top_p": 0.9}], 5000)
     both = jax.jit(partial(draw, ahead=2, any_filter=True))
@@ -415,7 +415,7 @@ def test_a_model_that_drafts_for_itself_is_always_right():
     assert (drafts == got).all() and len(np.unique(got)) > 20
 
 
-def test_what_is_proposed_adds_up_and_names_every_token_once():
+def test_proposal_sums_to_one_and_lists_each_token_once():
     logits, _, rows = mixed_rows()
     del rows["position"]
     known = jnp.full(len(logits), 7)
@@ -431,7 +431,7 @@ def test_what_is_proposed_adds_up_and_names_every_token_once():
     np.testing.assert_array_equal(np.asarray(drawn.token)[greedy], best[greedy])
 
 
-def test_drafts_from_logits_that_are_not_finite_are_sound_or_count_as_certain():
+def test_drafts_from_non_finite_logits_are_sound_or_certain():
     V = 90
     logits = np.random.default_rng(0).normal(size=(4, V)).astype(np.float32)
     logits[1, 7] = np.nan
@@ -446,7 +446,7 @@ def test_drafts_from_logits_that_are_not_finite_are_sound_or_count_as_certain():
 
 
 @pytest.mark.slow
-def test_noise_for_one_thing_tells_nothing_of_noise_for_another():
+def test_noise_for_different_purposes_is_independent():
     count = 100_000
     seed = jnp.ones((count, 2), jnp.uint32)
     position = jnp.arange(count)

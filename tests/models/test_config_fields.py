@@ -181,7 +181,7 @@ def faults(name: str) -> tuple[list[str], Counter]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_variants_are_read_as_by_transformers_or_refused(name):
+def test_variants_match_transformers_or_are_rejected(name):
     found, refusals = faults(name)
     assert not found, f"{len(found)} of {sum(refusals.values())}:\n" + "\n".join(found[:40])
     assert refusals["read"] > 0.3 * sum(refusals.values())
@@ -211,7 +211,7 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_fault_is_found(plant, monkeypatch):
+def test_planted_fault_is_detected(plant, monkeypatch):
     name, defaults, functions = PLANTS[plant]
     own = ARCHITECTURES[name]
     planted = replace(own, defaults={**own.defaults, **defaults})
@@ -242,7 +242,7 @@ class Recorder(dict):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_field_that_is_read_has_transformers_default(name):
+def test_every_field_has_the_default_of_transformers(name):
     own, theirs = ARCHITECTURES[name], DEFAULTS[name]
     config = HFConfig(TABLE["bases"][name]).with_defaults(own.defaults, own.defaults)
     config.values = values = Recorder(config.values)
@@ -256,7 +256,7 @@ def test_every_field_that_is_read_has_transformers_default(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_missing_field_is_its_default_and_a_null_only_where_it_means_something(name):
+def test_missing_field_is_its_default_and_null_only_where_meaningful(name):
     own, theirs, base = ARCHITECTURES[name], DEFAULTS[name], TABLE["bases"][name]
 
     def outcome(config):
@@ -277,7 +277,7 @@ def test_a_missing_field_is_its_default_and_a_null_only_where_it_means_something
     assert own.nullable <= optional
 
 
-def test_default_end_tokens_count_only_without_a_generation_config():
+def test_default_eos_tokens_apply_only_without_a_generation_config():
     own, base = ARCHITECTURES["LlamaForCausalLM"], dict(TABLE["bases"]["LlamaForCausalLM"])
     assert own.read(HFConfig(base), HFConfig({"eos_token_id": 5})).eos_token_ids == (5, 2)
     del base["eos_token_id"]

@@ -52,7 +52,7 @@ def test_every_family_has_a_golden():
     assert set(ARCHITECTURES) == set(BY_FAMILY)
 
 
-def test_windows_where_the_file_has_no_list_of_layers(spec_of):
+def test_windows_have_defaults_without_a_layer_list(spec_of):
     assert spec_of("mistral_window").windows == (24,) * 3
     assert spec_of("mistral_window", sliding_window=None).windows == ()
     assert spec_of("qwen2").windows == ()
@@ -79,7 +79,7 @@ def test_gemma_3_has_two_rotations_in_both_spellings(spec_of):
     assert spec_of("gemma3", without=("rope_parameters",)).rope.theta == 1e6
 
 
-def test_longrope_in_both_spellings(spec_of):
+def test_longrope_is_read_in_both_spellings(spec_of):
     new = spec_of("phi3_long")
     section = json.loads((GOLDENS / "phi3_long" / "config.json").read_text())["rope_parameters"]
     old = {key: section[key] for key in ("short_factor", "long_factor")}
@@ -94,14 +94,14 @@ def test_longrope_in_both_spellings(spec_of):
     assert short.rope.attention_factor == 1.0
 
 
-def test_smollm_3_rotates_not_every_fourth_layer(spec_of):
+def test_smollm_3_skips_rotation_in_every_fourth_layer(spec_of):
     assert spec_of("smollm3").no_rope == {2}
     assert spec_of("smollm3", without=("no_rope_layers",)).no_rope == {3}
     spec = spec_of("smollm3", without=("no_rope_layers",), no_rope_layer_interval=2)
     assert spec.no_rope == {1, 3}
 
 
-def test_which_layers_have_experts(spec_of):
+def test_expert_layers_follow_the_config(spec_of):
     def layers(name, without=(), **changes):
         spec = spec_of(name, without, num_hidden_layers=6, **changes)
         return [layer for layer in range(6) if spec.experts_of(layer) is not None]
@@ -116,7 +116,7 @@ def test_which_layers_have_experts(spec_of):
     assert spec_of("qwen3_moe", num_local_experts=0).experts is None
 
 
-def test_experts_in_both_spellings_and_by_default(spec_of):
+def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
     new = spec_of("qwen3_moe").experts
     assert (new.count, new.per_token, new.intermediate_size, new.normalised) == (12, 4, 16, True)
     assert spec_of("qwen3_moe", ("num_local_experts",), num_experts=12).experts == new
@@ -181,7 +181,7 @@ def test_experts_in_both_spellings_and_by_default(spec_of):
         ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
     ],
 )
-def test_what_is_wrong_or_not_supported_is_named(spec_of, name, changes, message):
+def test_invalid_or_unsupported_fields_are_named(spec_of, name, changes, message):
     with pytest.raises((ModelError, UnsupportedModelError), match=message):
         spec_of(name, **changes)
 

@@ -97,7 +97,7 @@ def refused(tmp_path):
         (header(b'{"__metadata__":{"a":"\xff"}}'), "'utf-8' codec"),
     ],
 )  # fmt: skip
-def test_each_lie_of_a_header_is_named(refused, content, message):
+def test_each_false_header_field_is_named(refused, content, message):
     assert message in refused(content)
 
 
@@ -111,7 +111,7 @@ def test_each_lie_of_a_header_is_named(refused, content, message):
         b'{"x":{"dtype":"I8","shape":[0],"data_offsets":[0,0]},"__metadata__":{"a":"b"}} \n\t',
     ],
 )
-def test_what_the_format_allows_is_read(tmp_path, text):
+def test_everything_the_format_allows_is_read(tmp_path, text):
     (tmp_path / "x.safetensors").write_bytes(header(text))
     assert list(read_header(tmp_path / "x.safetensors")) == (["x"] if b'"x"' in text else [])
 
@@ -135,7 +135,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_ends_soon_and_takes_little_memory(tmp_path, name):
+def test_header_bomb_fails_soon_in_little_memory(tmp_path, name):
     """What is allocated counts; the file itself is mapped, and the kernel may drop its pages."""
     (tmp_path / "model.safetensors").write_bytes(header(BOMBS[name]))
     tracemalloc.start()
@@ -150,7 +150,7 @@ def test_a_bomb_ends_soon_and_takes_little_memory(tmp_path, name):
     assert seconds < 10  # of one core, while memory is traced; a tenth of it on an idle machine
 
 
-def test_a_header_longer_than_the_limit_is_not_read(tmp_path):
+def test_header_longer_than_the_limit_is_not_read(tmp_path):
     file = tmp_path / "model.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
@@ -159,7 +159,7 @@ def test_a_header_longer_than_the_limit_is_not_read(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_a_huge_hole_is_no_header(tmp_path):
+def test_sparse_file_is_no_header(tmp_path):
     file = tmp_path / "model.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", MAX_HEADER_BYTES))
@@ -168,7 +168,7 @@ def test_a_huge_hole_is_no_header(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_too_many_tensors_are_refused(tmp_path, monkeypatch):
+def test_too_many_tensors_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("forge_jax.checkpoint.safetensors.MAX_TENSORS", 3)
     empty = at(0, 0, shape=[0])
     (tmp_path / "x.safetensors").write_bytes(header({str(i): empty for i in range(3)}))
@@ -196,18 +196,18 @@ def index(tmp_path):
 @pytest.mark.parametrize(
     "shard", ["../a.safetensors", "/etc/passwd", "..", ".", "", "b/../a", "b/a", "a\0"]
 )
-def test_a_shard_outside_the_folder_is_refused(index, shard):
+def test_shard_outside_the_folder_is_rejected(index, shard):
     with pytest.raises(CheckpointError, match=r"index\.json names a file outside the folder"):
         open_checkpoint(index({"x": shard}))
 
 
-def test_a_tensor_in_two_shards_is_refused(index):
+def test_tensor_in_two_shards_is_rejected(index):
     folder = index({"x": "a.safetensors", "y": "b.safetensors"}, ["a.safetensors", "b.safetensors"])
     with pytest.raises(CheckpointError, match=r"tensor 'x' is in two shards.*a\.saf.* and b\.saf"):
         open_checkpoint(folder)
 
 
-def test_shards_that_are_links_pipes_or_folders(index, tmp_path):
+def test_shards_may_be_links_to_files_only(index, tmp_path):
     """A link to a file is how the Hub's cache looks; everything else is refused."""
     folder = index({"x": "b.safetensors"})
     shard = tmp_path / "b.safetensors"
@@ -226,7 +226,7 @@ def test_shards_that_are_links_pipes_or_folders(index, tmp_path):
             open_checkpoint(folder)
 
 
-def test_the_index_itself_is_bounded(index, tmp_path, monkeypatch):
+def test_index_size_is_bounded(index, tmp_path, monkeypatch):
     for text in (
         "[" * 10**6,
         '{"weight_map": ' + '{"a":' * 10 + "1" + "}" * 11,
@@ -306,13 +306,13 @@ def damage(stories, tmp_path):
     return Damage(stories, tmp_path)
 
 
-def test_damage_is_noticed_or_harmless(damage):
+def test_damage_is_detected_or_harmless(damage):
     damage.truncate([*range(0, 64), *range(64, len(damage.good), 20_011), len(damage.good) - 1])
     assert damage.flip(300, seed=0) < 30  # a comment's byte, a blank: little survives
 
 
 @pytest.mark.soak
-def test_much_damage_is_noticed_or_harmless(damage):
+def test_much_damage_is_detected_or_harmless(damage):
     generator = np.random.default_rng(1)
     damage.truncate(range(damage.start + 64))
     damage.truncate(map(int, generator.integers(len(damage.good), size=2000)))

@@ -80,9 +80,7 @@ def logits_of(model):
 
 @pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe"])
 @pytest.mark.quick_cases(1)
-def test_a_step_with_several_adapters_gives_what_merged_weights_give(
-    name, goldens, tmp_path, figure
-):
+def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
     """Fused matrices in the checkpoint or in ours, biases, norms behind, experts, scaled sums."""
     base = goldens / name
     model = make_model(base)
@@ -109,7 +107,7 @@ def test_a_step_with_several_adapters_gives_what_merged_weights_give(
 
 
 @pytest.mark.slow
-def test_rslora_patterns_and_16_bit_files(goldens, tmp_path):
+def test_rslora_patterns_and_16_bit_files_are_read(goldens, tmp_path):
     base = goldens / "llama2"
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)
@@ -140,7 +138,7 @@ def test_rslora_patterns_and_16_bit_files(goldens, tmp_path):
 
 
 @pytest.mark.slow
-def test_packed_matrices_have_adapters_beside_them(goldens, tmp_path):
+def test_packed_matrices_support_adapters(goldens, tmp_path):
     from forge_kernels import cpu
 
     if not cpu.available() or jax.default_backend() != "cpu":
@@ -159,7 +157,7 @@ def test_packed_matrices_have_adapters_beside_them(goldens, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_bits_of_a_row_depend_on_its_own_adapter_alone(dtype):
+def test_row_bits_depend_only_on_its_own_adapter(dtype):
     """Not on who shares the step, what the other adapters are, or at which place its own lies."""
     rng = np.random.default_rng(0)
     places, rank, rows = 4, 8, 16
@@ -222,7 +220,7 @@ def change_tensors(folder, change):
         ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern"),
     ],
 )
-def test_what_is_not_plain_lora_is_refused_by_name(llama, tmp_path, changes, named):
+def test_adapters_other_than_plain_lora_are_rejected_by_name(llama, tmp_path, changes, named):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_config(tmp_path, **changes)
@@ -246,7 +244,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(llama, tmp_path, changes, nam
         ({"rank_pattern": [1]}, "rank_pattern must be an object"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(llama, tmp_path, changes, named):
+def test_invalid_adapter_config_is_rejected(llama, tmp_path, changes, named):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_config(tmp_path, **changes)
@@ -274,7 +272,7 @@ MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(llama, tmp_path, change, named):
+def test_mismatched_tensors_are_rejected(llama, tmp_path, change, named):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_tensors(tmp_path, change)
@@ -295,7 +293,7 @@ def test_tensors_that_do_not_fit_are_refused(llama, tmp_path, change, named):
         "model.layers.0.self_attn.q_proj.lora_A.weight",
     ],
 )
-def test_a_tensor_of_anything_else_is_refused_by_name(llama, tmp_path, name):
+def test_unknown_tensor_is_rejected_by_name(llama, tmp_path, name):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_tensors(tmp_path, lambda t: t.update({name: np.zeros((4, 64), np.float32)}))
@@ -305,14 +303,14 @@ def test_a_tensor_of_anything_else_is_refused_by_name(llama, tmp_path, name):
 
 
 @pytest.mark.parametrize("other", ["qwen2", "gemma2"])
-def test_an_adapter_of_another_model_says_whose_it_is(llama, goldens, tmp_path, other):
+def test_adapter_of_another_model_names_that_model(llama, goldens, tmp_path, other):
     """One whose matrices have other shapes, one that has more of them."""
     write_adapter(tmp_path, goldens / other, seed=1, base_model_name_or_path=f"someone/{other}")
     with pytest.raises(ModelError, match=f"made for 'someone/{other}' .base_model_name_or_path"):
         check_adapter(tmp_path, llama[1], SHAPE)
 
 
-def test_matrices_of_experts_are_refused_by_name(goldens, tmp_path):
+def test_expert_matrices_are_rejected_by_name(goldens, tmp_path):
     base = goldens / "qwen3_moe"
     write_adapter(tmp_path, base, seed=1, modules=["model.layers.0.mlp.experts.0.up_proj"])
     with pytest.raises(UnsupportedModelError, match=r"experts\.0\.up_proj"):
@@ -320,7 +318,7 @@ def test_matrices_of_experts_are_refused_by_name(goldens, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_without_one_of_the_files_is_no_adapter(llama, tmp_path, name):
+def test_folder_with_a_missing_file_is_no_adapter(llama, tmp_path, name):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     (tmp_path / name).unlink()
@@ -332,7 +330,7 @@ def test_a_folder_without_one_of_the_files_is_no_adapter(llama, tmp_path, name):
             read_adapter(tmp_path, model, SHAPE)
 
 
-def test_the_digest_tells_adapters_apart(llama, tmp_path):
+def test_digest_distinguishes_adapters(llama, tmp_path):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     before = adapter_digest(tmp_path)

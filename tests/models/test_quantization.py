@@ -76,7 +76,7 @@ def test_packed_bfloat16_is_as_close_to_float32_as_plain_bfloat16(exact, figure)
     ("form", "least", "most", "agreement"),
     [("int8", 0.0014, 0.0056, 0.96), ("int4", 0.05, 0.2, 0.84)],
 )
-def test_quantised_weights_predict_nearly_the_same(exact, form, least, most, agreement, figure):
+def test_quantized_weights_predict_nearly_the_same(exact, form, least, most, agreement, figure):
     """Half and twice what was measured: 0.0028 nats and 97.5% for int8, 0.101 and 88% for int4.
 
     Plain bfloat16: 0.0002 and 99.5%. forge-tiny is small; larger models lose less.

@@ -187,7 +187,7 @@ def error(ours: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(ours - want) / np.linalg.norm(want))
 
 
-def test_fp8_of_the_writer_is_fp8():
+def test_writers_fp8_matches_ml_dtypes():
     codes = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(
         writer.from_e4m3(codes), codes.view(jnp.float8_e4m3fn).astype(np.float64)
@@ -199,7 +199,7 @@ def test_fp8_of_the_writer_is_fp8():
     )
 
 
-def test_values_are_exactly_those_of_the_definition(written):
+def test_values_match_the_definition_exactly(written):
     spec = read_spec(written.folder)
     stored = read_header(written.folder / "model.safetensors")
     modules = [name.removesuffix(".weight") for name in written.exact if "_proj" in name]
@@ -219,7 +219,7 @@ def test_values_are_exactly_those_of_the_definition(written):
 
 
 @pytest.mark.quick_cases(4)
-def test_logits_are_those_of_the_definition(written, figure):
+def test_logits_match_the_definition(written, figure):
     """Activations that are rounded and lie between two steps may fall to either: in few rows."""
     case = written.case
     want = writer.llama_logits(written.exact, IDS, case.round_rows)
@@ -235,7 +235,7 @@ def test_logits_are_those_of_the_definition(written, figure):
         assert error(ours, writer.llama_logits(written.exact, IDS)) > 0.01
 
 
-def test_memory_is_that_of_the_quantised_weights(written):
+def test_memory_equals_the_size_of_the_quantized_weights(written):
     """Scales and zeros take up to 9 bytes for 32 values here; files have groups of 128."""
     case, loaded = written.case, written.loaded
     plain = {name: w for name, w in written.exact.items() if "_proj" not in name}
@@ -252,7 +252,7 @@ def test_memory_is_that_of_the_quantised_weights(written):
 
 
 @pytest.mark.quick_cases(4)
-def test_a_row_does_not_depend_on_its_neighbours(written):
+def test_row_is_independent_of_its_neighbors(written):
     scores = [PagedRun(written.loaded, 2).step([IDS, OTHER])[0]]
     scores.append(PagedRun(written.loaded, 2).step([IDS, [96 - 1 - token for token in OTHER]])[0])
     np.testing.assert_array_equal(*scores)
@@ -270,7 +270,7 @@ PACKED = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.quick_cases(12)
-def test_products_of_bfloat16_rows_are_those_of_the_definition(name, kernels, tmp_path):
+def test_bfloat16_products_match_the_definition(name, kernels, tmp_path):
     """Packed for the kernels are those matrices that they hold exactly; int4 rounds x, too."""
     if kernels and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
@@ -381,7 +381,7 @@ def test_zero_points_of_symmetric_values_must_be_zero(tmp_path):
             load(tmp_path)
 
 
-def test_a_bias_that_the_model_has_not_must_be_zero(tmp_path):
+def test_unexpected_bias_must_be_zero(tmp_path):
     """Old GPTQ files give every matrix one."""
     for value, good in ((0, True), (1, False)):
 
@@ -404,7 +404,7 @@ def change_config(folder, edit):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_tensors_of_quantised_matrices_that_the_config_does_not_describe_are_named(tmp_path):
+def test_quantized_tensors_without_a_config_are_named(tmp_path):
     write(CASES["gptq"], tmp_path)
     change_config(tmp_path, lambda config: config.pop("quantization_config"))
     with pytest.raises(
@@ -429,7 +429,7 @@ def write_with_head(folder, scheme, tie: bool):
     return written | {"lm_head.weight": exact}
 
 
-def test_a_quantised_head_is_used(tmp_path):
+def test_quantized_head_is_used(tmp_path):
     exact = write_with_head(tmp_path, {"lm_head": True}, tie=False)
     loaded = load(tmp_path)
     assert "head.weight" in loaded.model.in_format(QuantizedFormat)
@@ -437,7 +437,7 @@ def test_a_quantised_head_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", [{}, {"lm_head": True}])
-def test_a_quantised_head_of_tied_embeddings_is_refused(scheme, tmp_path):
+def test_quantized_head_of_tied_embeddings_is_rejected(scheme, tmp_path):
     write_with_head(tmp_path, scheme, tie=True)
     with pytest.raises(CheckpointError, match="lm_head is quantised"):
         load(tmp_path)
@@ -451,7 +451,7 @@ ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, 
     [("int8_rows", "bfloat16"), ("gptq_ordered_symmetric", "bfloat16"), ("fp8_blocks", "float32")],
 )
 @pytest.mark.quick_cases(1)
-def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp_path):
+def test_greedy_continuations_are_batch_invariant(name, dtype, tmp_path):
     """Of the first two the CPU kernels compute; of the last numpy knows the tokens, too."""
     exact = write(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)
@@ -473,7 +473,7 @@ def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_the_flag_does_not_quantise_again(quantization, tmp_path):
+def test_quantization_flag_does_not_quantize_again(quantization, tmp_path):
     write(CASES["gptq"], tmp_path, torch_dtype="bfloat16")
     with pytest.raises(
         ConfigError,
@@ -482,7 +482,7 @@ def test_the_flag_does_not_quantise_again(quantization, tmp_path):
         LLM(str(tmp_path), quantization=quantization, **ENGINE)
 
 
-def test_matrices_of_one_leaf_must_be_quantised_alike(tmp_path):
+def test_matrices_of_one_leaf_must_share_a_quantization(tmp_path):
     case = CASES["int8_rows"]
     write(case, tmp_path)
     more = ["model.layers.0.self_attn.k_proj"]
@@ -493,7 +493,7 @@ def test_matrices_of_one_leaf_must_be_quantised_alike(tmp_path):
         build_model(read_spec(tmp_path))
 
 
-def test_scales_that_float16_does_not_hold_say_what_to_do(tmp_path):
+def test_scales_that_overflow_float16_name_the_remedy(tmp_path):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
 
@@ -509,7 +509,7 @@ def test_scales_that_float16_does_not_hold_say_what_to_do(tmp_path):
     load(tmp_path)
 
 
-def test_a_step_makes_no_floats_of_whole_matrices():
+def test_step_converts_no_whole_matrices_to_float():
     """Compiled from shapes alone: a tile at a time takes no more than some of one matrix."""
     if jax.default_backend() != "cpu":
         pytest.skip("a loop over tiles is for CPUs")

@@ -112,7 +112,7 @@ def definition(case: Case, exact, x, round_rows=None) -> np.ndarray:
 
 
 @pytest.mark.quick_cases(5)
-def test_experts_are_those_of_the_definition(written, figure):
+def test_experts_match_the_definition(written, figure):
     case, x = written.case, rows(40)
     want, ours = definition(case, written.exact, x) - x, block(written.loaded, x) - x
     by_row = np.linalg.norm(ours - want, axis=1) / np.linalg.norm(want, axis=1)
@@ -140,7 +140,7 @@ def test_experts_stay_as_small_as_their_values(written):
 
 
 @pytest.mark.quick_cases(5)
-def test_a_row_does_not_depend_on_its_neighbours(written):
+def test_row_is_independent_of_its_neighbors(written):
     x = rows(40)
     whole = block(written.loaded, x)
     order = RNG(1).permutation(40)
@@ -152,7 +152,7 @@ def test_a_row_does_not_depend_on_its_neighbours(written):
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "int8_matrix_static", "gptq_ordered"])
 @pytest.mark.quick_cases(1)
-def test_what_is_computed_in_chunks_is_the_same(name, tmp_path, monkeypatch):
+def test_chunked_computation_gives_the_same_result(name, tmp_path, monkeypatch):
     """As where there is no CPU: floats are made of two experts at a time."""
     write_experts(CASES[name], tmp_path)
     loaded = load(tmp_path)
@@ -189,7 +189,7 @@ def mixed(loaded: LoadedModel, x, experts, weights, by=None) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "gptq_ordered", "int8_rows"])
 @pytest.mark.quick_cases(1)
-def test_logits_are_those_of_the_definition(name, tmp_path):
+def test_logits_match_the_definition(name, tmp_path):
     case = CASES[name]
     exact = write_experts(case, tmp_path)
     ours, want = logits(load(tmp_path)), writer.llama_logits(exact, IDS, case.round_rows)
@@ -202,7 +202,7 @@ def test_logits_are_those_of_the_definition(name, tmp_path):
 
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.quick_cases(2)
-def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
+def test_experts_that_the_kernels_support_are_packed(name, tmp_path):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     case = CASES[name]
@@ -235,7 +235,7 @@ def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
     ("name", "dtype"), [("int8_rows", "bfloat16"), ("w4a16", "bfloat16"), ("fp8_blocks", "float32")]
 )
 @pytest.mark.slow
-def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp_path):
+def test_greedy_continuations_are_batch_invariant(name, dtype, tmp_path):
     write_experts(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)
     prompts = [IDS[:9], OTHER[:17], IDS[20:23]]
@@ -279,7 +279,7 @@ def as_qwen(folder, target, quantization) -> None:
     (target / "config.json").write_text(json.dumps(config))
 
 
-def test_qwens_names_are_the_same_experts(tmp_path):
+def test_qwen_names_give_the_same_experts(tmp_path):
     """`mlp.experts.3.gate_proj.weight_packed`; FP8 files name each router."""
     theirs, ours = tmp_path / "mixtral", tmp_path / "qwen"
     theirs.mkdir(), ours.mkdir()
@@ -296,7 +296,7 @@ def test_qwens_names_are_the_same_experts(tmp_path):
     np.testing.assert_array_equal(block(loaded, x), block(load(theirs), x))
 
 
-def test_a_router_that_is_quantised_is_used(tmp_path):
+def test_quantized_router_is_used(tmp_path):
     weights, case = writer.plain_weights(experts=True), CASES["int8_weights_only"]
     weights[ROUTER] = weights[ROUTER] * 2
     tensors, router = writer.int8(weights.pop(ROUTER))
@@ -312,7 +312,7 @@ def test_a_router_that_is_quantised_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8_blocks"])
-def test_a_router_that_only_its_tensors_call_quantised_is_named(method, tmp_path):
+def test_router_quantized_only_by_its_tensors_is_named(method, tmp_path):
     weights, case = writer.plain_weights(experts=True), CASES[method]
     router = np.concatenate([weights.pop(ROUTER)] * 2)  # 4 bits come in words of 8 rows
     tensors, _ = case.quantise(router, RNG(0))
@@ -323,7 +323,7 @@ def test_a_router_that_only_its_tensors_call_quantised_is_named(method, tmp_path
 
 
 @pytest.mark.parametrize("part", ["w2", "w1"])
-def test_experts_may_be_quantised_in_part(part, tmp_path):
+def test_experts_may_be_partly_quantized(part, tmp_path):
     """Only down, or only gates and ups; the other stays a matrix of floats, with kernels too."""
     names = ["w2"] if part == "w2" else ["w1", "w3"]
     case, own = CASES["int8_rows"], quantiser(CASES["int8_rows"])
@@ -381,7 +381,7 @@ LAST = f"{MOE}.experts.3.w1"
         ),
     ],
 )
-def test_tensors_of_an_expert_that_contradict_the_config_are_named(name, edit, message, tmp_path):
+def test_expert_tensors_that_contradict_the_config_are_named(name, edit, message, tmp_path):
     write_experts(CASES[name], tmp_path)
     tensors = tensors_of(tmp_path)
     edit(tensors)
@@ -390,7 +390,7 @@ def test_tensors_of_an_expert_that_contradict_the_config_are_named(name, edit, m
         load(tmp_path)
 
 
-def test_schemes_that_experts_do_not_share_are_named(goldens):
+def test_schemes_that_differ_between_experts_are_named(goldens):
     spec = read_spec(goldens / "mixtral")
 
     def build(quantization):
@@ -415,7 +415,7 @@ def test_schemes_that_experts_do_not_share_are_named(goldens):
     assert "layers.0.mlp.router.weight" not in model.in_format(QuantizedFormat)
 
 
-def test_quantised_matrices_of_all_experts_in_one_tensor_are_refused(tmp_path):
+def test_quantized_experts_in_one_tensor_are_rejected(tmp_path):
     write_experts(CASES["fp8_matrix_dynamic"], tmp_path)
     tensors = {n: array for n, array in tensors_of(tmp_path).items() if ".experts." not in n}
     fused = {"gate_up_proj": (4, 384, 64), "down_proj": (4, 64, 192)}
@@ -430,7 +430,7 @@ def test_quantised_matrices_of_all_experts_in_one_tensor_are_refused(tmp_path):
 # ---- memory of a step --------------------------------------------------------------------------
 
 
-def test_a_step_makes_no_floats_of_all_experts():
+def test_step_converts_only_one_expert_tile_to_float():
     """Compiled from shapes alone, for a CPU: a tile of one expert at a time."""
     if jax.default_backend() != "cpu":
         pytest.skip("a loop over tiles is for CPUs")
@@ -451,7 +451,7 @@ def test_a_step_makes_no_floats_of_all_experts():
         assert temp < 2 * inner * d * 2, (values, temp)  # of one expert as bfloat16
 
 
-def test_chunks_are_as_many_experts_as_fit_and_divide_all():
+def test_chunk_is_the_largest_divisor_that_fits():
     mib = 2**20
     assert chunk_of(128, 6 * mib) == 32 and chunk_of(8, 300 * mib) == 1
     assert chunk_of(12, CHUNK_BYTES // 12) == 12 and chunk_of(12, CHUNK_BYTES // 5) == 4

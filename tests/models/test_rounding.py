@@ -42,7 +42,7 @@ def back(matrix, scheme) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_the_nearest_there_are(kind, monkeypatch):
+def test_values_are_rounded_to_nearest(kind, monkeypatch):
     monkeypatch.setattr(rounding, "CHUNK", 3 * 256)
     rng = np.random.default_rng(0)
     w = rng.standard_normal((17, 256)).astype(np.float32) * rng.uniform(0.001, 9, (17, 1))
@@ -74,7 +74,7 @@ def load(folder, kind, dtype="float32"):
     + [("qwen3_moe", kind) for kind in ("int8", "fp8")],
 )
 @pytest.mark.quick_cases(1)
-def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
+def test_logits_match_the_rounded_weights_as_floats(name, kind, goldens):
     """Tied and not, with biases, stored together, with other activations, with experts."""
     folder = goldens / name
     rounded = load(folder, kind)
@@ -105,7 +105,7 @@ def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
     assert beside < whole * {"int8": 1.2, "fp8": 1.2, "int4": 0.8}[kind]
 
 
-def test_experts_that_lie_in_one_tensor_are_rounded_alike(goldens):
+def test_experts_in_one_tensor_are_rounded_equally(goldens):
     folder = goldens / "mixtral_window"
     model = load(folder, "int8")
     stored = read_header(folder / "model.safetensors")
@@ -120,7 +120,7 @@ def test_experts_that_lie_in_one_tensor_are_rounded_alike(goldens):
         np.testing.assert_array_equal(scale, matrix.scale.reshape(scale.shape))
 
 
-def test_what_cannot_be_rounded_is_named():
+def test_unroundable_weights_are_named():
     odd = {"layers.0.mlp.down.weight": (Tensor("down", (64, 40)),)}
     with pytest.raises(UnsupportedModelError, match=r"down has 40 columns, .* multiple of 16"):
         rounded_formats(odd, "int4")

@@ -34,7 +34,7 @@ AT_ONCE = 100
 
 @pytest.mark.parametrize("first_seed", range(0, SEEDS, AT_ONCE))
 @pytest.mark.quick_cases(4)
-def test_every_output_is_the_oracles_whatever_happens(first_seed):
+def test_every_output_matches_the_oracle_under_all_events(first_seed):
     counts = play(range(first_seed, first_seed + AT_ONCE), STEPS)
     assert counts["steps"] * SEEDS / AT_ONCE > 200_000
     # The troubles did occur: a simulation of nothing proves nothing.
@@ -52,7 +52,7 @@ def test_every_output_is_the_oracles_whatever_happens(first_seed):
         assert counts[f"runs with {status.value}"] > 5, status
 
 
-def test_a_seed_is_a_whole_run():
+def test_seed_determines_a_whole_run():
     def log(seed: int) -> str:
         simulation = Simulation(seed)
         simulation.run(STEPS)
@@ -69,7 +69,7 @@ def test_a_seed_is_a_whole_run():
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_ten_million_steps():
+def test_ten_million_steps_keep_the_invariants():
     steps = 0
     for seed in itertools.count(10_000):
         steps += play([seed], 300)["steps"]
@@ -605,7 +605,7 @@ def register_wrong_drafts(right, self, seq, holds_blocks, row, num_accepted):
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 @pytest.mark.quick_cases(15)
-def test_the_simulation_catches_a_planted_bug(bug, monkeypatch):
+def test_simulation_detects_a_planted_bug(bug, monkeypatch):
     bug(monkeypatch)
     steps = 0
     for seed in itertools.count():

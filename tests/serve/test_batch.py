@@ -94,7 +94,7 @@ def without_time(body: dict[str, Any]) -> dict[str, Any]:
     return json.loads(re.sub(r'"call_\w+"', '"call"', json.dumps(body)))
 
 
-def test_a_line_has_the_body_that_http_answers(tmp_path):
+def test_batch_line_has_the_body_of_an_http_response(tmp_path):
     requests = [posted(str(i), url, body) for i, (url, body) in enumerate(BODIES)]
     lines = batch(write(tmp_path / "in", requests), tmp_path / "out", "--no-prefix-cache")
 
@@ -114,7 +114,7 @@ def test_a_line_has_the_body_that_http_answers(tmp_path):
     assert lines[4]["response"]["body"]["id"] == "chatcmpl-mine"
 
 
-def test_calls_of_tools_are_read(tmp_path, monkeypatch):
+def test_tool_calls_are_parsed(tmp_path, monkeypatch):
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     engine = scripted_engine(call, template=families.HERMES)
     monkeypatch.setattr(running_file, "load_engine", lambda *_: engine)
@@ -145,7 +145,7 @@ def test_plain_lines_have_plain_answers(tmp_path):
     assert refused["error"]["param"] == "temperature"
 
 
-def test_everything_that_is_wrong_with_a_line_is_a_line(tmp_path):
+def test_invalid_line_becomes_an_error_line(tmp_path):
     url, body = "/v1/completions", {"prompt": "a", "max_tokens": 2}
     wrong = [
         (b"not JSON", "invalid_json_line"),
@@ -182,7 +182,7 @@ def test_everything_that_is_wrong_with_a_line_is_a_line(tmp_path):
     assert ids[-6:] == ["url", "method", "bodiless", "null", "stream", "large"]
 
 
-def test_what_is_wrong_with_a_plain_line_is_a_line(tmp_path):
+def test_invalid_plain_line_becomes_an_error_line(tmp_path):
     lines = [{"prompt": "a"}, b"{", {"id": 1, "text": "a"}, {"id": 2, "prompt": "a", **CHAT},
              {"id": [], "prompt": "a"}]  # fmt: skip
     good, *wrong = batch(write(tmp_path / "in", lines), tmp_path / "out")
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_plain_line_is_a_line(tmp_path):
     assert [answer["id"] for answer in wrong] == [None, 1, 2, None]
 
 
-def test_empty_lines_are_none_and_a_last_line_needs_no_end(tmp_path):
+def test_empty_lines_are_skipped_and_the_last_newline_is_optional(tmp_path):
     source = tmp_path / "in"
     source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \n{"prompt": "b"}')
     assert [answer["line"] for answer in batch(source, tmp_path / "out")] == [1, 4]
@@ -202,7 +202,7 @@ def test_empty_lines_are_none_and_a_last_line_needs_no_end(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["custom_id", "id"])
-def test_the_same_id_twice_is_refused_by_line_before_anything_runs(tmp_path, capsys, name):
+def test_duplicate_id_is_rejected_by_line_before_anything_runs(tmp_path, capsys, name):
     line = posted("a", "/v1/completions", {}) if name == "custom_id" else {"prompt": "a"}
     source = write(tmp_path / "in", [{**line, name: each} for each in ("a", "b", "a")])
     assert cli.main(["batch", str(source), str(tmp_path / "out"), *FAKE]) == 1
@@ -229,7 +229,7 @@ def in_the_middle(source: Path, target: Path, count: int):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.quick_cases(1)
-def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path, number):
+def test_interrupted_run_resumes_into_the_same_file(tmp_path, number):
     source = write(tmp_path / "in", [*prompts(30, max_tokens=8), b"not JSON"])
     batch(source, tmp_path / "whole", "--no-prefix-cache")
     target = tmp_path / "out"
@@ -254,7 +254,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path, number):
     assert target.read_bytes() == done
 
 
-def test_an_openai_file_goes_on_too(tmp_path):
+def test_openai_format_run_resumes(tmp_path):
     lines = [posted(f"c{i}", "/v1/completions", {"prompt": f"{i}", "seed": i}) for i in range(12)]
     source = write(tmp_path / "in", [*lines, b"not JSON", posted("x", "/nowhere", {})])
     whole = batch(source, tmp_path / "whole", "--no-prefix-cache")
@@ -281,7 +281,7 @@ def test_an_openai_file_goes_on_too(tmp_path):
         (b'{"line":9,"digest":"00000000000000aa","id":null}\n', "line 1: this answers a line 9"),
     ],
 )
-def test_a_file_that_holds_anything_else_stays_as_it_is(tmp_path, capsys, written, message):
+def test_file_with_other_contents_is_not_touched(tmp_path, capsys, written, message):
     source, target = write(tmp_path / "in", prompts(2)), tmp_path / "out"
     target.write_bytes(written)
     assert cli.main(["batch", str(source), str(target), *FAKE]) == 1
@@ -289,7 +289,7 @@ def test_a_file_that_holds_anything_else_stays_as_it_is(tmp_path, capsys, writte
     assert target.read_bytes() == written
 
 
-def test_an_input_that_was_changed_is_refused(tmp_path, capsys):
+def test_changed_input_is_rejected(tmp_path, capsys):
     source, target = write(tmp_path / "in", prompts(2)), tmp_path / "out"
     batch(source, target)
     write(source, [{"id": "q0", "prompt": "another"}, *prompts(2)[1:]])
@@ -297,7 +297,7 @@ def test_an_input_that_was_changed_is_refused(tmp_path, capsys):
     assert "this answers a line 1 that" in capsys.readouterr().err
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path):
+def test_input_that_changes_during_the_run_is_rejected(tmp_path):
     source = write(tmp_path / "in", prompts(3))
     lines = Input(source, 1 << 20)
     write(source, [*prompts(2), {"prompt": "another"}])
@@ -314,7 +314,7 @@ def test_lines_may_be_appended(tmp_path):
     assert target.read_bytes().startswith(before)
 
 
-def test_files_that_cannot_be_used_are_one_line_and_end_with_1(tmp_path, capsys):
+def test_unusable_files_fail_with_one_line_and_exit_code_1(tmp_path, capsys):
     source, target = write(tmp_path / "in", prompts(1)), tmp_path / "out"
     with target.open("ab") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)
@@ -335,7 +335,7 @@ def test_files_that_cannot_be_used_are_one_line_and_end_with_1(tmp_path, capsys)
             )
 
 
-def test_an_input_is_not_read_at_once(tmp_path):
+def test_input_is_read_incrementally(tmp_path):
     source = write(tmp_path / "in", prompts(4000, suffix="x" * 4000))
     tracemalloc.start()
     try:
@@ -350,7 +350,7 @@ def test_an_input_is_not_read_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "most"), [(["--in-flight", "3"], 3), ([], 64 + 8)])
-def test_only_so_many_lines_are_in_flight(tmp_path, monkeypatch, flags, most):
+def test_lines_in_flight_are_bounded(tmp_path, monkeypatch, flags, most):
     read = written = 0
     in_flight = []
     open_lines, write_line = Input.open_lines, Output.write
@@ -388,13 +388,13 @@ async def test_long_lines_wait_for_room():
         await asyncio.wait_for(window.enter(1), 0.01)
 
 
-def test_a_queue_that_is_full_is_waited_for(tmp_path):
+def test_full_queue_is_awaited(tmp_path):
     source = write(tmp_path / "in", prompts(20, n=4, max_tokens=3))
     found = batch(source, tmp_path / "out", "--max-queued-requests", "4", "--max-num-seqs", "2")
     assert all("text" in answer for answer in found)
 
 
-def test_an_engine_that_fails_ends_the_run_and_no_line_is_blamed(tmp_path, capsys, monkeypatch):
+def test_engine_failure_ends_the_run_without_error_lines(tmp_path, capsys, monkeypatch):
     def load(*_: object) -> Engine:
         # Steps take a while, so that the first answers are written before the engine fails.
         config = EngineConfig.from_options(max_num_seqs=4)
@@ -419,7 +419,7 @@ def test_an_engine_that_fails_ends_the_run_and_no_line_is_blamed(tmp_path, capsy
     assert len(batch(source, target)) == 40
 
 
-def test_quiet_says_nothing_and_otherwise_there_is_a_summary(tmp_path, capsys):
+def test_quiet_suppresses_the_summary(tmp_path, capsys):
     source = write(tmp_path / "in", [*prompts(3, max_tokens=2), b"{"])
     batch(source, tmp_path / "quiet")
     assert capsys.readouterr() == ("", "")
@@ -429,7 +429,7 @@ def test_quiet_says_nothing_and_otherwise_there_is_a_summary(tmp_path, capsys):
     assert "4 of 4 lines answered; 1 of them are errors; 6 tokens generated in " in err
 
 
-def test_a_terminal_has_a_bar_with_tokens_and_the_time_left(monkeypatch):
+def test_terminal_shows_a_bar_with_tokens_and_remaining_time(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -459,7 +459,7 @@ def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig, Any]]:
     ("model", "named"),
     [([], "forge-tiny"), (["a/b"], "a/b"), (["--model", "a/b"], "a/b")],
 )
-def test_a_model_is_named_at_the_end_or_by_a_flag(configs, model, named):
+def test_model_is_given_as_last_argument_or_flag(configs, model, named):
     flags = "--max-num-seqs 7 --in-flight 5 --max-n 3 --served-model-name x".split()
     assert cli.main(["batch", "in", "out", *model, *flags]) == 0
     [(engine, server, config)] = configs
@@ -468,13 +468,13 @@ def test_a_model_is_named_at_the_end_or_by_a_flag(configs, model, named):
     assert (server.limits.n, server.served_model_name) == (3, "x")
 
 
-def test_two_models_are_refused(configs, capsys):
+def test_two_models_are_rejected(configs, capsys):
     assert cli.main(["batch", "in", "out", "a", "--model", "b"]) == 1
     assert configs == []
     assert "MODEL and --model: give one of them" in capsys.readouterr().err
 
 
-def test_a_number_that_cannot_be_is_one_line_and_ends_with_1(capsys, configs):
+def test_invalid_number_fails_with_one_line_and_exit_code_1(capsys, configs):
     assert cli.main(["batch", "in", "out", "--in-flight", "0"]) == 1
     assert capsys.readouterr().err == "forge-jax: error: --in-flight must be at least 1, not 0\n"
 
@@ -490,7 +490,7 @@ def evaluation():
 
 
 @pytest.mark.slow
-def test_the_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
+def test_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
     out = tmp_path / "answers.jsonl"
     small = "--deterministic --kernels xla --max-model-len 128".split()  # little to compile
     accuracy = evaluation.main("forge-tiny", str(out), *small)
@@ -512,5 +512,5 @@ def test_the_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
         ("Parisian", "Paris", False),
     ],
 )
-def test_the_example_knows_what_is_right(evaluation, text, expected, right):
+def test_example_recognizes_correct_answers(evaluation, text, expected, right):
     assert evaluation.is_right({"text": text}, expected) is right

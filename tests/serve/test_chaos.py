@@ -60,7 +60,7 @@ async def test_streams_survive_many_deaths(chaos_seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_streams_of_a_model_survive_deaths(chaos_seed, tmp_path: Path):
+async def test_model_streams_survive_deaths(chaos_seed, tmp_path: Path):
     """Also deaths of processes that load it, or compile it because the cache is empty."""
     plan = ["decode"] * 4 + ["prefill", "birth", "loading", "compiling", "compiling", "frozen"]
     cache = tmp_path / "compiled"
@@ -111,7 +111,7 @@ client.EngineProcess.stats = lambda self: dataclasses.replace(stats(self), state
     [(LOSES_A_TOKEN, "differs"), (SAYS_IT_IS_WELL, "never: recovering")],
     ids=["journal", "health"],
 )
-async def test_the_chaos_finds_what_is_planted(code, found, chaos_seed, monkeypatch):
+async def test_chaos_check_detects_planted_faults(code, found, chaos_seed, monkeypatch):
     monkeypatch.setattr("tests.serve.chaos.WAIT_S", 10.0)
     with serving(*FAKE, code=code) as (url, process):
         try:

@@ -52,7 +52,7 @@ MALFORMED = {
 }
 
 
-async def test_what_is_not_http_gets_an_error_of_ours(server):
+async def test_malformed_http_gets_a_json_error(server):
     for name, data in MALFORMED.items():
         status, headers, body = await exchange(server, data)
         error = json.loads(body)["error"]
@@ -65,7 +65,7 @@ async def test_what_is_not_http_gets_an_error_of_ours(server):
             assert "longer than this server takes" in error["message"], name
 
 
-async def test_a_chunked_body_is_read(server):
+async def test_chunked_body_is_read(server):
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
     assert (await exchange(server, CHUNKED, chunks))[0] == 200
     bytewise = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
@@ -73,7 +73,7 @@ async def test_a_chunked_body_is_read(server):
 
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "x, Chunked", "br,chunked"])
-async def test_a_transfer_coding_beside_chunked_is_refused(server, coding):
+async def test_transfer_coding_besides_chunked_is_rejected(server, coding):
     head = HEAD + f"Transfer-Encoding: {coding}\r\n\r\n".encode()
     data = gzip.compress(BODY)
     status, headers, body = await exchange(
@@ -83,12 +83,12 @@ async def test_a_transfer_coding_beside_chunked_is_refused(server, coding):
     assert json.loads(body)["error"]["code"] == "transfer_coding_not_supported"
 
 
-async def test_transfer_codings_in_two_headers_are_refused(server):
+async def test_transfer_codings_in_two_headers_are_rejected(server):
     head = HEAD + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert (await exchange(server, head, b"0\r\n\r\n"))[0] == 400
 
 
-async def test_extensions_of_chunks_have_a_limit(start):
+async def test_chunk_extensions_are_limited(start):
     limits = Limits(body_bytes=1024)
     server = await start(Engine.fake(), ServerConfig(limits=limits))
     few = b"%x;%s\r\n%s\r\n0\r\n\r\n" % (len(BODY), b"e" * 1000, BODY)
@@ -113,7 +113,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "nohup"])
-async def test_a_hangup_drains_and_a_second_one_does_not_hurry(monkeypatch, ignored):
+async def test_hangup_drains_and_a_second_one_changes_nothing(monkeypatch, ignored):
     before = signal.SIG_IGN if ignored else signal.SIG_DFL
     monkeypatch.setattr(signal, "getsignal", lambda number: before)
     loop, stop = Loop(), asyncio.Event()

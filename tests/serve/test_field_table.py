@@ -189,7 +189,7 @@ async def served() -> AsyncIterator[Server]:
         yield server
 
 
-def test_every_field_of_a_table_is_tried_and_every_tried_field_is_in_it():
+def test_tables_list_exactly_the_tested_fields():
     for said_of, endpoints in zip(tables(), TABLES, strict=True):
         tried = [name for _, _, samples in endpoints for name in samples]
         assert sorted(said_of) == sorted(tried)
@@ -197,7 +197,7 @@ def test_every_field_of_a_table_is_tried_and_every_tried_field_is_in_it():
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("said", "name", "endpoint"), rows())
-async def test_a_field_is_what_the_table_says(served, said, name, endpoint):
+async def test_field_behaves_as_the_table_states(served, said, name, endpoint):
     path, plain, samples = endpoint
     value = samples[name]
     if name == "previous_response_id":

@@ -55,7 +55,7 @@ async def long_request(server: Any) -> AsyncIterator[None]:
     stream.abort()
 
 
-async def test_the_stages_of_a_request_add_up(start):
+async def test_stages_of_a_request_add_up(start):
     server = await start(one_at_a_time())
     await asyncio.gather(*(server.post(PATH, LONG) for _ in range(3)))
     found = await scrape(server)
@@ -70,7 +70,7 @@ async def test_the_stages_of_a_request_add_up(start):
     assert abs(per_token - sums["decode"] / 7) < 1e-6
 
 
-async def test_a_stage_that_was_not_reached_does_not_count(start):
+async def test_unreached_stage_is_not_counted(start):
     server = await start(one_at_a_time())
     async with long_request(server):
         status, answer = await server.post(PATH, {**LONG, "timeout": 0.05})
@@ -82,7 +82,7 @@ async def test_a_stage_that_was_not_reached_does_not_count(start):
         assert found[f"vllm:request_{stage}_time_seconds_count",] == 0
 
 
-async def test_prompt_tokens_are_counted_by_where_they_came_from(start):
+async def test_prompt_tokens_are_counted_by_source(start):
     server = await start(Engine.fake())
     prompt_tokens = len(server.engine.tokenizer.encode(LONG["prompt"]))
     for _ in range(2):
@@ -125,7 +125,7 @@ async def test_steps_are_counted_with_their_tokens(start):
     assert found["vllm:iteration_tokens_total_sum",] >= prompt_tokens + 7
 
 
-async def test_the_token_budget_is_that_of_the_latest_step_with_prompts(start):
+async def test_token_budget_is_that_of_the_latest_step_with_prompts(start):
     config = EngineConfig.from_options(itl_target_ms=1)
     server = await start(Engine.fake(config=config, step_time_s=0.005))
     assert (await scrape(server))["forge:step_token_budget",] == 2048
@@ -140,7 +140,7 @@ async def test_the_token_budget_is_that_of_the_latest_step_with_prompts(start):
     assert ("forge:expected_step_seconds",) not in unlimited
 
 
-async def test_who_waits_for_another_sample_is_told_from_who_waits_for_room(start):
+async def test_waiting_requests_are_counted_by_reason(start):
     server = await start(one_at_a_time())
     name = "vllm:num_requests_waiting_by_reason"
     async with long_request(server):
@@ -153,7 +153,7 @@ async def test_who_waits_for_another_sample_is_told_from_who_waits_for_room(star
     assert found[name, "capacity"] == found[name, "deferred"] == 0
 
 
-async def test_refusals_are_counted_by_their_limit(start):
+async def test_rejections_are_counted_by_limit(start):
     limits = QueueLimits(samples=2, prompt_tokens=1000)
     server = await start(one_at_a_time(queue_limits=limits))
     async with long_request(server):
@@ -166,7 +166,7 @@ async def test_refusals_are_counted_by_their_limit(start):
     assert found[name, "max_num_queued_tokens"] == 0
 
 
-async def test_the_state_of_the_server_is_one_of_the_states(start):
+async def test_server_state_is_one_of_the_listed_states(start):
     server = await start(Engine.fake())
     states = {key[1]: value for key, value in (await scrape(server)).items()
               if key[0] == "forge:server_state"}  # fmt: skip

@@ -157,14 +157,14 @@ def engine(kind: str) -> Engine | EngineProcess:
 
 @pytest.mark.parametrize(("kind", "count"), [("fake", 1500), ("fake process", 800), ("real", 600)])
 @pytest.mark.slow
-async def test_nothing_is_left_behind(start, kind, count):
+async def test_requests_leak_no_objects(start, kind, count):
     server = await start(engine(kind))
     await check(server.url, partial(held, server), count)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-async def test_nothing_is_left_behind_by_ten_thousand_real_requests():
+async def test_ten_thousand_real_requests_leak_nothing():
     """By memory, too: a kilobyte of each would be more than twice what is allowed.
 
     The server has a process of its own: neither its clients' memory is counted, nor what the
@@ -190,7 +190,7 @@ async def test_nothing_is_left_behind_by_ten_thousand_real_requests():
 
 
 @pytest.mark.slow
-async def test_a_leak_would_be_seen(start, monkeypatch):
+async def test_planted_leak_is_detected(start, monkeypatch):
     server = await start(engine("fake"))
     kept: list[bytearray] = []
     submit = Engine.submit_request

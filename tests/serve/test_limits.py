@@ -223,7 +223,7 @@ def numbers(row: Row) -> list[int]:
     return sorted({row.default, row.low}) if row.flag else [row.default]
 
 
-def test_every_row_is_tried():
+def test_every_row_is_tested():
     assert {case.row for case in CASES} | set(HEADS) == set(ROWS)
 
 
@@ -238,7 +238,7 @@ def test_every_row_is_tried():
         if not (case.row == "choices" and case.path == CHAT and limit > 128)  # n ends before
     ],
 )
-def test_a_body_may_be_at_a_limit_and_not_above_it(case, limit):
+def test_body_may_reach_a_limit_but_not_exceed_it(case, limit):
     limits = Limits(**{case.row: limit}, **case.more)
 
     def read(number: int) -> None:
@@ -255,7 +255,7 @@ def test_a_body_may_be_at_a_limit_and_not_above_it(case, limit):
     assert not case.otherwise or case.otherwise not in str(refused.value)
 
 
-async def test_the_server_has_the_limits_of_the_table(start):
+async def test_server_has_the_limits_of_the_table(start):
     """The defaults, but where they are much work; by what the client gets."""
     config = ServerConfig(limits=Limits(logprob_values=1024, messages=8, text_bytes=2**18))
     engine = Engine.fake(max_model_len=2048)
@@ -277,7 +277,7 @@ async def test_the_server_has_the_limits_of_the_table(start):
 
 
 @pytest.mark.parametrize("row", HEADS)
-async def test_what_comes_before_a_body_is_limited(start, row):
+async def test_request_line_and_headers_are_limited(start, row):
     for limit in numbers(ROWS[row]):
         server = await start(Engine.fake(), ServerConfig(limits=Limits(**{row: limit})))
         port = int(server.url.rpartition(":")[2])
@@ -289,7 +289,7 @@ async def test_what_comes_before_a_body_is_limited(start, row):
             await writer.wait_closed()
 
 
-def test_the_budget_of_logprobs_counts_choices_tokens_and_alternatives():
+def test_logprobs_budget_counts_choices_tokens_and_alternatives():
     limit = ROWS["logprob_values"].default
     fits = SamplingParams(n=32, max_tokens=limit // 32 // 16, logprobs=15)
     check_logprob_values(fits, [1], limit, Limits())
@@ -312,7 +312,7 @@ def test_the_budget_of_logprobs_counts_choices_tokens_and_alternatives():
     check_logprob_values(SamplingParams(n=1, logprobs=0), [1], limit, Limits())  # no more fits
 
 
-async def test_the_context_limits_the_tokens_of_a_request(server):
+async def test_context_limits_the_tokens_of_a_request(server):
     room = server.engine.max_model_len - 3
     body = {"prompt": [1, 2, 3], "ignore_eos": True}
     assert (await server.post(COMPLETIONS, {**body, "max_tokens": room}))[0] == 200
@@ -322,7 +322,7 @@ async def test_the_context_limits_the_tokens_of_a_request(server):
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
+def test_limit_has_its_own_range(row, capsys, monkeypatch):
     assert row.low <= row.default <= row.high
     for value in (row.low, row.high):
         assert getattr(Limits(**{row.name: value}), row.name) == value
@@ -342,7 +342,7 @@ def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
     )
 
 
-def test_flags_of_limits_arrive(monkeypatch):
+def test_limit_flags_take_effect(monkeypatch):
     seen: list[ServerConfig] = []
     monkeypatch.setattr(
         "forge_serve.server.process.serve", lambda engine, server, _: seen.append(server)
@@ -353,12 +353,12 @@ def test_flags_of_limits_arrive(monkeypatch):
     assert seen == [ServerConfig(limits=Limits(**raised))]
 
 
-def test_long_descriptions_in_a_schema_are_no_literals():
+def test_long_schema_descriptions_do_not_count_as_literals():
     schema = {"type": "string", "description": "x" * 10_000, "default": "x" * 10_000}
     validate.decode(sent({"prompt": "a", "guided_json": schema}), CompletionRequest, Limits())
 
 
-def test_characters_in_strings_are_not_counted_as_keys_or_values():
+def test_characters_in_strings_do_not_count_as_keys_or_values():
     text = 'x:,"' * 300_000
     validate.decode(sent({"prompt": text}), CompletionRequest, Limits())
 
@@ -411,7 +411,7 @@ async def test_large_bodies_are_decoded_in_a_thread(server, monkeypatch, path, b
         ("/generate", {"prompt": "a"}, ["max_tokens", "max_new_tokens"]),
     ],
 )
-async def test_output_is_limited_by_the_server(start, path, body, names):
+async def test_server_limits_the_output(start, path, body, names):
     server = await start(Engine.fake(max_model_len=256), ServerConfig(max_new_tokens=7))
     body = body | {"ignore_eos": True}
     for name in names:
@@ -434,13 +434,13 @@ async def test_limited_output_still_fits_the_context(start):
     assert status == 200 and answer["usage"]["total_tokens"] == 128
 
 
-async def test_more_required_output_than_the_server_allows_is_refused(start):
+async def test_min_tokens_above_the_servers_limit_is_rejected(start):
     server = await start(Engine.fake(max_model_len=256), ServerConfig(max_new_tokens=7))
     for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "a"})):
         status, answer = await server.post(path, body | {"min_tokens": 8})
         assert status == 400 and answer["error"]["param"] == "min_tokens"
 
 
-def test_limit_of_output_must_be_positive():
+def test_output_limit_must_be_positive():
     with pytest.raises(ConfigError, match="--max-new-tokens must be at least 1"):
         ServerConfig(max_new_tokens=0)

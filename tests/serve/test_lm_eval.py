@@ -45,7 +45,7 @@ def parsed(answer: dict[str, Any], context_lens: list[int]) -> Iterator[tuple[fl
 
 
 @pytest.mark.slow
-async def test_answers_are_scored_as_in_python(llm):
+async def test_http_scores_match_the_python_api(llm):
     encode = llm.tokenizer.encode
     contexts = [encode(context) for context, _ in CONTEXTS_AND_ANSWERS]
     answers = [encode(answer, False) for _, answer in CONTEXTS_AND_ANSWERS]

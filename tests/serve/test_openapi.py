@@ -74,7 +74,7 @@ def test_every_route_has_an_operation_and_every_operation_a_route():
     assert {name for _, _, name in routes(router)} == set(OPERATIONS)
 
 
-async def test_the_document_has_every_route_and_no_other(server):
+async def test_openapi_document_lists_exactly_the_routes(server):
     document = await served(server)
     router = make_app(Service(ServerConfig())).router
     named = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
@@ -84,7 +84,7 @@ async def test_the_document_has_every_route_and_no_other(server):
     assert len(set(ids)) == len(ids)
 
 
-async def test_every_schema_is_one_and_every_reference_leads_somewhere(server):
+async def test_every_schema_is_valid_and_every_reference_resolves(server):
     document = await served(server)
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
@@ -105,7 +105,7 @@ async def test_bodies_have_the_fields_of_their_structs(server):
             assert of, f"nothing is said of {name}"
 
 
-async def test_the_document_has_the_limits_of_this_server(start):
+async def test_openapi_document_has_this_servers_limits(start):
     limits = Limits(n=5, prompts=7, messages=9, tools=3)
     config = ServerConfig(served_model_name="org/m", limits=limits)
     document = await served(await start(Engine.fake(max_model_len=640), config))
@@ -122,7 +122,7 @@ async def test_the_document_has_the_limits_of_this_server(start):
     assert document["info"]["x-limits"]["n"]["at_most"] == 5
 
 
-async def test_the_document_says_who_may_use_the_server(start, server):
+async def test_openapi_document_states_who_may_use_the_server(start, server):
     open_to_all = await served(server)
     assert "security" not in open_to_all and "securitySchemes" not in open_to_all["components"]
     closed = await start(Engine.fake(), ServerConfig(api_key=("k",)))
@@ -139,7 +139,7 @@ async def test_the_document_says_who_may_use_the_server(start, server):
             assert (operation.get("security") == []) == (path in OPEN_PATHS)
 
 
-async def test_there_is_no_document_before_there_is_a_model(listening):
+async def test_openapi_document_needs_a_loaded_model(listening):
     async with (
         listening(Service(ServerConfig())) as url,
         aiohttp.ClientSession() as http,
@@ -188,14 +188,14 @@ def check_bytes(kind: Any, data: str) -> None:
     assert msgspec.json.encode(decoded).decode() == data
 
 
-def test_the_check_of_bytes_sees_another_order_and_another_field():
+def test_byte_check_detects_another_order_or_field():
     for wrong in ('{"num": 1}', '{"input_tokens":1,"a":2}', '{"input_tokens": 1}'):
         with pytest.raises((AssertionError, msgspec.ValidationError)):
             check_bytes(CountAnswer, wrong)
     check_bytes(CountAnswer, '{"input_tokens":1}')
 
 
-async def test_answers_and_events_are_as_the_document_says(start):
+async def test_answers_and_events_match_the_openapi_document(start):
     engine = Engine.fake(max_model_len=128)
     engine.chat_template = ChatTemplate(TAKES_TOOLS)
     server = await start(engine)
@@ -221,7 +221,7 @@ async def test_answers_and_events_are_as_the_document_says(start):
         check_events(validator, content, events, operation)
 
 
-async def test_the_documents_examples_are_served(server):
+async def test_documented_examples_are_served(server):
     document = await served(server)
     validator, tried = judge(document), 0
     for path, item in document["paths"].items():
@@ -281,7 +281,7 @@ class Documented:
             return answer
 
 
-async def test_what_is_kept_of_responses_is_as_the_document_says(start):
+async def test_stored_responses_match_the_openapi_document(start):
     call = '<tool_call>\n{"name": "bark", "arguments": {}}\n</tool_call>'
     answer = f"<think>\nHm.\n</think>\n\nSo:{call}"
     special = ["<think>", "</think>"]
@@ -323,7 +323,7 @@ async def test_what_is_kept_of_responses_is_as_the_document_says(start):
         assert gone["error"]["code"] == "response_not_found"
 
 
-async def test_what_is_read_is_as_the_document_says(server):
+async def test_read_endpoints_match_the_openapi_document(server):
     document = await served(server)
     validator = judge(document)
     for path, item in document["paths"].items():
@@ -345,7 +345,7 @@ async def test_what_is_read_is_as_the_document_says(server):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_errors_are_as_the_document_says(server, path):
+async def test_errors_match_the_openapi_document(server, path):
     document = await served(server)
     responses = document["paths"][path]["post"]["responses"]
     validator = judge(document)
@@ -364,7 +364,7 @@ def documented_requests() -> list[tuple[str, Any]]:
     return [(path, json.loads(body)) for path, body in found]
 
 
-async def test_requests_in_the_documents_are_as_the_document_says(start):
+async def test_documented_requests_match_the_openapi_document(start):
     config = ServerConfig(served_model_name="forge-tiny")
     document = await served(await start(Engine.fake(), config))
     requests, validator = documented_requests(), judge(document)

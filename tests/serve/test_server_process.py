@@ -102,7 +102,7 @@ async def test_sixty_four_streams_survive_kills(start, launches, monkeypatch):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_the_flag_decides_where_the_engine_runs(separate):
+def test_flag_decides_where_the_engine_runs(separate):
     from forge_jax.config import EngineConfig
 
     config = ServerConfig(fake=True, engine_process=separate, max_queued_requests=7)

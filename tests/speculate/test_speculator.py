@@ -96,7 +96,7 @@ def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_time_of_drafts_that_were_not_verified_counts_against_drafts(monkeypatch, length):
+def test_drafting_time_counts_even_if_nothing_is_verified(monkeypatch, length):
     arriving, core = requests(4, seed=1), make_core()
     outputs = {key: outcome[0] for key, outcome in serve(make_core(), arriving).items()}
     drafter = OneByOne(Oracle(outputs, right=1.0, length=length))
@@ -170,7 +170,7 @@ def long_requests(count: int) -> list[Request]:
     ]
 
 
-def test_looking_costs_little_where_drafts_bring_nothing():
+def test_unprofitable_drafting_costs_little_time():
     core, device = timed_core({}, right=0.0, first_s=2.0, later_s=0.1)
     serve(core, long_requests(12), at_once=1)
     assert core.num_steps > 1000
@@ -182,7 +182,7 @@ def test_looking_costs_little_where_drafts_bring_nothing():
 
 
 @pytest.mark.parametrize(("first_s", "later_s"), [(3.0, 0.02), (1e-4, 1e-4)])
-def test_drafts_that_are_right_are_found_whatever_a_look_takes(first_s, later_s):
+def test_correct_drafts_are_found_at_any_lookup_cost(first_s, later_s):
     plain = make_core()
     expected = serve(plain, long_requests(12), at_once=1)
     outputs = {key: outcome[0] for key, outcome in expected.items()}
@@ -198,7 +198,7 @@ MODES = [{}, {"one_step_ahead": False}, {"prefill_chunk_size": 7, "max_num_batch
 @pytest.mark.parametrize("options", MODES)
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_change_nothing_but_the_number_of_steps(options, right, seed):
+def test_drafts_only_change_the_number_of_steps(options, right, seed):
     plain = make_core(**options)
     expected = serve(plain, requests(30, seed))
     drafter = Oracle({k: v[0] for k, v in expected.items()}, right=right, length=3 + 3 * seed)
@@ -213,7 +213,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(options, right, seed):
     assert not core.speculator._experience and not core.speculator._verifying
 
 
-def test_steps_that_raise_lose_nothing_with_drafts():
+def test_failed_steps_lose_nothing_with_drafts():
     expected = serve(make_core(), requests(40, 5))
     drafter = Oracle({k: v[0] for k, v in expected.items()}, right=0.8, length=5)
     count = itertools.count()
@@ -222,7 +222,7 @@ def test_steps_that_raise_lose_nothing_with_drafts():
     assert core.num_recoveries > 5 and core.speculator.stats().num_accepted_tokens > 100
 
 
-def test_what_was_foreseen_is_not_looked_for_again_where_it_came_true():
+def test_confirmed_predictions_are_not_looked_up_again():
     asked = []
 
     class Counting(Oracle):

@@ -41,7 +41,7 @@ class Late:
         self._arrived.set()
 
 
-def test_executables_are_activated_in_order_once_they_are_compiled():
+def test_executables_are_activated_in_order_once_compiled():
     late, notified = Late("a", "b"), threading.Semaphore(0)
     seen: list[bool] = []
     late.background.after_activation(lambda: seen.append(late.background.complete))
@@ -80,7 +80,7 @@ def test_unusable_executables_are_logged_and_left_out(options, message, caplog):
     assert message in caplog.text
 
 
-def test_cancelling_during_an_activation_leaves_out_the_rest():
+def test_cancelling_during_an_activation_drops_the_rest():
     """A server that stops cancels in the event loop while the engine thread activates."""
     background, executables, active = BackgroundCompile(), Executables(), []
 

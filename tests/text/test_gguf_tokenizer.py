@@ -90,7 +90,7 @@ def assert_equal(got: Tokenizer, expected: Tokenizer, texts=TEXTS):
 # ---- SentencePiece -------------------------------------------------------------------------------
 
 
-def test_a_trained_models_tokenizer_is_the_same():
+def test_trained_models_gguf_tokenizer_is_identical():
     got = tokenizer_of(STORIES_GGUF, 512)
     expected = tokenizer_of(FIXTURES / "stories260k-hf", 512)
     assert_equal(got, expected)
@@ -106,7 +106,7 @@ def spm_pieces() -> tuple[list[str], list[list[str]]]:
     return sorted(vocab, key=vocab.__getitem__)[259:], data["merges"]
 
 
-def test_gemmas_runs_of_spaces_and_placeholder_scores(tmp_path):
+def test_gemma_splits_runs_of_spaces_with_placeholder_scores(tmp_path):
     """No prefix; runs of spaces are spelled as spaces, and come first with a score of -1000."""
     pieces, merges = spm_pieces()
     head = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "\n\n", "▁▁", "▁▁▁"]
@@ -161,7 +161,7 @@ def spm(file, arch="llama", extra=(), **keys):
     )
 
 
-def test_phi_drops_the_space_behind_its_own_tokens(tmp_path):
+def test_phi_strips_spaces_after_its_own_tokens(tmp_path):
     extra = [("<|endoftext|>", CONTROL), ("<|user|>", CONTROL), ("<pad0>", UNUSED)]
     keys = {"add_bos_token": False}
     got = tokenizer_of(spm(tmp_path / "m.gguf", "phi3", extra, **keys))
@@ -174,7 +174,7 @@ def test_phi_drops_the_space_behind_its_own_tokens(tmp_path):
     assert got.encode("<|endoftext|> on") == plain.encode("<|endoftext|> on")
 
 
-def test_bos_and_eos_are_added_as_the_file_says(tmp_path):
+def test_bos_and_eos_are_added_as_the_file_states(tmp_path):
     text = tokenizer_of(spm(tmp_path / "0.gguf", add_bos_token=False)).encode("hello")
     assert tokenizer_of(spm(tmp_path / "1.gguf")).encode("hello") == [1, *text]
     both = spm(tmp_path / "2.gguf", add_bos_token=True, add_eos_token=True, eos_token_id=2)
@@ -256,7 +256,7 @@ def write_bpe(file: Path, backend: Backend, kind: str, **keys) -> Path:
 
 
 @pytest.mark.parametrize("pre", ORIGINALS)
-def test_a_byte_level_tokenizer_is_the_same(pre, tmp_path):
+def test_byte_level_gguf_tokenizer_is_identical(pre, tmp_path):
     backend = trained(pre)
     file = write_bpe(tmp_path / "m.gguf", backend, pre)
     got = tokenizer_of(file, backend.get_vocab_size() + 2)
@@ -269,14 +269,14 @@ def test_a_byte_level_tokenizer_is_the_same(pre, tmp_path):
         assert cut.pre_tokenize_str(text) == original.pre_tokenize_str(text), repr(text)
 
 
-def test_the_ways_to_cut_a_text_differ():
+def test_pre_tokenizers_differ_on_the_test_texts():
     """The texts above tell them all apart."""
     cuts = {pre: [str(p.pre_tokenize_str(text)) for text in TEXTS] for pre, p in ORIGINALS.items()}
     assert len({json.dumps(cut) for cut in cuts.values()}) == len(ORIGINALS)
     assert set(ORIGINALS) <= set(PRE_TOKENIZERS)
 
 
-def test_special_tokens_may_stand_first(tmp_path):
+def test_special_tokens_may_come_first(tmp_path):
     """As in the bundled model, and in SmolLM."""
     folder = FIXTURES.parent.parent / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
     data = json.loads((folder / "tokenizer.json").read_text())
@@ -310,7 +310,7 @@ def test_chat_templates_come_with_the_file(tmp_path):
     assert not ChatTemplate.from_folder(STORIES_GGUF, tokenizer).available
 
 
-def test_a_file_without_a_tokenizer_has_none(tmp_path):
+def test_file_without_a_tokenizer_has_none(tmp_path):
     assert load_text(write(tmp_path / "m.gguf"), None, 5) == (None, None)
 
 
@@ -332,14 +332,14 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path):
         ({"chat_template": "{% if %}"}, CheckpointError, "is not valid Jinja"),
     ],
 )
-def test_a_broken_tokenizer_is_refused_by_its_key(keys, error, match, tmp_path):
+def test_broken_tokenizer_is_rejected_by_key(keys, error, match, tmp_path):
     file = write_bpe(tmp_path / "m.gguf", trained("gpt-2"), "gpt-2", **keys)
     with pytest.raises(error, match=match) as raised:
         load_text(file, None, 1000)
     assert str(file) in str(raised.value) or "Jinja" in match
 
 
-def test_a_vocabulary_beyond_the_models_width_is_refused(tmp_path):
+def test_vocabulary_beyond_the_models_width_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="from 0 to 99"):
         tokenizer_of(write_bpe(tmp_path / "m.gguf", trained("gpt-2"), "gpt-2"), 100)
 
@@ -353,13 +353,13 @@ def test_a_vocabulary_beyond_the_models_width_is_refused(tmp_path):
         (["<unk>", "a", "b" * 300], [0.0] * 3, "or a token of more than 256"),
     ],
 )
-def test_broken_pieces_are_refused(tokens, scores, match, tmp_path):
+def test_broken_pieces_are_rejected(tokens, scores, match, tmp_path):
     keys = {"tokens": tokens, "scores": scores, "add_bos_token": False}
     with pytest.raises(CheckpointError, match=match):
         tokenizer_of(write(tmp_path / "m.gguf", model="llama", **keys))
 
 
-def test_a_chat_begins_with_bos_where_the_file_says_so_and_the_template_has_none(tmp_path):
+def test_chat_starts_with_the_files_bos_if_the_template_has_none(tmp_path):
     """As in llama.cpp: once, whether or not the template writes it."""
     adds = tokenizer_of(spm(tmp_path / "a.gguf", add_bos_token=True))
     plain = tokenizer_of(spm(tmp_path / "b.gguf", add_bos_token=False))
@@ -371,7 +371,7 @@ def test_a_chat_begins_with_bos_where_the_file_says_so_and_the_template_has_none
     assert adds.encode_template("hello \ue000", hidden)[0] == adds.bos_token_id
 
 
-def test_special_tokens_come_on_top_of_a_template_if_asked_for(tmp_path):
+def test_special_tokens_are_added_to_a_template_on_request(tmp_path):
     keys = {"add_bos_token": True, "add_eos_token": True, "eos_token_id": 2}
     tokenizer = tokenizer_of(spm(tmp_path / "a.gguf", **keys))
     ids = tokenizer.encode_template("hello", add_special_tokens=True)

@@ -113,7 +113,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.quick_cases(15)
-def test_what_has_no_end_is_ended(name, monkeypatch):
+def test_endless_template_is_stopped(name, monkeypatch):
     """Within a quarter of a second of CPU beyond the limit, which is set low here."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
     template = ChatTemplate(ENDLESS[name], {})
@@ -124,7 +124,7 @@ def test_what_has_no_end_is_ended(name, monkeypatch):
     assert caught.value.param == "messages" and len(str(caught.value)) < 1000
 
 
-def test_what_recurses_ends_in_a_thread_too(monkeypatch):
+def test_recursive_template_is_stopped_in_a_thread(monkeypatch):
     """As the server runs it: the stack of a thread is not the main thread's."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -134,7 +134,7 @@ def test_what_recurses_ends_in_a_thread_too(monkeypatch):
                 pool.submit(template.render, HELLO).result()
 
 
-def test_a_client_cannot_make_a_good_template_explode():
+def test_client_arguments_cannot_make_a_template_explode():
     """Arguments of the request: deep and wide JSON, printed with an indentation."""
     wide: list = [1] * 200_000
     for _ in range(50):
@@ -144,7 +144,7 @@ def test_a_client_cannot_make_a_good_template_explode():
             render(source, tools=wide, x=10**9)
 
 
-def test_a_template_that_is_cheap_for_other_conversations_is_stopped(monkeypatch):
+def test_conversation_dependent_explosion_is_stopped(monkeypatch):
     """A trial when the template is loaded would find nothing."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
     template = ChatTemplate("{% if messages|length > 1 %}" + FOREVER + "{% endif %}ok", {})
@@ -228,7 +228,7 @@ HUGE = {
 
 @pytest.mark.parametrize("name", HUGE)
 @pytest.mark.quick_cases(20)
-def test_what_is_too_large_is_never_made(name):
+def test_too_large_value_is_never_made(name):
     template = ChatTemplate(HUGE[name], {})
     tracemalloc.start()
     try:
@@ -240,7 +240,7 @@ def test_what_is_too_large_is_never_made(name):
     assert peak < 400 * MIB and len(str(caught.value)) < 1000
 
 
-def test_the_same_without_limits_is_made():
+def test_same_values_are_made_without_limits():
     """Jinja's sandbox alone lets it pass: the tests above can fail."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
     for source in ("{{ ('a' * 10**7)|length }}", "{{ 'a'.center(10**7)|length }}"):
@@ -270,14 +270,14 @@ def test_the_same_without_limits_is_made():
     ],
     ids=range(12),
 )
-def test_a_template_that_cannot_be_compiled_is_refused_soon(source):
+def test_uncompilable_template_is_rejected_soon(source):
     begin = time.thread_time()
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate(source)
     assert time.thread_time() - begin < 10  # less than one on an idle machine
 
 
-def test_nothing_is_computed_when_a_template_is_compiled():
+def test_compiling_a_template_computes_nothing():
     environment = chat_template._environment(datetime.now)
     seen: list[str] = []
     environment.add_filter("probe", lambda value: seen.append(value) or value)
@@ -369,7 +369,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_a_classic_attack_is_refused(source):
+def test_classic_attack_is_rejected(source):
     messages = [{"role": "user", "content": "hello"}]
     with contextlib.suppress(RequestError, CheckpointError):
         assert ChatTemplate(source).render(messages) == ""  # Jinja's way: it is not defined
@@ -399,7 +399,7 @@ LONG_TEMPLATE = (
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 1_000_000), (4096, 400), (16_384, 60)])
-def test_a_long_conversation_is_far_from_the_limits(count, size):
+def test_long_conversation_is_far_from_the_limits(count, size):
     """A hundred thousand tokens and more, in a few messages or in very many."""
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": "<think>\n</think>" + "é" * size}
@@ -416,7 +416,7 @@ def test_a_long_conversation_is_far_from_the_limits(count, size):
     assert template.render(messages, tools=with_tools) == text
 
 
-def test_a_busy_machine_does_not_fail_a_rendering(monkeypatch):
+def test_busy_machine_does_not_fail_a_rendering(monkeypatch):
     """Wall time that passes while the thread does not run is not counted."""
     clock = iter(range(0, 10**9, 10))
     monkeypatch.setattr(sandbox.time, "monotonic", lambda: float(next(clock)))
@@ -424,14 +424,14 @@ def test_a_busy_machine_does_not_fail_a_rendering(monkeypatch):
     assert render(source) == "ABC" * 1000
 
 
-def test_two_renderings_do_not_share_a_budget(monkeypatch):
+def test_renderings_do_not_share_a_budget(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_EFFORT", 2_000_000)
     template = ChatTemplate("{% for i in range(9000) %}{{ 'x'.upper() }}{% endfor %}")
     for _ in range(5):
         assert template.render(HELLO) == "X" * 9000
 
 
-def test_filters_and_loops_are_as_in_jinja():
+def test_filters_and_loops_match_jinja():
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     for source in [
         "{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
