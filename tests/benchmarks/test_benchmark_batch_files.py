@@ -46,7 +46,7 @@ def test_refused_lines_fail_the_benchmark(capsys, monkeypatch):
     monkeypatch.setattr(batch_files, "_line", lambda i, r: line(i, r).replace(": 0", ": -1"))
     assert batch_files.main(SMALL) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "0 output tokens came where" in err
+    assert out == "" and "0 output tokens came, expected" in err
 
 
 def test_zero_rounds_fail_with_one_line(capsys):

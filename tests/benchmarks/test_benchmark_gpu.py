@@ -70,7 +70,7 @@ def test_failing_part_costs_only_its_own_section(three_parts, tmp_path):
 
 def test_part_that_exceeds_the_time_is_skipped(three_parts):
     report = gpu.measure(["works"], 1.0, tiny=True, output=None)
-    assert report["parts"]["works"]["skipped"] == "no time was left"
+    assert report["parts"]["works"]["skipped"] == "no time left"
 
 
 def test_every_part_has_a_function():

@@ -140,7 +140,7 @@ def test_completions_accept_text(url, capsys, tmp_path):
         (["--url", "URL", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
         (["--url", "URL", "--trace", "nowhere.csv"], "nowhere.csv: No such file"),
         (["--url", "URL", "--rate", "0"], "--rate must be greater than 0"),
-        (["--url", "URL", "--input-len", "8"], "--workload baseline alone"),
+        (["--url", "URL", "--input-len", "8"], "need --workload baseline"),
         (["--url", "URL", "--context", "8"], "too short"),
         (["--model", "nowhere/at/all"], "the server did not start: forge-jax: error: no model"),
         (["--serve-args=--no-such-flag"], "unknown flag --no-such-flag"),
