@@ -21,7 +21,7 @@ PARTS = {
 
 @pytest.fixture
 def run_ci(tmp_path):
-    """Runs `.ci/run` with a `make` that only notes its arguments, and fails for one target."""
+    """Run `.ci/run` with a `make` that records its arguments and fails for one target."""
 
     def run(*parts: str, failing: str = "-") -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log = tmp_path / "log"

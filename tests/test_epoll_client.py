@@ -1,4 +1,4 @@
-"""The front-end benchmark's client: what it counts, and that it would see a wrong answer."""
+"""The front-end benchmark's client: its counts, and its detection of wrong answers."""
 
 from __future__ import annotations
 

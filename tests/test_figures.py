@@ -1,4 +1,4 @@
-"""The tables of `docs/models.md` have a row for all that is tested, and figures within limits."""
+"""The tables of `docs/models.md`: a row for every tested model, and figures within limits."""
 
 from __future__ import annotations
 

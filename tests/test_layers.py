@@ -1,4 +1,4 @@
-"""Imports stay light, and the scheduler pure. Which module may import which: `.importlinter`."""
+"""Light imports and a pure scheduler. Import contracts between modules are in `.importlinter`."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def imported(source: str) -> set[str]:
-    """The top-level packages that a module imports, anywhere in it."""
+    """Return the top-level packages that a module imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -67,7 +67,7 @@ SOURCES = [
 
 
 def shared_randomness(source: str) -> set[str]:
-    """What a module uses of `random` besides sources of its own, which have a seed."""
+    """Return a module's uses of `random` other than seeded generators."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "random":
@@ -95,7 +95,7 @@ def test_check_detects_unseeded_randomness():
     assert not shared_randomness("def f(rng: random.Random): return random.Random(1)")
 
 
-# ---- size and circles ----------------------------------------------------------------------------
+# ---- size and import cycles --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("package", "most"), [("forge_jax", 20), ("forge_serve", 15)])

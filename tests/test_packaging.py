@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 
 
 def files_of(folder: Path) -> set[str]:
-    """The files below a folder, without what Python leaves there."""
+    """Return the files below a folder, without Python's caches."""
     return {
         file.relative_to(folder).as_posix()
         for file in folder.rglob("*")
@@ -81,7 +81,7 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as package indexes and distributions do."""
+    """Build the wheel from the sdist, like package indexes and distributions."""
     return build(unpacked, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
@@ -130,7 +130,7 @@ def test_package_index_readme_has_no_relative_links(metadata):
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel; dependencies come from the tests' own environment."""
+    """Create an environment with the wheel; dependencies come from the tests' environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -140,14 +140,15 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     variables = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", scheme="venv", vars=variables))
-    # Path files are not read in a folder that one of them names: an editable forge-jax stays out.
+    # Path files in a folder that another one names are not read, so an editable forge-jax is
+    # excluded.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
 
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is no checkout, and an environment that names none."""
+    """Return a folder outside any checkout, with an environment that refers to none."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("VIRTUAL_ENV", "")
     return tmp_path
@@ -193,7 +194,7 @@ def test_installed_wheel_serves_the_bundled_model(environment, outside):
 
 
 def test_plain_checkout_has_its_version(outside):
-    """Without an installation, there is no package metadata to read it from."""
+    """There is no package metadata without an installation."""
     paths = [ROOT, ROOT / "kernels", ROOT / "serve", sysconfig.get_path("purelib")]
     code = (
         "import sys; sys.path[:0] = sys.argv[1:];"

@@ -21,7 +21,7 @@ NAMES = sorted(set(forge_jax.__all__) - {"__version__"})
 
 
 def typed_imports() -> dict[str, str]:
-    """The names that type checkers see, and the module of each."""
+    """Return the names that type checkers see, and the module of each."""
     (guard,) = (node for node in TREE.body if isinstance(node, ast.If))
     assert ast.unparse(guard.test) == "TYPE_CHECKING"
     return {

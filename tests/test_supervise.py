@@ -1,4 +1,4 @@
-"""What runs by itself cannot fail in silence: the helper, each place that uses it, and no other."""
+"""Supervision: background work cannot fail silently, and no other code starts any."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from forge_jax.host import supervise
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "forge_jax", ROOT / "serve" / "forge_serve", ROOT / "kernels" / "forge_kernels"]
 
-# What starts something that nobody has to await.
+# Calls that start work which need not be awaited.
 STARTS = {
     "create_task", "ensure_future", "Thread", "Timer", "start_new_thread", "run_in_executor",
     "ThreadPoolExecutor", "ProcessPoolExecutor", "add_done_callback", "call_soon", "call_later",
     "call_at", "call_soon_threadsafe", "run_coroutine_threadsafe", "add_signal_handler",
 }  # fmt: skip
-# (file, what) -> why its exception reaches somebody.
+# (file, call) -> how its exceptions are handled.
 ALLOWED = {
     ("forge_jax/tools/doctor/checks.py", "ThreadPoolExecutor"): "each future's result is read",
     ("forge_jax/engine/preparation.py", "ThreadPoolExecutor"): "its one future is watched",
@@ -67,7 +67,7 @@ ALLOWED = {
 
 
 def started(source: str) -> set[str]:
-    """What of `STARTS` a module calls, by the name that it is written with."""
+    """Return the calls in `STARTS` that a module makes, by their written name."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
@@ -110,7 +110,7 @@ async def planted_soon(*_: Any, **__: Any) -> Any:
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
-    """How many log lines have the planted exception's traceback."""
+    """Count the log lines with the planted exception's traceback."""
     return sum(
         record.levelno == logging.ERROR and bool(record.exc_info) and record.exc_info[0] is Planted
         for record in caplog.records
@@ -118,7 +118,7 @@ def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
 
 
 async def turns(condition: Callable[[], Any] = lambda: False, number: int = 5000) -> None:
-    """Lets the event loop turn, until something holds."""
+    """Let the event loop turn until a condition is true."""
     for _ in range(number):
         if condition():
             return
@@ -147,7 +147,7 @@ async def test_cancellation_and_expected_errors_are_not_failures(caplog):
 
 
 async def test_task_is_referenced_until_it_ends():
-    """The event loop has but a weak reference."""
+    """The event loop keeps only a weak reference."""
     import gc
 
     arrived = asyncio.Event()
@@ -221,7 +221,7 @@ LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
 async def end_of(stream) -> Any:
-    """The last delta of a stream."""
+    """Return the last delta of a stream."""
     async with asyncio.timeout(60):
         return [delta async for deltas in stream for delta in deltas][-1]
 
@@ -254,7 +254,7 @@ async def test_failed_update_delivery_fails_the_engine(engine, monkeypatch, capl
         assert end.finish_reason == "error" and isinstance(end.error, EngineError)
     assert engine.stats().state == "failed" and tracebacks(caplog) >= 1
     await turns(lambda: not engine.stats().num_used_blocks)
-    assert not engine.stats().num_used_blocks  # nor does anybody compute them any further
+    assert not engine.stats().num_used_blocks  # they are no longer computed
 
 
 async def test_failing_reader_does_not_withhold_the_end_from_others(engine, caplog):
@@ -278,7 +278,7 @@ async def test_grammar_compilation_error_ends_its_request(engine, monkeypatch, c
 
 
 async def test_abandoned_compilation_error_is_logged(engine, monkeypatch, caplog):
-    """Its client left while a thread was at it."""
+    """The client left during the compilation."""
     import threading
 
     from forge_jax.grammar import GrammarSpec

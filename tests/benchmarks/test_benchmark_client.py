@@ -1,4 +1,4 @@
-"""The client against a server that says exactly what a test tells it to, and the load it makes."""
+"""The client against a server whose answers a test defines, and the load that it makes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Script:
         await response.prepare(http)
         for part in self.parts:
             await response.write(part)
-            await asyncio.sleep(0.005)  # so that each part arrives by itself
+            await asyncio.sleep(0.005)  # so that each part arrives separately
         await response.write_eof()
         return response
 
@@ -243,7 +243,7 @@ other_total 5
 
 
 class Recorder:
-    """Answers after a while; notes the order and how many were being answered at once."""
+    """An endpoint that answers after a while; records the order and the concurrency."""
 
     def __init__(self, takes_s: float = 0.01):
         self.takes_s = takes_s
@@ -291,7 +291,7 @@ async def test_groups_have_their_own_limits():
     limits = {"a": 2, ALL: 3}
     await run(recorder.submit, Workload(name="x", requests=requests, concurrency=limits))
     assert recorder.most["a"] == 2
-    assert recorder.most["in all"] == 5  # b and c share the three of all others
+    assert recorder.most["in all"] == 5  # b and c share the limit of three for all other groups
 
 
 async def test_request_waits_for_its_predecessor():

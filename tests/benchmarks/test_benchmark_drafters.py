@@ -19,7 +19,7 @@ WHOLE = SAMPLE.prompt + SAMPLE.output
 
 
 class Guess:
-    """Drafts by a rule of how many tokens are known."""
+    """A drafter that follows a rule of the number of known tokens."""
 
     def __init__(self, rule: Callable[[int], list[int]]):
         self._rule = rule
@@ -54,7 +54,8 @@ def test_step_outputs_accepted_drafts_and_one_more_token(rule, steps, share):
 
 def test_confidence_counts_only_reached_tokens():
     played = play(Guess(lambda known: [*WHOLE[known : known + 1], 7, 7]), [SAMPLE])
-    # 15 right ones and 15 wrong ones behind them, but for the last step, which has one token left.
+    # 15 right drafts, each followed by a wrong one except in the last step, which has one token
+    # left.
     assert played["right_by_confidence"] == {"0.5": {"count": 29, "share": round(15 / 29, 3)}}
 
 

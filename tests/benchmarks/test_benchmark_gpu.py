@@ -1,4 +1,4 @@
-"""`benchmarks.gpu` survives whatever one of its parts does; its small parts run anywhere."""
+"""`benchmarks.gpu`: isolation of failing parts, and the small parts on any device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def three_parts(monkeypatch, tmp_path):
-    """A part that works, one that raises, one that never ends and one that lacks something."""
+    """Install parts that work, raise, never end, and lack a dependency."""
     (tmp_path / "odd_parts.py").write_text(
         "import time\n"
         "from benchmarks.gpu.parts import PARTS, Missing, Part\n"

@@ -1,4 +1,4 @@
-"""The report's arithmetic, on measurements made up by hand."""
+"""The report's arithmetic, on handmade measurements."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_latencies_are_in_milliseconds():
 
 
 def test_tpot_counts_tokens_and_itl_counts_events():
-    merged = measured(gaps_s=(0.06,), tokens=7)  # two events that carried seven tokens
+    merged = measured(gaps_s=(0.06,), tokens=7)  # two events with seven tokens
     assert merged.tpot_s == pytest.approx(0.01)
     assert summarise([merged], 1.0)["itl_ms"]["p50"] == pytest.approx(60)
     assert measured(gaps_s=(), tokens=1).tpot_s is None
@@ -76,7 +76,7 @@ def test_tpot_counts_tokens_and_itl_counts_events():
     [
         (Slo(ttft_ms=101), 2),
         (Slo(ttft_ms=99), 0),
-        (Slo(itl_ms=39), 0),  # the longest gap of each is 40 ms or more
+        (Slo(itl_ms=39), 0),  # the largest latency of each is 40 ms or more
         (Slo(itl_ms=41), 1),
         (Slo(tpot_ms=31), 1),
         (Slo(e2e_ms=171), 1),

@@ -1,6 +1,6 @@
 """`benchmarks.throughput` and `benchmarks.ablation` from their command lines to their reports.
 
-The engines are real but for the device, which is the fake one.
+Except for the fake device, the engines are real.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`benchmarks.replay`: the model of a step, the loop in virtual time, and its figures."""
+"""`benchmarks.replay`: the step model, the loop in virtual time, and the figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def arrival(arrival_s: float, prompt_len: int, output_len: int, block: int = 1) 
     )
 
 
-# --- what a step costs -------------------------------------------------------------------------
+# --- costs of a step --------------------------------------------------------------------------
 
 
 def test_step_time_is_overhead_plus_the_longer_of_memory_and_compute():
@@ -92,7 +92,7 @@ def test_lone_request_takes_the_modeled_time():
             (0, 2048),
             (2048, 4096),
             (4096, 4106),
-        )  # the last reads, the others compute
+        )  # the last one reads, the others compute
     )
     assert only.sent_s == 2.5 and only.waited_s == 0.0
     assert only.ttft_s == pytest.approx(prefill_s)
@@ -104,7 +104,7 @@ def test_lone_request_takes_the_modeled_time():
 
 
 def test_arrival_during_a_step_waits_for_the_step_after_the_next():
-    # The first step (prefill) runs from 0; the second is scheduled at 0 as well.
+    # The first step (prefill) runs from 0, and the second is scheduled at 0, too.
     first_s = H200.step_s(600, 600, pairs_of(0, 600))
     second = play(
         [arrival(0.0, 600, 50, 1), arrival(first_s / 2, 10, 2, 2)],
@@ -188,7 +188,7 @@ def test_every_request_gets_all_its_tokens(name):
 
 
 def test_prefix_cache_hits_match_the_hash_ids():
-    # So slowly that each finds everything that came before.
+    # Slow enough that each request finds everything of the requests before it.
     requests = [
         dataclasses.replace(request, arrival_s=100.0 * index)
         for index, request in enumerate(requests_of("mooncake_conversation"))

@@ -1,4 +1,4 @@
-"""`benchmarks.sanity`: what it finds, and what it says of models that work and that do not."""
+"""`benchmarks.sanity`: finding models, and reporting working and broken ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_models_are_found_in_folders(tmp_path, stories):
 def test_each_model_has_a_line_and_a_failure_sets_the_exit_code(
     tmp_path, stories, capsys, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sanity, "BUNDLED", str(stories))  # quicker to load
+    monkeypatch.setattr(sanity, "BUNDLED", str(stories))  # loads faster
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     file = tmp_path / "report.json"

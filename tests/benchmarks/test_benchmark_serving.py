@@ -27,7 +27,7 @@ def url() -> Iterator[str]:
 
 
 def report(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Runs the benchmark, which must go well; the printed text is under "text"."""
+    """Run the benchmark, which must succeed; the printed text is under "text"."""
     file = tmp_path / "report.json"
     status = serving.main([*arguments, "--output", str(file)])
     out, err = capsys.readouterr()
@@ -81,7 +81,9 @@ def test_workloads_share_one_table(url, capsys, tmp_path):
 def test_structured_output_is_checked(url, capsys, tmp_path):
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
     [run] = told["runs"]
-    assert run["completed"] == 2 and run["json_valid"] <= 2  # the fake's are mostly cut
+    assert (
+        run["completed"] == 2 and run["json_valid"] <= 2
+    )  # most answers of the fake model are cut
     assert f"{run['json_valid']} of 2 answers were JSON objects" in told["text"]
 
 
@@ -103,7 +105,7 @@ def test_trace_is_replayed(url, capsys, tmp_path, name):
     assert run["workload"] == f"trace {Path(name).stem}"
     assert run["completed"] == 12 and not run["errors"]
     assert run["output_tokens"] == run["output_tokens_asked"]
-    if "mooncake" in name:  # all begin with the same block of 512 tokens
+    if "mooncake" in name:  # all prompts begin with the same block of 512 tokens
         assert run["server"]["prefix_cache_hits"] >= 5 * 512
         assert run["facts"]["requests_clipped"] > 0
 
@@ -115,7 +117,7 @@ def test_chats_have_text_of_the_requested_length(url, capsys, tmp_path):
         "--workload", "baseline", "--requests", "3", "--input-len", "40", "--output-len", "4",
     )  # fmt: skip
     [run] = told["runs"]
-    around = "<user></s><assistant>"  # what the fake model's chat template writes
+    around = "<user></s><assistant>"  # added by the fake model's chat template
     template_tokens = len(fake_tokenizer().encode(around))
     assert run["prompt_tokens"] == 3 * (40 + template_tokens)
     assert run["output_tokens"] == 12

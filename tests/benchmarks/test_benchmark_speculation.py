@@ -53,7 +53,6 @@ def run_load_of_numbers(sides: Any) -> None:
     ids=["load", "usual", "questions"],
 )
 def test_warm_up_uses_other_prompts_than_the_rounds(monkeypatch, run_part, measured):
-    """`suffix` remembers outputs, so it would know the answers."""
     warm: set[int] = set()
     rounds: list[int] = []
 
@@ -114,7 +113,7 @@ def test_run_with_a_draft_model_reports_equal_tokens(tmp_path, capsys):
         "batch: 2 at once, temperature 0",
         "batch: 2 at once, temperature 0.7",
     ]
-    for sides in parts.values():  # whether drafts are verified follows from times
+    for sides in parts.values():  # the times decide whether drafts are verified
         assert sides["draft"]["tokens"] == sides[OFF]["tokens"] > 0
         assert sides["draft"]["differing_requests"] == 0.0
     assert "| draft |" in capsys.readouterr().out

@@ -47,7 +47,6 @@ def test_unknown_model_fails_with_one_line(capsys):
     }.items(),
 )
 def test_quantized_blocks_stay_near_the_source_values(kind, error):
-    """As the package gguf reads them: a wrong place of a bit would be far above."""
     values = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     data = k_quants.quantize(values, kind)
     read = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])

@@ -1,4 +1,4 @@
-"""Workloads: exact lengths, the same for the same seed, and nothing shared that should not be."""
+"""Workloads: exact lengths, equal requests for equal seeds, and no unintended sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness that compares engines: its arithmetic, and its protocol against a fake server."""
+"""The comparison of engines: its arithmetic, and its protocol against a fake server."""
 
 import math
 import os
@@ -145,7 +145,7 @@ class TestProc:
 
     def test_own_cpu_time_does_not_count_as_foreign(self):
         meter = proc.BusyMeter(lambda: 0.0)
-        counted = proc.BusyMeter(proc.machine_cpu_s)  # as if everything were ours
+        counted = proc.BusyMeter(proc.machine_cpu_s)  # as if all CPU time were ours
         while sum(os.times()[:2]) < 0.1:
             pass
         assert counted.foreign_cores() == 0.0
@@ -154,7 +154,7 @@ class TestProc:
 
 class TestFigures:
     def test_decode_rate_is_measured_while_all_streams_decode(self):
-        # The first has the device for itself until 10 s; then both get a token each second.
+        # The first stream has the device to itself until 10 s; then both get a token per second.
         early = Stream(token_times_s=[0.1 * i for i in range(1, 101)] + [11.0, 12.0, 13.0])
         late = Stream(token_times_s=[10.0, 11.0, 12.0, 13.0])
         assert measure.decode_rate([early, late]) == pytest.approx(2.0)
@@ -212,14 +212,14 @@ class TestReport:
         assert report.median(runs, self.FIGURE) == 10.0
 
     def test_ratios_are_taken_within_rounds(self):
-        # A machine that halves its speed after each round: the ratio is 2 in each.
+        # The machine's speed halves after each round, but the ratio within each round is 2.
         ours = [run("forge-jax", i, 8.0 / 2**i) for i in range(3)]
         theirs = [run("peer", i, 4.0 / 2**i) for i in range(3)]
         assert report.ratio(ours, theirs, self.FIGURE) == 2.0
         assert math.isnan(report.ratio(ours, [run("peer", 9, 1.0)], self.FIGURE))
 
     def test_zero_figure_has_no_ratio(self):
-        runs = [run("forge-jax", 1, 0.0), run("peer", 1, 0.0)]  # such as failed requests
+        runs = [run("forge-jax", 1, 0.0), run("peer", 1, 0.0)]  # for example, failed requests
         assert math.isnan(report.ratio(runs[:1], runs[1:], self.FIGURE))
 
     def test_agreement_counts_prompts_with_the_same_first_token(self):
@@ -295,7 +295,7 @@ class TestEngines:
         assert ours.command[ours.command.index("--gguf-weights") + 1] == "packed"
 
     def test_every_engine_has_room_for_the_same_tokens(self, tmp_path):
-        write_model(tmp_path, SHAPES["tiny"])  # 128 bytes of KV a token
+        write_model(tmp_path, SHAPES["tiny"])  # 128 bytes of KV per token
         (tmp_path / "bf16.gguf").touch()
         room = Room(max_num_seqs=2, max_model_len=2**23)
         assert "16777216" in engines.llama_cpp("bf16", tmp_path, 2, room).command
@@ -326,7 +326,7 @@ class TestEngines:
         setup.make("transformers")
         assert ran and setup.is_complete("transformers")
         assert not (folder / "stale").exists()
-        (folder / "half").touch()  # of an attempt that was interrupted
+        (folder / "half").touch()  # left by an interrupted attempt
         setup._marker("transformers").unlink()
         setup.make("transformers")
         assert (folder / "half").exists()
@@ -369,7 +369,7 @@ class TestLimits:
 
     def test_model_cost_follows_its_matrices(self, tmp_path):
         model = self.model(tmp_path)
-        # q and o 32 x 32, k and v 16 x 32, gate, up and down 64 x 32; two layers.
+        # q and o are 32 x 32, k and v 16 x 32, gate, up and down 64 x 32; two layers.
         assert model.layer_values == 2 * (2 * 1024 + 2 * 512 + 3 * 2048)
         assert model.output_values == 512 * 32
         assert model.kv_values == 2 * 2 * 16
@@ -403,7 +403,7 @@ class TestLimits:
         folder = Path(__file__).parents[1] / "fixtures" / "stories260k-gguf"
         (file,) = folder.glob("*.gguf")  # stories260K in float32: 5 layers of 64 columns
         layer_values = 5 * 64 * (2 * 64 + 2 * 32 + 3 * 172)
-        output_values = 512 * 64  # the embedding, too
+        output_values = 512 * 64  # includes the embedding
         model = Model(
             layer_values=layer_values, output_values=output_values, kv_values=0, pair_operations=0
         )
@@ -445,7 +445,7 @@ class TestSuites:
     def test_trace_is_stretched_to_the_rate(self, trace_file):
         (replay,) = suites.trace(trace_file, [0.5], 3, 64, 4).workloads
         assert isinstance(replay, TraceReplay)
-        assert replay.time_scale == pytest.approx(0.2)  # 2 gaps in 4 s instead of in 20
+        assert replay.time_scale == pytest.approx(0.2)  # 2 intervals in 4 s instead of 20 s
         assert replay.prompt_lens == [40, 55, 63]
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Random models are real model folders, and their tokens can be counted in a text."""
+"""Random models: real model folders whose tokens can be counted in a text."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The page in a real browser: what a person sees and can do, and what it must never do."""
+"""The page in a real browser: its features for users, and its security."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def set_options(page: Page, **values: str) -> None:
 
 
 def bodies(page: Page) -> list[dict[str, Any]]:
-    """Those of the chats that the page asks for from now on."""
+    """Record the bodies of the chats that the page requests from now on."""
     found: list[dict[str, Any]] = []
     page.on("request", lambda r: found.append(r.post_data_json) if r.method == "POST" else None)
     return found
@@ -160,7 +160,7 @@ def test_server_error_is_shown_and_the_message_is_kept(server, visit):
 
 
 def events(*deltas: dict[str, Any]) -> str:
-    """A stream of a server that says what no model would."""
+    """Return an event stream that no model would send."""
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     each = [json.dumps({"id": "chatcmpl-x", "choices": [choice]}) for choice in choices]
     return "".join(f"data: {event}\n\n" for event in each) + "data: [DONE]\n\n"
@@ -230,7 +230,6 @@ def evil_state(route: Route) -> dict[str, Any]:
 
 
 def test_content_security_policy_blocks_injected_scripts(server, visit):
-    """The checker of `hacked` sees what runs, and the policy lets nothing in."""
     visit = visit(server)
     page = visit.page
     page.evaluate("window.hacked = 7")
@@ -278,7 +277,9 @@ def test_pointing_at_a_token_shows_its_probability_and_alternatives(server, visi
     parts = [float(p.strip("<% ")) for p in rivals.locator("span").all_text_contents()]
     assert parts == sorted(parts, reverse=True) and sum(parts) < 100.6
     chosen = tip.locator(".chosen code").inner_text()
-    assert chosen == tip.locator(".tip-head code").inner_text()  # at temperature 0 the likeliest
+    assert (
+        chosen == tip.locator(".tip-head code").inner_text()
+    )  # the most likely token at temperature 0
     visit.page.mouse.move(5, 5)
     expect(tip).to_be_hidden()
 
@@ -289,7 +290,10 @@ def test_multi_token_characters_and_empty_tokens_are_placed(server, visit):
     half = {**entry("?"), "token": "\ufffd"}
     halves = [{**half, "bytes": list(smile[:2])}, {**half, "bytes": list(smile[2:])}]
     chunks = [
-        {"delta": {"content": "Hi"}, "logprobs": {"content": [entry(" Hi")]}},  # its space is cut
+        {
+            "delta": {"content": "Hi"},
+            "logprobs": {"content": [entry(" Hi")]},
+        },  # the leading space is stripped
         {"delta": {}, "logprobs": {"content": halves[:1]}},
         {"delta": {"content": "🙂 no"}, "logprobs": {"content": [halves[1]]}},
         {"delta": {"content": "w"}, "logprobs": {"content": [entry(" now", 0.125)]}},
@@ -338,7 +342,7 @@ def test_block_map_and_timeline_change_during_a_request(slow_server, visit):
     slow_server.until(lambda stats: not stats["num_running"])
     expect(page.locator("#no-sequences")).to_be_visible()
     expect(page.locator("#num-owned")).to_have_text("0")
-    assert number(page, "cached") >= 7  # the prompt stays findable
+    assert number(page, "cached") >= 7  # the prompt stays in the prefix cache
     visit.ask(STORY * 4)
     page.locator(".turn.assistant").nth(1).locator(".token").nth(1).wait_for()
     expect(page.locator("#hits")).not_to_have_text("0 %")
@@ -363,7 +367,7 @@ def test_shared_blocks_and_other_requests_are_distinguished(slow_server, visit):
 def test_accepted_drafts_are_shown_by_position(slow_server, visit):
     visit = visit(slow_server)
     set_options(visit.page, temperature="0", max_tokens="24", seed="1")
-    for _ in range(8):  # the second has the first to draft from, if drafts paid off before
+    for _ in range(8):  # the second can draft from the first, if drafts paid off before
         visit.ask(STORY)
         visit.answered()
         visit.page.get_by_role("button", name="New chat").click()
@@ -386,14 +390,14 @@ def test_engine_state_is_not_polled_while_hidden_or_paused(server, visit):
     looks = lambda: sum("/engine_state" in url for url in visit.requested)  # noqa: E731
     expect(page.locator("#num-free")).not_to_have_text("–")
     page.get_by_role("button", name="Pause").click()
-    page.wait_for_timeout(300)  # one may be on its way
+    page.wait_for_timeout(300)  # a request may be in flight
     paused = looks()
     page.wait_for_timeout(1200)
     assert looks() == paused
     page.get_by_role("button", name="Pause").click()
     with page.expect_request("**/engine_state*"):
         pass
-    page.set_viewport_size({"width": 360, "height": 700})  # there the chat hides it
+    page.set_viewport_size({"width": 360, "height": 700})  # at this size the chat hides it
     page.wait_for_timeout(300)
     hidden = looks()
     page.wait_for_timeout(1200)
@@ -446,7 +450,7 @@ def test_api_key_is_not_shared_with_another_tab(closed_server, visit):
     expect(other.page.get_by_role("dialog")).to_be_visible()
 
 
-# ---- people ------------------------------------------------------------------------------------
+# ---- accessibility -----------------------------------------------------------------------------
 
 
 def test_everything_works_with_the_keyboard(server, visit):

@@ -15,7 +15,7 @@ from conftest import KEY
 from tests.server_process import ROOT
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
-GREEDY = {"temperature": 0}  # no argument of the client's any more
+GREEDY = {"temperature": 0}  # no longer an argument of the client
 WEATHER = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -93,7 +93,6 @@ def test_required_tool_is_called(client, server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_runner_sends_the_whole_conversation(server, stream):
-    """It asks for a thread first, which the server refuses."""
     sent, statuses, cities = [], [], []
     hooks = {
         "request": [lambda request: sent.append(json.loads(request.read()))],
@@ -153,7 +152,7 @@ def test_system_message_is_accepted_among_the_others(client, server):
 
 
 def test_every_client_parameter_is_supported_or_documented(server):
-    """As a field of the body: `betas` and two ids are headers."""
+    """Body fields only: `betas` and two ids are headers."""
     section = (ROOT / "docs/http.md").read_text().split("\n## Messages\n")[1].split("\n## ")[0]
     documented = set(re.findall(r"`(\w+)[`.]", section))
     schema = server.document["components"]["schemas"]["MessagesRequest"]

@@ -11,7 +11,7 @@ from test_client_openai import MESSAGES, WEATHER
 
 @pytest.fixture(scope="module")
 def at(server):
-    """What every call is told."""
+    """Return the arguments of every call."""
     return {"api_base": server.v1, "api_key": "none", "num_retries": 0, "max_retries": 0}
 
 

@@ -1,4 +1,4 @@
-"""Clients in TypeScript: Anthropic's, OpenAI's and the Vercel AI SDK, in the files of `node/`."""
+"""TypeScript clients: Anthropic's, OpenAI's and the Vercel AI SDK, in the files of `node/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client: what it parses, streams, accumulates and raises."""
+"""OpenAI's own client: parsing, streaming, accumulating and errors."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_embeddings_are_served(client, server):
     assert refused.value.param == "dimensions"
 
 
-# The client's helper for streams wants them to end by themselves.
+# The client's stream helper requires streams that end by themselves.
 RESPONSE = dict(
     input="Tell me a story.", temperature=0, max_output_tokens=200, extra_body={"stop": "."}
 )

@@ -1,4 +1,4 @@
-"""The served document, and schemathesis on a real server: the two say the same."""
+"""The served OpenAPI document, and schemathesis on a real server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 HERE = Path(__file__).parent
-CASES = 15  # of each operation, beside those that cover its schema
+CASES = 15  # per operation, in addition to those that cover its schema
 
 
 def test_openapi_document_is_valid_3_1(server):

@@ -41,7 +41,7 @@ async def test_agent_calls_a_tool(model):
         called.append(name)
         return "30"
 
-    # Either tool may be demanded next: what matters is that each call is one.
+    # Either tool may be required next; each call must be valid.
     async with agent.iter("How old is John?") as run:
         async for _ in run:
             if called:

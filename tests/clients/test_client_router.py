@@ -1,4 +1,4 @@
-"""Two servers behind a router that knows what they have cached: `smg` with its policy cache_aware.
+"""Two servers behind the cache-aware router `smg`.
 
 The flags are those of docs/operations.md.
 """
@@ -34,7 +34,7 @@ TOPICS = [
 
 
 def flags_in_the_documents() -> list[str]:
-    """What docs/operations.md says to give `smg launch`, but for the workers and the ports."""
+    """Return the flags of `smg launch` in docs/operations.md, without workers and ports."""
     block = re.search(r"\n *(smg launch(?:[^\n]*\\\n)*[^\n]*)", OPERATIONS.read_text())
     assert block is not None
     words = shlex.split(block[1].replace("\\\n", " "))[2:]
@@ -72,7 +72,7 @@ def until(condition) -> None:
 
 
 def ready(router: Server, number: int) -> bool:
-    """Whether the router has so many workers that are well."""
+    """Return True if the router has this many healthy workers."""
     try:
         workers = router.get("/workers")["workers"]
     except (urllib.error.URLError, ConnectionError):
@@ -81,7 +81,7 @@ def ready(router: Server, number: int) -> bool:
 
 
 def requests_of(server: Server) -> float:
-    """How many samples a server has finished."""
+    """Return the number of samples that a server has finished."""
     with urllib.request.urlopen(server.url + "/metrics") as response:
         text = response.read().decode()
     return sum(map(float, re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.M)))
@@ -122,7 +122,7 @@ def test_router_moves_requests_away_from_a_dead_server(servers):
             ask(router, topic, 0)
         assert all(requests_of(server) for server in servers)
         servers[0].process.send_signal(signal.SIGKILL)
-        for topic in TOPICS:  # at once, before the router has looked after it
+        for topic in TOPICS:  # at once, before the router checks it again
             assert len(ask(router, topic, 1)["choices"]) == 1
         until(lambda: ready(router, 1))
         for topic in TOPICS:

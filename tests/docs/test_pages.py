@@ -1,4 +1,4 @@
-"""What the documents show runs as it stands there, and their links lead somewhere."""
+"""The documents: their commands run as shown, and their links resolve."""
 
 import os
 import re
@@ -25,12 +25,12 @@ from documents import (
 
 pytestmark = [pytest.mark.long, pytest.mark.quick_compile]
 
-ADDRESS = "127.0.0.1:8000"  # of the documents
+ADDRESS = "127.0.0.1:8000"  # in the documents
 NAMES = {"SMALLER_MODEL": "forge-tiny", "MODEL": "forge-tiny"}
 
 
 class Reader:
-    """Does what a page says, in a folder of its own."""
+    """A reader who follows a page in a new folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -96,7 +96,7 @@ class Reader:
     def stop(self) -> None:
         if self.server is not None:
             self.server.send_signal(signal.SIGINT)
-            self.server.send_signal(signal.SIGTERM)  # at once: nothing is running
+            self.server.send_signal(signal.SIGTERM)  # at once, because nothing is running
             assert self.server.wait(60) == 0, (self.folder / "server.log").read_text()
         self.server, self.serves = None, ""
 
@@ -187,7 +187,7 @@ def test_links_resolve():
                 assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-# What reads the pages would notice.
+# Planted errors.
 
 
 def test_failing_command_fails_the_page(reader):

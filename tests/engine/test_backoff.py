@@ -1,4 +1,4 @@
-"""How long an engine process is not launched again, on a clock of the test's own."""
+"""Pauses between launches of engine processes, on a test clock."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from forge_jax.engine.process.backoff import EARLY_S, FIRST_S, LONGEST_S, Backof
 
 
 class Lives:
-    """Processes that die one after the other; each death gives the pause that follows."""
+    """Processes that die in sequence; each death returns the pause that follows."""
 
     def __init__(self):
         self.now_s = 0.0

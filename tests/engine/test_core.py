@@ -1,4 +1,4 @@
-"""`EngineCore`, tick by tick, on the fake device: its switches, and where its time goes."""
+"""`EngineCore`, tick by tick, on the fake device: its switches and phase times."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ def core(**options):
 
 
 def serve(core, num_requests=20) -> tuple[dict[str, list[int]], set[int]]:
-    """(tokens by request, how many steps were in flight after a tick)."""
+    """Return (tokens by request, the numbers of steps in flight after a tick)."""
     for i in range(num_requests):
         params = SamplingParams(max_tokens=5 + i, ignore_eos=True)
         core.add(
@@ -83,13 +83,12 @@ def test_phases_of_every_step_are_timed():
     totals = engine.phases.totals()
     for phase in ("dispatch", "read", "commit", "text"):
         assert totals[phase].count == engine.num_steps
-    assert totals["schedule"].count > engine.num_steps  # the last found nothing to do
-    assert totals["deliver"].count == 0  # is the engine thread's
+    assert totals["schedule"].count > engine.num_steps  # the last one had nothing to schedule
+    assert totals["deliver"].count == 0  # measured by the engine thread
 
 
 @pytest.mark.parametrize("options", [{}, {"speculation": "ngram"}, {"one_step_ahead": False}])
 def test_deferred_work_runs_while_the_device_computes(options):
-    """Once for each step, after what is dispatched before it is read."""
     engine, done = core(**options), []
     device = engine._device
     dispatch, read = device.dispatch, device.read

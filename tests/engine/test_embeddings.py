@@ -1,4 +1,4 @@
-"""`LLM.embed`: pooled hidden states, against a plain forward pass over the whole text."""
+"""`LLM.embed`: pooled hidden states, compared with a plain forward pass over the whole text."""
 
 from functools import cache, partial
 from typing import Any
@@ -26,7 +26,7 @@ def texts(seed: int = 0) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(stories):
-    """(text, pooling) -> f32[d], by one forward pass without an engine."""
+    """Return a function of (text, pooling) to f32[d], by one forward pass without an engine."""
     model = load(stories)
 
     most = max(LENGTHS)
@@ -55,7 +55,7 @@ def reference(stories):
 
 @pytest.fixture(scope="module")
 def llm(stories) -> LLM:
-    """It has room for 320 tokens: prompts and outputs preempt each other."""
+    """Return an LLM with room for 320 tokens, in which prompts and outputs preempt each other."""
     return LLM(stories, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=20, max_model_len=256)
 
 

@@ -21,7 +21,7 @@ async def engine():
 
 
 async def read(stream) -> tuple[dict[int, str], dict[int, str]]:
-    """(text by sample, finish reason by sample)."""
+    """Return (text by sample, finish reason by sample)."""
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
     async for deltas in stream:
@@ -33,7 +33,7 @@ async def read(stream) -> tuple[dict[int, str], dict[int, str]]:
 
 
 async def settled(engine, *, steps: int = 2) -> None:
-    """Waits until the engine has nothing left, which must take no more than `steps` steps."""
+    """Wait until the engine is idle, which must take at most `steps` steps."""
     begin = engine.stats().steps
     for _ in range(400):
         if not engine._core.has_work:
@@ -223,7 +223,7 @@ async def test_pushed_updates_equal_iterated_ones(engine):
         if stream.finished:
             over.set()
 
-    while not stream._deltas:  # some come before there is anybody to push them to
+    while not stream._deltas:  # some arrive before a receiver is registered
         await asyncio.sleep(0)
     stream.push_to(receive)
     await over.wait()
@@ -234,7 +234,7 @@ async def test_pushed_updates_equal_iterated_ones(engine):
 async def test_steps_behind_a_slow_event_loop_are_delivered_together(engine):
     stream = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True), request_id="r")
     while engine.stats().generation_tokens < 20:
-        time.sleep(0.001)  # the loop runs nothing meanwhile
+        time.sleep(0.001)  # blocks the event loop
     items = [deltas async for deltas in stream]
     assert [len(deltas) for deltas in items] == [20]
 
@@ -269,7 +269,7 @@ def test_faulty_offline_prompt_does_not_cost_the_others():
 
 
 async def test_error_in_one_request_does_not_affect_others(engine, monkeypatch, caplog):
-    """Even a panic inside a library, which is no Exception."""
+    """A panic inside a library counts, although it is no Exception."""
     from forge_jax.engine.text_output import SequenceText
 
     class Panic(BaseException):

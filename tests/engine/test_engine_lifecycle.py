@@ -1,4 +1,4 @@
-"""The table of an engine's states and transitions, and that nothing else happens."""
+"""The states of an engine: exactly the transitions in the table."""
 
 import re
 import threading
@@ -8,7 +8,7 @@ import pytest
 
 from forge_jax.engine.lifecycle import TRANSITIONS, Lifecycle, State
 
-# A way into each state.
+# A path into each state.
 PATHS: dict[State, list[State]] = {
     "starting": [],
     "serving": ["serving"],

@@ -1,4 +1,4 @@
-"""The whole engine against Hugging Face's own logits: paged, chunked, batched, preempted."""
+"""The whole engine compared with Hugging Face's logits: paged, chunked, batched, preempted."""
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ def folder(request, goldens):
 
 @pytest.fixture(scope="module")
 def golden(folder):
-    """input_ids i64[3, 61], their logits f32[3, 61, V], and 24 greedy tokens after each."""
+    """Return input_ids i64[3, 61], their logits f32[3, 61, V], and 24 greedy tokens after each."""
     stored = read_header(folder / "golden.safetensors")
     return {name: np.array(tensor.read()) for name, tensor in stored.items()}
 
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    # 10 blocks of 16 tokens for three sequences that need 6 each in the end.
+    # 10 blocks of 16 tokens for three sequences that finally need 6 each.
     return LLM(
         folder,
         max_num_seqs=4,

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: killed at any moment, it goes on with every stream."""
+"""An engine in its own process: killed at any moment, it continues every stream."""
 
 import asyncio
 import dataclasses
@@ -60,7 +60,7 @@ def jobs(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
 
 
 async def outcome(engine: AsyncEngine, name: str, prompt, params) -> dict[int, list]:
-    """What each sample put out: tokens, text, logprobs, prompt logprobs, why it ended."""
+    """Return for each sample: tokens, text, logprobs, prompt logprobs and the finish reason."""
     found = {i: [(), "", (), (), None, None] for i in range(params.n)}
     async for deltas in engine.submit(prompt, params, request_id=name):
         for delta in deltas:
@@ -167,7 +167,7 @@ async def test_requests_submitted_without_a_process_are_served_by_the_next(engin
 
 @pytest.mark.slow
 async def test_request_that_kills_each_process_is_isolated(engine, monkeypatch):
-    """The process dies whenever this request is sent to it, before anybody gets a token of it."""
+    """The process dies whenever it receives this request, before any request gets a token."""
     send = Connection.send
 
     def send_and_kill(self, message):
@@ -179,12 +179,12 @@ async def test_request_that_kills_each_process_is_isolated(engine, monkeypatch):
     work = jobs(9, seed=2)
     expected = await undisturbed(work)
     serving = asyncio.ensure_future(outcomes(engine, work))
-    await asyncio.sleep(0)  # all of them are sent, and none has a token
+    await asyncio.sleep(0)  # all requests are sent, and none has a token
     poison = SamplingParams(max_tokens=5)
     found = await asyncio.wait_for(outcome(engine, "poison", [1], poison), WAIT_S)
     assert found[0][4] == "error" and isinstance(found[0][5], StepError)
     assert await serving == expected
-    # Three crashes of all ten, then halves of 10, 5, 3 and 2 that hold it, and it alone.
+    # Three crashes of all ten, then halves of 10, 5, 3 and 2 that contain it, then it alone.
     assert engine.num_restarts <= MAX_FAILURES + 4 + 1
     assert not engine._journal.searching and not engine._journal
 
@@ -211,7 +211,7 @@ worker.main()
 
 
 async def test_unrecoverable_device_ends_its_process(monkeypatch, tmp_path):
-    """After its first failure every call of the device fails, until there is a new process."""
+    """After its first failure every device call fails, until there is a new process."""
     code = STICKY.format(marker=str(tmp_path / "has failed"))
     monkeypatch.setattr(launcher, "WORKER", ("-c", code))
     engine = EngineProcess.fake(step_time_s=0.001)
@@ -262,7 +262,7 @@ async def test_rejections_match_those_of_an_engine(engine):
 
 
 async def test_unencodable_request_is_rejected_without_affecting_others(engine):
-    """Not even if it comes while there is no process, and its successor would be sent it."""
+    """This also holds if it arrives between two processes, when the successor would receive it."""
     [job] = jobs(1, seed=5)
     for kill in (False, True):
         if kill:
@@ -349,14 +349,14 @@ async def test_bundled_model_continues_with_the_same_bits():
 # ---- how an engine process fails -----------------------------------------------------------------
 
 EXITS = "import sys; sys.exit(1)"
-# Says that it is there, and then nothing any more, not even whether it is alive.
+# Connects, then sends nothing, not even heartbeats.
 HOLDS_ITS_BREATH = """
 import os, signal, sys
 from forge_jax.engine.process import worker
 worker.Engine.fake = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
 worker.main()
 """
-# Beats, and loads for ever.
+# Sends heartbeats and loads forever.
 LOADS_FOR_EVER = """
 import time
 from forge_jax.engine.process import worker
@@ -389,7 +389,7 @@ worker.main()
 
 @pytest.fixture
 def brief_pauses(monkeypatch):
-    """Between two launches."""
+    """Shorten the pauses between launches."""
     sleep = asyncio.sleep
     monkeypatch.setattr(supervisor.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
@@ -426,7 +426,7 @@ async def test_early_exits_are_retried_until_the_limit(engine, monkeypatch, capl
 
 
 async def test_launches_after_repeated_early_deaths_wait_longer(engine, monkeypatch):
-    """Of processes that say hello and die before they have put out a token."""
+    """Covers processes that connect and die before they output a token."""
     sleep, slept = asyncio.sleep, []
 
     async def recorded(seconds):
@@ -449,7 +449,7 @@ async def test_launches_after_repeated_early_deaths_wait_longer(engine, monkeypa
 async def test_successors_can_be_killed_at_any_point_of_their_start(
     engine, monkeypatch, brief_pauses
 ):
-    """Also before they have read what to load, when sending it fails."""
+    """Covers the time before a successor reads its configuration, when sending it fails."""
     popen, kills = launcher.subprocess.Popen, iter((0.0, None, 0.1, 0.3))
 
     def popen_and_kill(*args, **kwargs):
@@ -475,7 +475,7 @@ async def test_successors_can_be_killed_at_any_point_of_their_start(
 
 @pytest.mark.parametrize("place", ["introduce", "connect", "connected", "receive", "died"])
 async def test_error_during_recovery_ends_every_stream(engine, monkeypatch, caplog, place):
-    """Planted where nobody awaits: the engine is "failed", and the log has the traceback."""
+    """The failing task is not awaited, so the engine fails and the log has the traceback."""
     work = [([i], SamplingParams(max_tokens=4000)) for i in range(3)]
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().num_running, "running")
@@ -514,7 +514,7 @@ async def test_supervisor_task_failure_ends_the_streams(monkeypatch, caplog, pla
 
 
 async def test_stop_ends_a_starting_successor(engine, monkeypatch):
-    """It does not wait until that one has loaded, which may take minutes."""
+    """The stop must not wait for the successor's load, which may take minutes."""
     monkeypatch.setattr(launcher, "WORKER", ("-c", LOADS_FOR_EVER))
     births = []
     started = PendingLaunch.started
@@ -550,7 +550,7 @@ async def frozen_and_replaced(engine: EngineProcess, work, freeze) -> None:
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().steps > 10, "steps")
     assert not serving.done()
-    engine._supervisor.watchdog.timeout_s = 3.0  # of this process: a start may take its time
+    engine._supervisor.watchdog.timeout_s = 3.0  # of this process; a start may take longer
     freeze()
     assert await serving == expected
     assert engine.num_restarts >= 1
@@ -623,7 +623,7 @@ def test_timeout_has_a_range():
 
 # ---- adapters that are loaded while the process dies --------------------------------------------
 
-# A fake engine that has adapters, and notes each one that it loads. One of them kills it.
+# A fake engine with adapters that records each load; one adapter kills it.
 TAKES_ADAPTERS = """
 import os
 from forge_jax.engine import fake
@@ -651,7 +651,7 @@ worker.main()
 
 @pytest.fixture
 async def with_adapters(monkeypatch, tmp_path):
-    """An engine, and a function that returns the names its present process has loaded."""
+    """Return an engine, and a function that returns the names its current process has loaded."""
     notes = tmp_path / "loaded"
     notes.touch()
     monkeypatch.setattr(launcher, "WORKER", ("-c", TAKES_ADAPTERS.format(notes=str(notes))))
@@ -683,7 +683,7 @@ async def test_adapter_load_interrupted_by_a_crash_can_be_retried(with_adapters)
 async def test_adapter_loaded_just_before_a_crash_is_in_the_next_process(
     with_adapters, monkeypatch, caplog
 ):
-    """The process has said that it has it, and dies before the thread that loads takes note."""
+    """The process confirms the load and dies before the loading thread records it."""
     engine, loaded = with_adapters
     answered, may_go_on = threading.Event(), threading.Event()
     install = engine.adapters._install
@@ -747,7 +747,7 @@ def test_invalid_message_is_rejected(data):
 
 
 def test_process_does_not_outlive_its_parent():
-    """Also one that is killed: the operating system closes its end of the connection."""
+    """Covers a killed parent: the operating system closes its end of the connection."""
     import subprocess
     import sys
 
@@ -767,7 +767,7 @@ def test_process_does_not_outlive_its_parent():
             os.kill(pid, 0)
         except ProcessLookupError:
             return
-        # In a container nobody may be there to collect it: then it stays as a zombie.
+        # In a container without an init process, it stays as a zombie.
         with open(f"/proc/{pid}/stat") as stat:
             if stat.read().rpartition(")")[2].split()[0] == "Z":
                 return

@@ -1,4 +1,4 @@
-"""What an engine tells of itself while it runs: sequences, blocks, steps."""
+"""The state of a running engine: sequences, blocks, steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cells(state: EngineState) -> list[int | str]:
 
 
 def check_blocks(state: EngineState) -> None:
-    """The runs and the numbers of a map whose cells are blocks say the same."""
+    """Check that the runs and the counts of a map with one block per cell agree."""
     blocks, found = state.blocks, cells(state)
     assert blocks.blocks_per_cell == 1 and len(found) == blocks.num_blocks
     assert blocks.num_free == found.count("free")
@@ -56,7 +56,7 @@ def check_blocks(state: EngineState) -> None:
     for place, seq in enumerate(state.sequences):
         assert found.count(place) == seq.blocks - seq.shared_blocks
     for (_, one), (_, other) in itertools.pairwise(blocks.runs):
-        assert one != other  # runs are as long as they can be
+        assert one != other  # runs are maximal
 
 
 @pytest.mark.parametrize("kind", [Engine, EngineProcess])
@@ -132,7 +132,7 @@ async def test_drafts_are_reported_with_their_steps():
     engine.start()
     await engine.look()
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0, seed=1)
-    for i in range(3):  # the second has the first to draft from
+    for i in range(3):  # the second can draft from the first
         async for _ in engine.submit(PROMPT, params, request_id=f"{i}"):
             pass
     steps, stats = (await engine.look()).steps, engine.stats().speculation
@@ -190,7 +190,7 @@ def capture(**changed: object) -> Capture:
 
 def test_cell_of_several_blocks_shows_held_before_cached(monkeypatch):
     monkeypatch.setattr(engine_state, "MAX_CELLS", 3)
-    # Cells of two: held and cached, cached and free, free alone.
+    # Cells of two blocks: held and cached, cached and free, free and free.
     state = capture(refs=[0, 1, 0, 0, 0], cached=[0, 2]).state()
     assert state.blocks.runs == [(1, "other"), (1, "cached"), (1, "free")]
     assert (state.blocks.num_owned, state.blocks.num_cached, state.blocks.num_free) == (1, 2, 2)

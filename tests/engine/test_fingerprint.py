@@ -1,4 +1,4 @@
-"""The fingerprint names what decides the bits: it changes with each part of that only."""
+"""The fingerprint: it changes exactly with the inputs that determine the bits."""
 
 import shutil
 
@@ -50,7 +50,7 @@ def test_fingerprint_samples_large_files(folder, monkeypatch):
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     before = of(folder)
-    # Every byte changes from the middle of the data on, as it does in a model that was trained on.
+    # All bytes from the middle of the data on change, as they do after training.
     half = len(content) // 2
     weights.write_bytes(content[:half] + bytes(b ^ 1 for b in content[half:]))
     assert of(folder) != before

@@ -1,4 +1,4 @@
-"""The bundled model answers: what every new user meets first, by greedy decoding."""
+"""The bundled model's greedy answers to the first prompts of new users."""
 
 import pytest
 

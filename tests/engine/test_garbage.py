@@ -9,7 +9,7 @@ from forge_jax.engine.gc_tuning import NEW_OBJECTS, short_pauses
 
 @pytest.fixture(autouse=True)
 def the_tests_are_no_engine():
-    """Tests have short pauses for their whole session."""
+    """Restore normal pauses, which tests shorten for the whole session."""
     garbage._exit()
     yield
     garbage._enter()

@@ -1,4 +1,4 @@
-"""`Journal`: which requests a process is sent, and with which tokens, after any crash."""
+"""`Journal`: the requests and tokens that a process receives after any crash."""
 
 import pytest
 
@@ -57,10 +57,10 @@ def test_request_aborted_before_a_crash_is_not_resent(journal):
 
 
 def test_request_that_crashes_every_process_is_isolated(journal):
-    """ "c" kills each process it is sent to; nobody else does."""
+    """Only "c" kills each process that receives it."""
     running, crashes, culprits = set("abcd"), 0, []
     while not culprits:
-        while "c" not in running:  # a half without it: everybody in it gets a token
+        while "c" not in running:  # a half without "c" gets tokens
             tokens = {name: [Delta(0, token_ids=(1,))] for name in running}
             assert journal.take(tokens), "others may run now"
             running |= set(sent_again(journal))

@@ -1,6 +1,4 @@
-"""Which kernels an engine runs on, what it says when it cannot have them, and that it may matter
-little which.
-"""
+"""The choice of kernels, the fallbacks with their messages, and equal results of all choices."""
 
 import logging
 from types import SimpleNamespace
@@ -51,7 +49,7 @@ def make_llm():
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """A machine on which they cannot be built, in a process that has not tried yet."""
+    """Make the kernels unbuildable, in a process that has not tried yet."""
 
     def load(*_):
         raise BuildError("no C++ compiler (c++, g++ or clang++): install g++")
@@ -71,7 +69,7 @@ def continuations(llm: LLM) -> list[list[int]]:
 
 
 def same_tokens(a: list[list[int]], b: list[list[int]]) -> int:
-    """Tokens before the first that differs, summed over the prompts."""
+    """Count the tokens before the first difference, summed over the prompts."""
     total = 0
     for mine, theirs in zip(a, b, strict=True):
         pairs = zip(mine, theirs, strict=True)
@@ -88,7 +86,7 @@ def test_cpu_kernels_are_the_default_and_can_be_disabled(make_llm):
 
 
 def test_greedy_texts_match_plain_xla(make_llm):
-    """Equal but for near ties, which sums in another order may flip; here there was none."""
+    """Near ties may flip because of another summation order; these prompts have none."""
     total = len(PROMPTS) * GREEDY.max_tokens
     same = same_tokens(continuations(make_llm()), continuations(make_llm(kernels="xla")))
     assert same > 0.8 * total
@@ -169,7 +167,7 @@ def test_unusable_instruction_set_is_named(monkeypatch):
 
 
 def test_float32_models_run_on_plain_xla(stories, caplog):
-    """Nothing to complain about: they were not promised the kernels."""
+    """No warning is expected, because the kernels do not cover float32."""
     with caplog.at_level(logging.WARNING):
         kernels = choose(str(stories))
     assert not caplog.records and kernels.formats == WeightFormats() and kernels.attention == "auto"
@@ -177,7 +175,6 @@ def test_float32_models_run_on_plain_xla(stories, caplog):
 
 @pytest.mark.slow
 def test_unsupported_head_size_uses_xla_attention_with_a_warning(stories, caplog):
-    """Packed matrices and XLA's attention, with a warning that says why."""
     with caplog.at_level(logging.WARNING):
         llm = LLM(stories, dtype="bfloat16", **OPTIONS)
     assert "attention in plain XLA, without the CPU kernels: a head size of 8" in caplog.text
@@ -187,7 +184,7 @@ def test_unsupported_head_size_uses_xla_attention_with_a_warning(stories, caplog
 
 
 def budget_of(platform="cpu", packings=None, **options):
-    """The token budget of an engine that has sizes 64 and 512."""
+    """Return the token budget of an engine with step sizes 64 and 512."""
     config, sizes = EngineConfig.from_options(**options), None if packings else [64, 512]
     return choose_budget(config, sizes, SimpleNamespace(platform=platform))  # type: ignore[arg-type]
 

@@ -1,6 +1,4 @@
-"""`--kv-dtype`: twice the tokens in the same memory, through every part of the engine, and nearly
-the same predictions.
-"""
+"""`--kv-dtype`: twice the tokens in the same memory, with nearly the same predictions."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def make_llm():
-    """The bundled model by the type of its cache."""
+    """Return the bundled model by the type of its cache."""
     return functools.cache(lambda kv_dtype: LLM("forge-tiny", kv_dtype=kv_dtype, **OPTIONS))
 
 
@@ -124,10 +122,10 @@ def test_same_memory_holds_nearly_twice_the_8_bit_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("seqs", "free_gib", "gib"),
     [
-        (16, 100, 0.5),  # no less
-        (256, 100, 1.0),  # 1,024 tokens of each
-        (4096, 100, 2.0),  # no more
-        (256, 2, 0.5),  # a quarter of what is available
+        (16, 100, 0.5),  # the minimum
+        (256, 100, 1.0),  # 1,024 tokens per sequence
+        (4096, 100, 2.0),  # the maximum
+        (256, 2, 0.5),  # a quarter of the available memory
     ],
 )
 def test_default_cache_on_a_cpu_is_1024_tokens_per_sequence(seqs, free_gib, gib, monkeypatch):
@@ -180,7 +178,7 @@ def test_cpu_kernels_attend_over_the_8_bit_cache(make_llm, kv_dtype, caplog):
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 def test_step_updates_the_cache_arrays_in_place(make_llm, kv_dtype):
-    """With their scales: none is allocated a second time."""
+    """Includes the scales: nothing is allocated twice."""
     runner = make_llm(kv_dtype)._core._device
     [step] = [each for name, each in runner.compiled().items() if "[" in name]
     assert step.memory_analysis().alias_size_in_bytes >= runner.options.kv_shape.total_bytes
@@ -206,7 +204,7 @@ def test_unknown_kv_dtype_is_named_with_the_choices():
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    """Documents that the bundled model was not trained on: 3,800 predictions."""
+    """Return documents that the bundled model was not trained on: 3,800 predictions."""
     return benchmark.held_out(100)
 
 
@@ -216,7 +214,7 @@ def exact(make_llm, texts) -> np.ndarray:
 
 
 def more_perplexity(llm: LLM, texts: list[list[int]], exact: np.ndarray) -> float:
-    """0.01 is one percent more than with the model's own type."""
+    """Return the relative increase of the perplexity over that with the model's own type."""
     return math.expm1((exact - benchmark.log_likelihoods(llm, texts)).mean())
 
 

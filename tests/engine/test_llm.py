@@ -1,4 +1,4 @@
-"""`LLM` on a small trained model: what each sampling parameter does, and what never matters."""
+"""`LLM` on a small trained model: the effect of each parameter, and what must have none."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
 @pytest.fixture(scope="module")
 def make_llm(stories):
-    """Engines by their options, made once each."""
+    """Return engines by their options, made once each."""
     engines: dict[tuple, LLM] = {}
 
     def make(**options) -> LLM:
@@ -86,7 +86,7 @@ def test_chunk_size_does_not_change_the_output(make_llm, llm, chunk):
 
 @pytest.mark.slow
 def test_preemption_does_not_change_the_output(make_llm, llm):
-    # 12 blocks of 16 tokens: eight sequences of about 70 tokens cannot all stay.
+    # 12 blocks of 16 tokens cannot hold eight sequences of about 70 tokens.
     tight = make_llm(num_blocks=12, max_model_len=160)
     prompts = [PROMPT, "The dog", "One day", "A big red ball", "Lily", "Tom", "Sue", "My mom"]
     params = SamplingParams(max_tokens=60, temperature=0, logprobs=0)
@@ -113,7 +113,7 @@ def test_contiguous_kv_gives_the_same_text(make_llm, llm):
 
 
 def assert_same(got, expected):
-    """The same tokens, and logprobs that differ by no more than rounding does."""
+    """Check for equal tokens, and logprobs that differ only by rounding."""
     for a, b in zip(got.outputs, expected.outputs, strict=True):
         assert a.token_ids == b.token_ids
         np.testing.assert_allclose(
@@ -154,7 +154,7 @@ def test_n_samples_differ_and_share_the_prompt(llm):
 
 
 def test_temperature_sampling_follows_the_model_distribution(llm):
-    """The first token over many seeds against the model's own probabilities (chi-square)."""
+    """Compares the first token over many seeds with the model's probabilities (chi-square)."""
     from scipy import stats
 
     top = one(llm, max_tokens=1, temperature=0, logprobs=20, prompt="One day").outputs[0]
@@ -179,7 +179,7 @@ def test_logit_bias_forces_and_forbids_tokens(llm):
     first = one(llm, max_tokens=1, temperature=0).outputs[0].token_ids[0]
     other = one(llm, max_tokens=1, temperature=0, logit_bias={first: -100.0})
     assert other.outputs[0].token_ids[0] != first
-    # A slot's bias leaves with its sequence.
+    # A slot's bias does not outlive its sequence.
     assert one(llm, max_tokens=40, temperature=0).text.startswith(STORY[:30])
 
 
@@ -188,7 +188,7 @@ def test_logit_bias_forces_and_forbids_tokens(llm):
     [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}],
 )
 def test_penalties_follow_their_formulas(llm, penalty):
-    """Greedy under a penalty, token by token, against the formula on the model's own logprobs."""
+    """Compares greedy tokens with the formula on the model's own logprobs."""
     output = one(llm, PROMPT + STORY, max_tokens=30, temperature=0, logprobs=20, **penalty)
     tokens = list(output.outputs[0].token_ids)
     plain = one(llm, PROMPT + STORY, max_tokens=30, temperature=0)
@@ -266,7 +266,6 @@ def test_logprobs_match_the_models_own(llm):
 
 
 def test_prompt_logprobs_match_decoding_the_same_tokens(make_llm, llm):
-    """What the model says of a text it reads is what it said when it wrote it."""
     written = one(llm, max_tokens=30, temperature=0, logprobs=2).outputs[0]
     prompt = llm.tokenizer.encode(PROMPT)
     for engine in (llm, make_llm(prefill_chunk_size=7, prefix_cache=False)):
@@ -320,7 +319,7 @@ def test_nothing_compiles_after_the_engine_is_ready(llm):
         SamplingParams(max_tokens=2, prompt_logprobs=1, logit_bias={1: 1.0}, top_k=3),
         SamplingParams(max_tokens=3, temperature=0),
     ]
-    before = llm._parts.compilations()  # of the whole process: other tests make other engines
+    before = llm._parts.compilations()  # of the whole process, because other tests create engines
     llm.generate([[7] * 300, PROMPT, [9] * 33, [3]], params, progress=False)
     assert llm._parts.compilations() == before
 
@@ -391,14 +390,14 @@ def test_threads_may_share_an_engine(llm):
 
 @pytest.fixture
 def no_collections():
-    """An interrupt between two steps that falls into a callback of the collector is lost."""
+    """Disable collections: an interrupt inside a collector callback is lost."""
     gc.disable()
     yield
     gc.enable()
 
 
 def test_ctrl_c_leaves_the_engine_usable(llm, no_collections):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to ignored
     long = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     for delay_s in (0.05, 0.1, 0.15):
         timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
@@ -409,7 +408,7 @@ def test_ctrl_c_leaves_the_engine_usable(llm, no_collections):
     assert one(llm, max_tokens=40, temperature=0).text.startswith(STORY[:60])
 
 
-# ---- the edges of what may be asked ----------------------------------------------------------
+# ---- edge cases of parameters ------------------------------------------------------------------
 
 
 def test_stop_string_that_starts_before_min_tokens_matches(llm):

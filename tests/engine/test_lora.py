@@ -1,7 +1,7 @@
 """Engines with LoRA adapters: chosen by request, loaded and unloaded while others run.
 
-`lora_files.py` merges an adapter into the weights of a copy of the model: what that copy gives is
-what a request with the adapter must give.
+`lora_files.py` merges an adapter into the weights of a copy of the model. A request with the
+adapter must give the results of that copy.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SCORED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def folders(stories, tmp_path_factory) -> dict[str, Path]:
-    """Two adapters, and a copy of the model with each of them in its weights."""
+    """Return two adapters, and a copy of the model merged with each of them."""
     root = tmp_path_factory.mktemp("adapters")
     a = write_adapter(root / "a", stories, seed=1, rank=4, alpha=8.0)
     b = write_adapter(root / "b", stories, seed=2, rank=8, alpha=4.0)
@@ -57,14 +57,14 @@ def llm(stories, folders):
 
 @pytest.fixture
 def both(llm, folders):
-    """With the second adapter loaded for this test."""
+    """Load the second adapter for this test."""
     llm.load_lora("b", folders["b"])
     yield llm
     llm.unload_lora("b")
 
 
 def scores(output) -> np.ndarray:
-    """f32: the logprobs of the prompt's tokens and of the output's."""
+    """Return f32: the logprobs of the prompt's tokens and of the output's."""
     found = [*output.prompt_logprobs, *output.outputs[0].logprobs]
     return np.array([each.logprob for each in found], np.float32)
 
@@ -99,7 +99,7 @@ def test_loading_and_unloading_adapters_compiles_nothing(llm, folders):
 
 
 def computed(llm) -> dict[str, set[str]]:
-    """By executable, the scopes of what it computes."""
+    """Return the scopes that each executable computes."""
     return {
         name: {
             part
@@ -163,7 +163,7 @@ def test_adapter_in_use_is_not_unloaded(both, folders):
     with pytest.raises(RequestError, match="1 requests take this LoRA adapter"):
         both.unload_lora("b")
     stream.close()
-    late = both.stream(PROMPT, lora="b")  # begins when it is first read
+    late = both.stream(PROMPT, lora="b")  # starts at its first read
     both.unload_lora("b")
     both.load_lora("b", folders["a"])
     with pytest.raises(RequestError, match="has been unloaded"):
@@ -225,7 +225,7 @@ def test_bits_are_independent_of_other_requests_adapters(exact, exact_options):
         outputs = run(exact, [LONG, LONG[3:], [5, 6], LONG], lora=names)
         for row in (0, 3):
             np.testing.assert_array_equal(scores(outputs[row]), alone[names[row]])
-    # At another place, after another adapter was there.
+    # In another place, after another adapter used it.
     exact.unload_lora("a")
     exact.unload_lora("b")
     for name in ("b", "a"):
@@ -243,7 +243,7 @@ SAMPLED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def expected(exact) -> list[tuple]:
-    """What each request of the mix gives alone."""
+    """Return what each request of the mix gives alone."""
     outputs = [run(exact, [p], SAMPLED, lora=name)[0] for p, name in zip(PROMPTS, MIX, strict=True)]
     assert len({o.outputs[0].token_ids for o in outputs}) == len(outputs)
     return [tokens_and_scores(output) for output in outputs]
@@ -266,7 +266,7 @@ def test_preempted_request_keeps_its_adapter(stories, exact_options, expected):
 
 @pytest.mark.slow
 def test_adapters_survive_a_failed_step(exact, expected):
-    """Nor do device arrays that are lost, and made anew."""
+    """Lost device arrays, which are recreated, are covered, too."""
     calls, core, device = itertools.count(1), exact._core, exact._core._device
     before = core.num_recoveries
     with failing_steps(core, lambda plan, where: next(calls) % 25 == 0):
@@ -284,7 +284,7 @@ def test_adapters_survive_a_failed_step(exact, expected):
 def test_speculation_does_not_change_an_adapters_output(
     stories, exact_options, expected, speculation
 ):
-    """Twice: then there are earlier outputs, of the same adapter and of others."""
+    """The second run has earlier outputs of the same adapter and of others to draft from."""
     with LLM(stories, **exact_options, **speculation) as guessing:
         for _ in range(2):
             assert answers(guessing) == expected
@@ -313,13 +313,12 @@ def test_invalid_options_are_rejected(options, named):
 
 
 def test_adapter_that_does_not_fit_stops_the_start(stories, folders, monkeypatch):
-    """Before anything is compiled."""
     monkeypatch.setattr(Runner, "compile", None)
     with pytest.raises(ModelError, match=r"lora b=.*rank 8.*max_lora_rank"):
         LLM(stories, **OPTIONS, lora=(f"b={folders['b']}",), max_lora_rank=4)
 
 
-# ---- the async faces ---------------------------------------------------------------------------
+# ---- the async engines -------------------------------------------------------------------------
 
 
 async def text(engine, name, **options):
@@ -355,7 +354,7 @@ async def test_adapters_are_loaded_while_requests_run(stories, folders, both):
 
 @pytest.mark.slow
 async def test_adapters_survive_a_crash(stories, folders, both, tmp_path):
-    """Those of the start, and those that were loaded since; one whose files changed is lost."""
+    """Covers adapters from the start and later ones; an adapter whose files changed is lost."""
     wanted = {name: run(both, [PROMPT], lora=name)[0].text for name in ("a", "b")}
     changing = write_adapter(tmp_path / "changing", stories, seed=3)
     config = EngineConfig.from_options(
@@ -370,7 +369,7 @@ async def test_adapters_survive_a_crash(stories, folders, both, tmp_path):
             await engine.load_lora("none", str(tmp_path))
         assert [await text(engine, name) for name in ("a", "b")] == list(wanted.values())
         write_adapter(changing, stories, seed=4)
-        os.kill(engine.pid, signal.SIGSTOP)  # nobody answers until it is killed
+        os.kill(engine.pid, signal.SIGSTOP)  # nothing responds until it is killed
         going_on = [asyncio.create_task(text(engine, name)) for name in ("a", "b")]
         params = SamplingParams(max_tokens=12)
         lost = engine.submit([1, 2, 3], params, request_id="lost", lora="changing")

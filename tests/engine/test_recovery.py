@@ -1,4 +1,4 @@
-"""Steps that raise lose nothing, and who makes them raise ends alone."""
+"""Failed steps: nothing is lost, and the request that causes them is isolated."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ def fake_parts(**options):
 
 
 def requests(count: int, seed: int = 0) -> list[Request]:
-    """Named after the seed and their number, "0-3"."""
+    """Return requests named after the seed and their index, such as "0-3"."""
     rng = random.Random(seed)
     made = []
     for i in range(count):
@@ -52,7 +52,7 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 
 
 def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 12) -> Outcome:
-    """What became of each sample; new requests arrive whenever fewer than `at_once` are left."""
+    """Return each sample's outcome; requests arrive while fewer than `at_once` are left."""
     found: dict[tuple[str, int], list] = {}
     waiting = list(reversed(arriving))
     while waiting or core.has_work:
@@ -115,7 +115,7 @@ def _num_sequences() -> int:
 
 
 def poisoned(*request_ids: str, output: int = 0):
-    """Every step raises that computes one of these from so many output tokens on."""
+    """Make every step raise that computes one of these requests from this many output tokens on."""
 
     def fails(plan, where: str) -> bool:
         return where == "read" and any(
@@ -147,7 +147,7 @@ def test_request_that_fails_every_step_is_isolated(poison, output):
             assert len(outcome[0]) == output
         else:
             assert outcome == expected[request_id, index]
-    # Three failures, two for each halving of eight slots, and the last alone; for each of them.
+    # Per culprit: three failures, two for each halving of eight slots, and the last alone.
     assert device.num_failures <= len(poison) * (MAX_FAILURES + 2 * 3 + 2)
     assert not core._bisection._failures and core._bisection.only is None
 
@@ -227,7 +227,7 @@ def test_stall_time_counts_only_pending_work_without_a_step():
     parts.core._clock = lambda: now_s
     core = parts.core
     now_s = 100.0
-    assert core.stalled_s == 0.0  # there is nothing to do
+    assert core.stalled_s == 0.0  # there is no work
     core.add(requests(1)[0])
     assert core.stalled_s == 0.0
     now_s = 130.0
@@ -254,7 +254,7 @@ def bundled() -> LLM:
 
 
 def test_lost_device_array_is_recreated(bundled):
-    """As after a step that had taken its buffers and then failed, or ran out of memory."""
+    """Covers a step that fails after it consumed its buffers, and one that runs out of memory."""
     expected = answers(bundled)
     core = bundled._core
     runner: Any = core._device

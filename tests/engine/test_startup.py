@@ -1,4 +1,4 @@
-"""From serving to ready: steps run on what has been compiled, and nobody waits or notices."""
+"""The time from serving to ready: steps run on the compiled shapes without waiting for others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from forge_jax.telemetry.startup import StartupTimes
 
 LATE = ["decode[4]", "decode[8]", "mixed[128]"]
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "dtype": "bfloat16"}
-# What a request may ask for that some step must do more for.
+# Parameters for which some step must do more.
 ODD = [
     ([7] * 100, SamplingParams(max_tokens=6, n=5, logprobs=20, seed=1)),
     ([9] * 33, SamplingParams(max_tokens=9, temperature=0, prompt_logprobs=20)),
@@ -45,7 +45,7 @@ ODD = [
 
 
 class Held:
-    """Keeps back what an engine can begin without, once it has been compiled."""
+    """Holds back the executables that an engine can start without."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -74,7 +74,7 @@ def held(monkeypatch):
         return compiled
 
     monkeypatch.setattr(Executables, "_compile", compile_and_hold)
-    # All of them wait at the same time, on however few cores.
+    # All of them wait at the same time, on any number of cores.
     monkeypatch.setattr(os, "cpu_count", lambda: len(LATE) + 2)
     yield held
     held.released.set()
@@ -85,7 +85,7 @@ def config(stories, **options) -> EngineConfig:
 
 
 async def outputs(engine: Engine, requests, prefix: str = "r") -> list:
-    """Token ids and finish reasons by sample, of all requests together."""
+    """Return token ids and finish reasons by sample, of all requests together."""
 
     async def one(index: int, prompt, params):
         tokens: dict[int, list[int]] = {}
@@ -212,7 +212,7 @@ def test_draft_only_shapes_neither_start_serving_nor_set_limits(max_drafts):
     for platform, first in ("cpu", "mixed[64]"), ("gpu", "mixed[512]"):
         [begins] = first_shapes(shapes, platform)
         assert begins.name == first
-        for late in shapes:  # adopted in any order
+        for late in shapes:  # activated in any order
             limits = step_limits([begins, late])
             assert limits.max_num_batched_tokens == max(
                 shape.num_tokens for shape in (begins, late) if shape.name.startswith("mixed")
@@ -294,7 +294,7 @@ def test_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, cap
 
 @pytest.fixture
 def jax_cache():
-    """Puts back what a test does to the cache of this process."""
+    """Restore this process's cache settings after a test."""
     names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
     before = {name: getattr(jax.config, name) for name in names}
     yield
@@ -308,7 +308,7 @@ def compile_something() -> None:
 
 
 def entries(folder: Path) -> dict[str, int]:
-    """Sizes by name."""
+    """Return sizes by name."""
     return {file.name: file.stat().st_size for file in folder.glob(ENTRIES)}
 
 
@@ -396,7 +396,7 @@ def test_cache_folder_writable_by_others_is_rejected(tmp_path, jax_cache, monkey
     with pytest.raises(ConfigError, match="belongs to another user"):
         use(compile_cache_dir=str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
-    use()  # the default folder is not what was asked for: a warning is enough
+    use()  # the default folder was not requested, so a warning is enough
     assert "every start compiles anew" in caplog.text
     assert not jax.config.jax_enable_compilation_cache
     with pytest.raises(ConfigError, match="leave one of them out"):
@@ -421,7 +421,7 @@ def test_folder_from_jax_settings_is_checked(tmp_path, jax_cache):
 
 
 def test_executables_writable_by_others_are_removed(tmp_path, jax_cache, caplog):
-    """They may be from a time when the folder was open to all."""
+    """They may be from a time when the folder was writable by all."""
     use(compile_cache_dir=str(tmp_path))
     (tmp_path / "own-cache").write_bytes(b"whole, in some form")
     (tmp_path / "below").mkdir()

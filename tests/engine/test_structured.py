@@ -1,5 +1,7 @@
-"""Requests with a grammar or with lists of tokens, on a device that sees every mistake: whatever
-happens around them, each output is what they allow, and what it would have been alone."""
+"""Structured output and token lists on a device that checks every mistake.
+
+Under every schedule, each output is valid and equals that of the request alone.
+"""
 
 import asyncio
 import itertools
@@ -71,7 +73,7 @@ GRAMMARS = {
 
 @pytest.fixture(scope="module")
 def compiler():
-    """Of all engines here: tried grammars, so that nobody starts a process."""
+    """Share tried grammars between all engines here, so that no trial process starts."""
     made = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, (EOS,), limits=None)
     yield made
     made.close()
@@ -86,7 +88,7 @@ def make_core(compiler):
         parts = assemble_fake(config, step_time_s=0.0, max_model_len=200, check=True)
         core = parts.core
         core.grammars = compiler
-        core._device._next_token = None  # any token is as likely as any other
+        core._device._next_token = None  # every token is equally likely
         if seed is not None:
             core.speculator = scripted(seed, outputs or {})
         if fails is not None:
@@ -97,7 +99,7 @@ def make_core(compiler):
 
 
 class Script:
-    """Drafts what will come, where it is known, and nonsense in between and elsewhere."""
+    """A drafter of the known future tokens, with nonsense in between and elsewhere."""
 
     def __init__(self, seed, outputs):
         self._rng = random.Random(seed)
@@ -126,7 +128,7 @@ def scripted(seed, outputs):
 
 
 LETTERS = tuple(TOKENIZER.encode(letter, False)[0] for letter in "abcd")
-# Beside a grammar: every text can still be written, in other tokens.
+# In combination with a grammar, every text can still be written, in other tokens.
 NO_WORDS = tuple(range(len(WORDS), TOKENIZER.vocab_size))
 LISTS = (
     {"allowed_token_ids": LETTERS},
@@ -177,7 +179,7 @@ def requests(count: int, seed: int) -> list[Request]:
 
 
 def serve(core, arriving, *, at_once=8, tick=None):
-    """By (request id, sample): its tokens, text, logprobs and end."""
+    """Return tokens, text, logprobs and end by (request id, sample)."""
     found: dict = {}
     waiting = list(reversed(arriving))
     while waiting or core.has_work:
@@ -199,7 +201,7 @@ def serve(core, arriving, *, at_once=8, tick=None):
 
 
 def check(found, batch) -> dict[str, int]:
-    """That each output is valid, or was cut where it says so; how many of each kind ended so."""
+    """Check that each output is valid or cut with the right reason; return counts by kind."""
     ended: dict[str, int] = {}
     params = {request.request_id: request.params for request in batch}
     assert sum(p.masked and not p.constrained for p in params.values()) > 3
@@ -253,7 +255,7 @@ def test_failing_device_does_not_change_structured_output(make_core, drafts):
 
 
 def test_resumed_request_continues_in_its_grammar(make_core):
-    """As after the death of its process: what is known of it are its tokens."""
+    """After a process death, only the request's tokens remain."""
     batch = [r for r in requests(60, seed=4) if r.params.masked]
     batch = [replace(r, params=replace(r.params, prompt_logprobs=None)) for r in batch]
     alone = serve(make_core(), batch, at_once=1)
@@ -301,7 +303,7 @@ def test_complete_grammar_ends_the_output_despite_other_parameters(make_core):
 
 
 def test_eos_is_allowed_before_min_tokens_if_nothing_else_is(make_core, monkeypatch):
-    """As where the vocabulary cannot spell what the grammar would go on with."""
+    """Covers a vocabulary that cannot spell the grammar's continuation."""
     fill = MaskPool.fill
 
     def only_the_end(self, work, masks):
@@ -401,7 +403,7 @@ def test_request_with_costly_masks_is_isolated(make_core, drafting):
 
 
 def test_samples_of_a_request_share_a_mask_budget(make_core):
-    """By a clock on which a mask takes 20 ms, and a token too."""
+    """On a clock where each mask and each token takes 20 ms."""
 
     def tokens_until_the_end(n):
         ticks, core = itertools.count(), make_core()
@@ -416,13 +418,13 @@ def test_samples_of_a_request_share_a_mask_budget(make_core):
         return [len(entry[0]) for entry in entries]
 
     [alone] = tokens_until_the_end(1)
-    assert 10 < alone < 30  # 500 ms, and 10 of 40 ms that each token takes
+    assert 10 < alone < 30  # 500 ms, and 10 of the 40 ms that each token takes
     assert max(tokens_until_the_end(4)) < alone
 
 
 @pytest.mark.parametrize("asked", [{"structured_outputs": GRAMMARS["schema"][0]}, LISTS[1]])
 def test_device_that_ignores_masks_is_detected(make_core, asked):
-    """Else all of this could be luck."""
+    """This shows that the other tests can fail."""
 
     class Careless:
         def __init__(self, device):
@@ -547,7 +549,7 @@ def test_few_masks_do_not_delay_others_and_many_are_awaited(make_core, num_free,
     while core.has_work:
         core.tick()
     waited = in_flight.count(0)
-    if num_bound == 1:  # then it has the device for itself, every second step
+    if num_bound == 1:  # it has the device to itself every second step
         assert waited <= 25 and len(in_flight) <= 65
     else:
         assert waited == len(in_flight) <= 42
@@ -580,7 +582,7 @@ async def test_engine_compiles_grammars_off_its_thread(engine):
         *[collect(engine.submit([5, i], params, request_id=f"r{i}")) for i in range(5)]
     )
     assert all(reason == "stop" and is_person(text) for text, reason, _ in texts)
-    other = replace(params, structured_outputs=GRAMMARS["regex"][0])  # nobody has prepared it
+    other = replace(params, structured_outputs=GRAMMARS["regex"][0])  # not prepared before
     text, reason, _ = await collect(engine.submit([5], other, request_id="r"))
     assert reason == "stop" and GRAMMARS["regex"][1](text)
 

@@ -1,4 +1,4 @@
-"""When an engine process counts as frozen, on a clock of the test's own."""
+"""The engine process's watchdog, on a test clock."""
 
 import pytest
 
@@ -8,14 +8,14 @@ TIMEOUT_S = 10.0
 
 
 class Process:
-    """A watched process; `live` lets time pass with the heartbeats that it would send."""
+    """A watched process; `live` advances the clock with the heartbeats that it would send."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S):
         self.now_s = 0.0
         self.watchdog = Watchdog(timeout_s, lambda: self.now_s)
 
     def live(self, seconds: float, *, beats: bool = True, step_s: float = 0.0, allowance=1.0):
-        """Why it was found frozen, if it was. `step_s`: for how long its step has run already."""
+        """Return why it was found frozen, or None. `step_s`: how long its step has been running."""
         begin_s = self.now_s
         while self.now_s < begin_s + seconds:
             self.now_s += LOOK_S
@@ -47,11 +47,11 @@ def test_any_number_of_completed_steps_is_healthy():
 
 
 def test_time_while_the_host_was_suspended_is_not_counted():
-    """Both were, so that neither heartbeats nor steps could come."""
+    """The process was suspended too, so neither heartbeats nor steps could come."""
     process = Process()
     process.live(1, step_s=0.1)
     process.now_s += 3600
-    process.watchdog.beat(3601.0)  # by the process's own clock
+    process.watchdog.beat(3601.0)  # on the process's own clock
     assert process.watchdog.look() is None
     assert process.live(TIMEOUT_S / 2, step_s=3601) is None
     process.watchdog.progress()

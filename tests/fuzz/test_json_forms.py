@@ -1,7 +1,7 @@
-"""What is JSON and what is not, by the classes of JSONTestSuite (github.com/nst/JSONTestSuite).
+"""Valid and invalid JSON, by the classes of JSONTestSuite (github.com/nst/JSONTestSuite).
 
-The texts are our own: `VALID` must be read, `INVALID` must be refused, `EITHER` is left open by
-RFC 8259. Each is tried as a whole body, which none of them can be, and as a field of one.
+The texts are our own: `VALID` must be read, `INVALID` must be refused, and RFC 8259 leaves `EITHER`
+open. Each is tried as a whole body, which is never valid, and as a field of one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge_serve.limits import Limits
 from forge_serve.openai.requests import CompletionRequest
 from forge_serve.openai.validation import decode
 
-SLOW_S = 0.3  # a third of that on a machine with nothing else to do
+SLOW_S = 0.3  # three times the time on an idle machine
 
 VALID = [
     b"null", b"true", b"false", b"0", b"-0", b"-1", b"123", b"0.5", b"-0.5", b"1e1", b"1E+2",
@@ -97,7 +97,7 @@ LARGE = [
 
 
 def named(texts: list[bytes]) -> dict[str, bytes]:
-    """The texts by what their names in a report can be."""
+    """Return the texts by their names in test reports."""
     return {f"{i}-{text[:12]!r}": text for i, text in enumerate(texts)}
 
 
@@ -114,7 +114,7 @@ def refusal(body: bytes) -> str | None:
 
 
 def test_json_samples_match_the_standard_librarys_verdict():
-    """A second opinion, which is wider in three points: its constants, BOMs, and depth."""
+    """The standard library is more permissive in three points: constants, BOMs, and depth."""
     for text in VALID:
         json.loads(text.decode())
     for text in INVALID:

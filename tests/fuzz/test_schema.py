@@ -1,4 +1,4 @@
-"""The served schema says of a body what the server does: of every field, with every odd value."""
+"""Agreement of the served schema and the server on every field with every odd value."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from forge_serve.server.openapi import document
 from forge_serve.server.service import Service
 
 ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False)
-# A body that its schema allows may be refused for these, and for nothing else: what a schema of
-# single values cannot say. Each is a message.
+# The only reasons to refuse a body that its schema allows, because a schema of single values cannot
+# express them. Each is a message.
 EXCUSES = re.compile(
     r"best_of is not supported unless it equals n|must equal|n must be 1 here"
     r"|stream_options is only allowed with stream|exclude each other|is larger than max_tokens"
@@ -63,7 +63,7 @@ def schemas() -> dict[str, Any]:
 
 
 def inlined(schema: Any, components: dict[str, Any]) -> Any:
-    """The same without references, which a validator would look up again each time."""
+    """Inline the references of a schema, so that a validator does not resolve them again."""
     if isinstance(schema, list):
         return [inlined(item, components) for item in schema]
     if not isinstance(schema, dict):
@@ -81,7 +81,7 @@ def judge(path: str) -> jsonschema.protocols.Validator:
 
 
 def refusal(case: Case) -> RequestError | None:
-    """What the server would refuse a body for, before it asks the model."""
+    """Return the error for a body before it reaches the model."""
     kind = ENDPOINTS[case.path]
     try:
         request = validate.decode(case.body, kind, ABOUT.limits)
@@ -113,14 +113,14 @@ def refusal(case: Case) -> RequestError | None:
 
 
 def check_truncation(request: GenerationRequest) -> None:
-    """What is said of it where a prompt is cut."""
+    """Check the fields of prompt truncation."""
     cuts = not isinstance(request, TokenizeRequest | DetokenizeRequest)
     if cuts and (request.truncate_prompt_tokens or 0) > ABOUT.max_model_len:
         raise RequestError("truncate_prompt_tokens is more than the context")
 
 
 def check_ids(prompts: Sequence[str | list[int]]) -> None:
-    """What the engine says of prompts that are token ids."""
+    """Apply the engine's check of prompts that are token ids."""
     for prompt in prompts:
         if isinstance(prompt, list):
             ids = tuple(prompt)
@@ -129,21 +129,21 @@ def check_ids(prompts: Sequence[str | list[int]]) -> None:
 
 
 def read(body: bytes) -> Any:
-    """Strict JSON, or None."""
+    """Return strict JSON, or None."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
     try:
         value = json.loads(body.decode(), parse_constant=refuse)
-        json.dumps(value, ensure_ascii=False).encode()  # no half of a pair of surrogates
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
     except (ValueError, RecursionError):
         return None
     return value
 
 
 def meant(case: Case) -> Any:
-    """The same body with its numbers and booleans in their own types."""
+    """Return the same body with numbers and booleans in their own types."""
     kind = ENDPOINTS[case.path]
     request = msgspec.json.Decoder(kind, strict=False).decode(case.body)
     return msgspec.json.decode(msgspec.json.encode(request))

@@ -1,4 +1,4 @@
-"""Thousands of odd demands for a form of the output: each is served or refused with a 400."""
+"""Thousands of odd structured-output requests: each is served or refused with a 400."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Grammars are compiled within limits, and matchers say what may come next."""
+"""Grammars: compilation within limits, and the matchers' allowed tokens."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# Texts that an output may be, and texts that none may be.
+# Texts that are valid outputs, and texts that are not.
 EXAMPLES = {
     "object": (GrammarSpec.json_object(), ["{}", '{"a": [1, 2.5e3, null]}'], ["[]", "{", "1"]),
     "schema": (
@@ -188,7 +188,7 @@ def allowed(matcher: Matcher, vocab_size: int) -> set[int]:
 
 
 def takes(matcher: Matcher, ids: list[int]) -> bool:
-    """Whether it is a whole output."""
+    """Return True if the tokens are a complete output."""
     try:
         matcher.accept(ids)
     except GrammarError:
@@ -287,7 +287,7 @@ def test_drafts_are_truncated_before_an_error_and_before_the_end(compiler, token
     assert matcher.valid_drafts([*ids[:3], tokenizer.eos_token_id]) == 3
     wrong = [*ids[:4], ids[0], *ids[4:]]
     assert 4 <= matcher.valid_drafts(wrong) <= len(wrong)
-    matcher.accept(ids)  # nothing of that has left a trace
+    matcher.accept(ids)  # the failed attempt left no trace
     assert matcher.stopped
     matcher.rollback(2)
     assert not matcher.accepting
@@ -370,7 +370,7 @@ def test_choices_are_literal_in_any_characters(compiler, tokenizer):
 
 
 class Clock:
-    """CPU time that passes by `tick_s` at each look."""
+    """A CPU clock that advances by `tick_s` at each read."""
 
     def __init__(self, tick_s):
         self.tick_s, self.now_s = tick_s, 0.0
@@ -452,7 +452,7 @@ def test_other_vocabularies_write_valid_json(folder):
 
 
 def test_eos_token_spelled_as_text_is_not_treated_as_text(tokenizer):
-    [brace] = tokenizer.encode("}", False)  # a model that ends with this, say
+    [brace] = tokenizer.encode("}", False)  # for a model whose EOS token is this one
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [brace], limits=None)
     matcher = compiler.compile(GrammarSpec.regex(".*x")).matcher()
     assert brace not in allowed(matcher, tokenizer.vocab_size)

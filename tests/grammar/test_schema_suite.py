@@ -1,4 +1,4 @@
-"""A sample of the JSON Schema Test Suite: our grammars do what llguidance expects of itself."""
+"""A sample of the JSON Schema Test Suite: our grammars give llguidance's expected results."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ from forge_jax.grammar import GrammarCompiler, GrammarSpec
 
 SAMPLE = Path(__file__).parent.parent / "fixtures" / "json_schema" / "sample.jsonl"
 TOKENIZER = fake_tokenizer()
-# llguidance's categories, best first; those of schemas that do not compile are one.
+# llguidance's categories, best first; schemas that do not compile are one category.
 WORSE = ("pass", "false_negative", "refused", "false_positive")
 REFUSED = ("skip_compile", "compile_error_valid", "compile_error_all_invalid")
 

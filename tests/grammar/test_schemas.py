@@ -1,4 +1,4 @@
-"""Three hundred JSON schemas, with `jsonschema` as the judge of what llguidance lets through."""
+"""Three hundred JSON schemas, with `jsonschema` as the reference for llguidance."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ FORMATS = {"date": "2024-02-29", "uuid": "123e4567-e89b-12d3-a456-426614174000",
 
 
 class Maker:
-    """Draws a schema, and values that it accepts."""
+    """A generator of schemas and of values that they accept."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
@@ -155,7 +155,7 @@ class Maker:
 
 
 def spoiled(value, rng: random.Random):
-    """Some other value, that a schema for the first one is likely to refuse."""
+    """Return another value, which a schema for the first one probably rejects."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(list(value))
         match rng.randrange(3):
@@ -221,7 +221,7 @@ def test_schemas_accept_and_write_only_valid_values(compiler, tokenizer):
                 assert took == valid or (valid and given is wrong), (seed, schema, text)
                 accepted += took
                 rejected += not valid
-        for _ in range(2):  # and what a model without any sense would write
+        for _ in range(2):  # and a model that writes nonsense
             matcher, ids = grammar.matcher(), []
             row = np.zeros(mask_width(vocab_size), np.int32)
             while not matcher.stopped and len(ids) < 120:
@@ -238,7 +238,6 @@ def test_schemas_accept_and_write_only_valid_values(compiler, tokenizer):
 
 
 def test_validator_detects_a_grammar_without_bounds():
-    """A grammar that is too wide is found out: here, one that has lost its bounds."""
     schema = {"type": "integer", "minimum": 3, "maximum": 4}
     assert judge(schema, "3") and not judge(schema, "7")
     assert not judge({"type": "string", "format": "date"}, '"2024-02-30"')

@@ -35,7 +35,7 @@ BF16_ROUNDOFF = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def _kernels_of(request: pytest.FixtureRequest) -> None:
-    """The CPU kernels are loaded where a test is about them."""
+    """Load the CPU kernels for tests that use them."""
     if getattr(request.node, "callspec", None) and "cpu" in request.node.callspec.params.values():
         request.getfixturevalue("cpu_kernels")
 
@@ -44,7 +44,7 @@ def _kernels_of(request: pytest.FixtureRequest) -> None:
 class Batch:
     """Sequences as (rows, context), and the shapes of the arrays that hold them.
 
-    The batches share their shapes where they can, and so their executables.
+    Batches share shapes, and thus executables, where possible.
     """
 
     seqs: tuple[tuple[int, int], ...]
@@ -57,14 +57,14 @@ class Batch:
     pool_tokens: int = 3584  # N * bs
     max_context: int = 320
     seed: int = 0
-    dtype: str = "float32"  # that queries, keys and values are rounded to
+    dtype: str = "float32"  # rounding of queries, keys and values
 
     def for_cpu(self) -> "Batch":
-        """What the CPU kernels are for: bfloat16 and heads that are multiples of 32."""
+        """Return the batch for the CPU kernels: bfloat16 and head dims that are multiples of 32."""
         return replace(self, dtype="bfloat16", head_dim=-(-self.head_dim // 32) * 32)
 
     def exact(self) -> "Batch":
-        """Without padding rows, padding sequences, or a free block."""
+        """Return the batch without padding rows, padding sequences, or a free block."""
         blocks = sum(-(-context // self.block_size) for _, context in self.seqs)
         return replace(
             self,
@@ -95,9 +95,11 @@ def make(
     kv_dtype: str | None = None,
     magnitudes: tuple[float, ...] = (1.0,),
 ) -> Arrays:
-    """`kv_dtype`: of 8 bits, that keys and values are rounded to; `magnitudes`: of tokens, in turn.
+    """Return the arrays of a batch.
 
-    The queries are divided by the largest.
+    Args:
+      kv_dtype: 8-bit type to which keys and values are rounded.
+      magnitudes: Magnitudes of tokens, in turn; queries are divided by the largest.
     """
     rng = np.random.default_rng(batch.seed)
     H, K, D, bs = batch.heads, batch.kv_heads, batch.head_dim, batch.block_size
@@ -113,7 +115,7 @@ def make(
     q[int(q_lens.sum()) :] = np.nan
     kv = np.full((N, 2, K, bs, D), np.nan, np.float32)
     order = rng.permutation(N)
-    # What lies beyond a sequence in its table, and beyond num_seqs, is stale.
+    # Table entries beyond a sequence and beyond num_seqs are stale.
     tables = rng.integers(0, N, (S, max_blocks)).astype(np.int32)
     kv_lens = np.full(S, 77, np.int32)
     cu_q_lens = np.full(S + 1, T, np.int32)
@@ -167,7 +169,7 @@ def run(arrays, **options):
 
 
 def inputs(a: Arrays, kv_dtype: str | None = None) -> tuple[Any, ...]:
-    """`kv_dtype`: of 8 bits, the cache as a QuantizedKV, stored as on a CPU."""
+    """Return the arguments of attention; an 8-bit `kv_dtype` gives a QuantizedKV as on a CPU."""
     arrays = (a.q, a.kv, a.block_tables, a.kv_lens, a.cu_q_lens, a.num_seqs)
     q, kv, *rest = (jnp.asarray(array) for array in arrays)
     return (q, kv if kv_dtype not in EIGHT_BITS else quantized(kv, kv_dtype), *rest)
@@ -175,7 +177,7 @@ def inputs(a: Arrays, kv_dtype: str | None = None) -> tuple[Any, ...]:
 
 @partial(jax.jit, static_argnums=1)
 def quantized(kv: jax.Array, kv_dtype: str) -> QuantizedKV:
-    """Where `kv` is NaN, the scale is, and the data is NaN if there is one and else large."""
+    """Quantize `kv`; where it is NaN, so is the scale, and the data is NaN or large."""
     data, scale = quantize_rows(kv, kv_dtype)
     if kv_dtype == "float8_e4m3fn":
         data = lax.bitcast_convert_type(data, jnp.uint8)
@@ -183,7 +185,7 @@ def quantized(kv: jax.Array, kv_dtype: str) -> QuantizedKV:
 
 
 def run_cpu(a: Arrays, *, kv_dtype: str = "bfloat16", **options: Any) -> np.ndarray:
-    """By the CPU kernels: f32 of the rows that exist."""
+    """Return the CPU kernels' result as f32 of the rows that exist."""
     q, kv, *rest = inputs(a, kv_dtype)
     if not isinstance(kv, QuantizedKV):
         kv = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
@@ -194,7 +196,7 @@ def run_cpu(a: Arrays, *, kv_dtype: str = "bfloat16", **options: Any) -> np.ndar
 
 
 def check_cpu(batch: Batch, **kind: Any) -> None:
-    """Half a unit of bfloat16 for each weight of a value, and for the result; sums are float32."""
+    """Check within half a bfloat16 unit per value's weight and of the result; sums are float32."""
     arrays = make(batch, **kind)
     out = run_cpu(arrays, **kind)
     rows = len(out)
@@ -261,7 +263,7 @@ def test_output_matches_dense_attention_in_float64(name, implementation, uniform
     check(BATCHES[name], implementation, uniform=uniform)
 
 
-# What the cache is stored as, what of it is seen, and how scores are bent.
+# The type of the cache, the visible part of it, and the cap of the scores.
 KINDS: dict[str, dict[str, Any]] = {
     "int8": {"kv_dtype": "int8"},
     "fp8": {"kv_dtype": "float8_e4m3fn"},
@@ -306,13 +308,13 @@ def test_8_bit_rows_may_be_zero_tiny_or_huge(implementation, uniform, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 def test_8_bit_nan_stays_in_its_sequence(implementation, uniform, kv_dtype):
-    """In a scale, or in data that can hold one, of keys or values."""
+    """The NaN is in a scale of keys or values, or in data that can hold one."""
     options = {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
     arrays = make(MIXED, kv_dtype=kv_dtype)
     q, kv, *rest = inputs(arrays, kv_dtype)
     want = np.asarray(run((q, kv, *rest), **options))
     assert np.isfinite(want).all()
-    # A decode in a group with others that see as far, and the last 11 rows of a chunk.
+    # A decode in a group with others of the same length, and the last 11 rows of a chunk.
     for s, at, sees in ((2, 5, 1), (6, 190, 11)):
         context, block_size = MIXED.seqs[s][1], MIXED.block_size
         mine = np.arange(arrays.cu_q_lens[s], arrays.cu_q_lens[s + 1])
@@ -346,7 +348,7 @@ def test_nan_behind_every_window_is_ignored(implementation, uniform, kv_dtype):
 
 
 def pass_by(arrays: Arrays, batch: Batch, *, window: int) -> None:
-    """Makes NaN of what no row of a sequence sees any more."""
+    """Fill everything that is behind the window of every row with NaN."""
     for table, (rows, context) in zip(arrays.block_tables, batch.seqs, strict=False):
         for position in range(context - rows + 1 - window):
             arrays.kv[table[position // batch.block_size], :, :, position % batch.block_size] = (
@@ -363,7 +365,7 @@ def test_bfloat16_queries_attend_over_8_bit_caches(uniform, kv_dtype):
     q, options = q.astype(jnp.bfloat16), {"implementation": "xla", "uniform": uniform}
     out = run((q, kv, *rest), kv_dtype=kv_dtype, max_q_len=1, **options)
     assert out.dtype == jnp.bfloat16
-    rounding = BF16_ROUNDOFF * (4 + np.abs(arrays.expected) + arrays.spread)  # q too
+    rounding = BF16_ROUNDOFF * (4 + np.abs(arrays.expected) + arrays.spread)  # includes q
     assert (np.abs(np.asarray(out, np.float64) - arrays.expected) <= rounding).all()
     if kv_dtype == "float8_e4m3fn":
         as_float = kv._replace(data=lax.bitcast_convert_type(kv.data, jnp.float8_e4m3fn))
@@ -373,7 +375,7 @@ def test_bfloat16_queries_attend_over_8_bit_caches(uniform, kv_dtype):
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.slow
 def test_windowed_cost_follows_the_window(uniform, monkeypatch):
-    """KV tiles that are read, each time for a group of sequences or rows."""
+    """Counts the KV tiles that are read, once per group of sequences or rows."""
     read = xla_file._Pool.tile
     counted: list[int] = []
 
@@ -406,7 +408,7 @@ LONG = Batch(seqs=(), rows=80, max_seqs=5, max_context=1024)
 
 
 def random_mix(seed: int) -> tuple[tuple[int, int], ...]:
-    """Decode rows, drafts, chunks and empty sequences in any order."""
+    """Return decode rows, drafts, chunks and empty sequences in any order."""
     rng = np.random.default_rng(seed)
     kinds = ((1, 1), (2, 5), (0, 0), (10, 70))
     seqs = []
@@ -448,7 +450,7 @@ def test_cpu_kernels_support_all_sizes(cpu_kernels, name):
     check_cpu(CPU_BATCHES[name].for_cpu())
 
 
-# Of contexts that are summed up in several chunks: too few items for the threads, and enough.
+# Contexts that are summed in several chunks, with too few items for the threads and with enough.
 MANY_KEYS = replace(SMALL, rows=40, pool_tokens=6400, max_context=2100, block_size=16, head_dim=32)
 MANY_KEYS_BATCHES = {
     "one decode": replace(MANY_KEYS, seqs=((1, 2100),)),
@@ -467,7 +469,7 @@ def test_cpu_kernels_support_8_bits_windows_soft_caps_and_long_contexts(cpu_kern
 
 
 def cpu_digests() -> dict[str, str]:
-    """Hashes of what the CPU kernels compute of long contexts."""
+    """Return hashes of the CPU kernels' results for long contexts."""
     found = {}
     for (name, batch), kind in itertools.product(MANY_KEYS_BATCHES.items(), ("int8", "window")):
         batch = batch.for_cpu()
@@ -541,7 +543,6 @@ def test_max_q_len_hint_does_not_change_the_output():
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
 def test_row_is_independent_of_the_batch(implementation):
-    """The same sequence beside longer contexts and in other blocks: the same bits."""
     batch = Batch(seqs=((1, 40),))
     batch = batch.for_cpu() if implementation == "cpu" else batch
     alone = make(batch)
@@ -566,7 +567,7 @@ def test_cpu_kernel_row_is_independent_of_the_chunks_in_long_prompts(cpu_kernels
 
 
 def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
-    """A prompt in any chunks, behind whatever else is in the step: the same bits."""
+    """Check that a prompt has the same bits in any chunks and in any batch."""
     length = sum(sizes)
     prompt = Batch(
         seqs=((length, length),),
@@ -580,7 +581,7 @@ def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
     whole = make(prompt, **options)
     want, order = run_cpu(whole, **options), np.random.default_rng(0).permutation(len(sizes))
     ends = np.cumsum(sizes)
-    # Each chunk as a sequence of its own, of the same blocks; shuffled, between other sequences.
+    # Each chunk as a sequence of its own in the same blocks, shuffled between other sequences.
     pieces = [(sizes[i], ends[i]) for i in order]
     others = make(replace(prompt, seqs=((1, 30), (3, 3)), seed=1), **options)
     S = len(pieces) + 2
@@ -609,7 +610,7 @@ def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
 
 
 def test_non_finite_row_stays_in_its_sequence(cpu_kernels):
-    """Another sequence's NaN, in queries or in the cache, changes no bit."""
+    """The NaN is in another sequence's queries or cache."""
     batch = Batch(seqs=((1, 40), (5, 5), (30, 100))).for_cpu()
     clean = make(batch)
     want = run_cpu(clean)
@@ -645,7 +646,8 @@ def check_rotate_and_write() -> None:
         write = partial(rotate_and_write, qkv, kv, cos, sin, jnp.asarray(slots))
         by_xla = jax.jit(partial(write, kv_dtype=jnp.bfloat16))()
         by_kernel = jax.jit(partial(write, kv_dtype=jnp.bfloat16, implementation="cpu"))()
-        # Products are summed in one rounding or in two: half a unit of bfloat16 where it matters.
+        # Products are summed with one rounding or with two: half a unit of bfloat16 where it
+        # matters.
         for mine, theirs in zip(by_kernel, by_xla, strict=True):
             if mine.dtype == jnp.uint16:
                 written = np.flatnonzero((slots >= 0) & (slots < N * bs))
@@ -663,7 +665,7 @@ def check_rotate_and_write() -> None:
             np.testing.assert_allclose(mine, theirs, rtol=2 * BF16_ROUNDOFF, atol=1e-6)
             assert (mine != theirs).mean() < 0.001
 
-        # -1 is no index: the kernels drop it where XLA would wrap it.
+        # Index -1 is invalid: the kernels drop it, but XLA would wrap it.
         _, dropped = jax.jit(
             partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation="cpu")
         )(qkv, kv, cos, sin, jnp.full(T, -1, jnp.int32))
@@ -671,7 +673,7 @@ def check_rotate_and_write() -> None:
 
 
 def test_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
-    """No copy of the cache: the result is the same memory, and there are no temporaries."""
+    """The result is the same memory, without temporaries."""
     kv = jnp.zeros((64, 2, 2, 16, 64), jnp.uint16)
     qkv = jnp.ones((4, 6, 64), jnp.bfloat16)
     angles = jnp.zeros((4, 32))
@@ -708,13 +710,13 @@ def test_cpu_kernels_name_what_they_do_not_support():
 
 
 def differing_schedules(**options: Any) -> list[str]:
-    """Which ways to compute the last rows of a sequence give other bits than all of it at once."""
+    """Return the schedules of a sequence's last rows that give other bits than one step."""
     context = 150
     seqs = ((context, context), *((1, 90 + i) for i in range(9)))
     kv_dtype = options.get("kv_dtype")
     arrays = make(
         Batch(seqs=seqs, head_dim=32), kv_dtype=kv_dtype
-    )  # 16 or 64: XLA:CPU's sums agree by themselves
+    )  # at 16 or 64, XLA:CPU's sums agree by chance
 
     def last_rows(rows: int, num_beside: int) -> np.ndarray:
         index = [*range(1, num_beside + 1), 0]
@@ -881,7 +883,7 @@ def test_8_bit_keys_are_rotated_before_rounding():
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
 @pytest.mark.quick_cases(2)
 def test_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
-    """No copy of the data nor of the scales: the result is the same memory."""
+    """The result is the same memory, for data and scales."""
     form = kv_shape_dtype((512, 2, 2, 16, 64), kv_storage_dtype(kv_dtype, "cpu"))
     kv = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), form)
     k, i32 = jnp.ones((rows, 2, 64), jnp.bfloat16), partial(jnp.ones, dtype=jnp.int32)
@@ -1047,7 +1049,7 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
 )
 @pytest.mark.quick_cases(2)
 def test_temporaries_stay_small_at_real_model_shapes(name, kv_dtype):
-    """A copy or a conversion of the pool would show here: it is 60 times the bound."""
+    """A copy or a conversion of the pool would exceed the bound 60 times."""
     shape = SHAPES[name]
     S, bs, max_blocks, N = 16, 16, 128, 4096
     pool_shape = (N, 2, shape.kv_heads, bs, shape.head_dim)

@@ -1,4 +1,4 @@
-"""Building and loading the C++ kernels, and what needs a process or a library of its own."""
+"""Building and loading the C++ kernels, and checks that need a process or library of their own."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 
 def compiler(folder: Path, body: str) -> str:
-    """A compiler that counts its calls; `body` is what it does with them, in sh."""
+    """Write a compiler that counts its calls; `body` is its sh code."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "fake-cxx"
     script.write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\n{body}\n')
@@ -62,7 +62,7 @@ def test_built_library_is_found_again(fake):
     assert first.read_text() == "a library\n"
     before = len(calls(fake))
     assert build("avx2", fake / "cache") == first
-    # Only asked for its version, which is a part of the key.
+    # Only its version is read, which is part of the key.
     assert calls(fake)[before:] == ["--version"]
     assert [path.name for path in (fake / "cache").iterdir()] == [first.name]
 
@@ -143,7 +143,7 @@ def test_folder_writable_by_others_gives_no_kernels(fake):
     with pytest.raises(BuildError, match=r"nothing is loaded from .*others can write to it"):
         build("avx2", folder)
     folder.chmod(0o700)
-    fake.chmod(0o777)  # where the folder can be replaced
+    fake.chmod(0o777)  # if the folder can be replaced
     with pytest.raises(BuildError, match=r"others can write to .*, which it is in"):
         build("avx2", folder)
     fake.chmod(0o700)
@@ -173,7 +173,7 @@ def test_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
     assert default_folder() == tmp_path / ".cache" / "forge-jax" / "kernels"
 
 
-CPUS = {  # what /proc/cpuinfo has of them that matters: the instruction sets they run
+CPUS = {  # the relevant part of /proc/cpuinfo: the instruction sets that they run
     "Zen 4, Sapphire Rapids": (
         ISAS["avx512_bf16"] | {"sse2"},
         ["avx512_bf16", "avx512_vnni", "avx512", "avx2"],
@@ -226,7 +226,7 @@ def test_features_are_those_of_the_first_cpu(monkeypatch):
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has loaded nothing yet."""
+    """Reset the state to that of a process that has loaded nothing."""
     monkeypatch.setattr(library, "_loaded", [])
     monkeypatch.setattr(library, "_why_not", library.functools.cache(library._why_not.__wrapped__))
 
@@ -247,7 +247,7 @@ def test_unloadable_library_is_a_build_error(fresh, fake):
 
 
 def test_checked_library_is_the_one_that_is_loaded(cpu_kernels, tmp_path, monkeypatch):
-    """Another file takes its name between the check and the call of the loader."""
+    """Another file replaces the library between the check and the load."""
     path = tmp_path / "library.so"
     shutil.copyfile(build(cpu_kernels), path)
     path.chmod(0o700)
@@ -287,9 +287,9 @@ def test_other_instruction_sets_pass_the_same_checks(cpu_kernels, isa):
         return
     result = child("--isa", isa)
     assert result["isa"] == isa and result["failed"] == {}
-    # On rows that are rounded to int8 blocks have the same bits with every instruction set.
+    # On rows rounded to int8, blocks have the same bits with every instruction set.
     assert result["rounded"] == rounded_digests()
-    mine = digests()  # so have int8 and int4
+    mine = digests()  # int8 and int4 do, too
     for name in ("int8, residual", "int4, residual"):
         assert result["digests"][name] == mine[name]
 
@@ -304,16 +304,16 @@ def test_one_cpu_computes_the_same_bits(cpu_kernels):
     assert result["rounded"] == rounded_digests()
 
 
-FAULTS = {  # file: (what it says, what it should not say), each in its own part of the suite
+FAULTS = {  # file: (correct text, faulty text), each in its own part of the suite
     "linear.h": (
-        # int8 forgets the offset of its weights; the last columns of a matrix are shifted.
+        # int8 loses the offset of its weights; the last columns of a matrix are shifted.
         ("isplat(128 * packed.sums[row])", "isplat(127 * packed.sums[row])"),
         ("for (long i = 0; i < columns; ++i) {", "for (long i = 1; i < columns; ++i) {"),
-        # Rows are rounded to a scale of 16 values, and keep that of 32.
+        # Rows are rounded with a scale of 16 values instead of 32.
         ("float top = maximum(max(abs(first), abs(second)));", "float top = maximum(abs(first));"),
     ),
     "attention.h": (
-        # A row sees a key too many, its window lets one go too early, chunks lose their weight.
+        # A row sees one key too many, its window drops one too early, chunks lose their weight.
         ("op.cu_q_lens[seq]) + row + 1;", "op.cu_q_lens[seq]) + row + 2;"),
         ("visible - op.window)", "visible - op.window + 1)"),
         ("next.total[i] * after", "next.total[i] * before"),
@@ -347,11 +347,11 @@ def test_checks_detect_planted_faults(cpu_kernels, tmp_path):
         "rotate and write",
         "sampling",
     } <= set(failed)
-    # What no fault was planted into passes.
+    # Parts without a planted fault pass.
     assert not {"linear bf16, whole panels", "pack bf16", "pack int8", "embed bf16"} & set(failed)
 
 
-# Goes on when two processes have asked for its version, which is right before they build.
+# Continues when two processes have read its version, which is right before they build.
 MEETS = """for last; do :; done
 case "$1" in --version) echo fake 1.0; exit;; esac
 until [ $(grep -c version {calls}) = 2 ]; do sleep 0.01; done
@@ -361,7 +361,7 @@ cp {library} "$last"
 
 
 def test_concurrent_processes_build_once(cpu_kernels, tmp_path):
-    """Both find a whole library, whoever was first; nothing else is left."""
+    """Both find a complete library, whichever was first, and nothing else remains."""
     body = MEETS.format(calls=tmp_path / "calls", library=build(cpu_kernels))
     cache = tmp_path / "cache"
     command = f"from forge_kernels import cpu; print(cpu.load({cpu_kernels!r}))"
@@ -393,10 +393,10 @@ def test_processes_build_even_without_file_locks(fake, monkeypatch):
 
 
 def stress(folder: Path, *changes: tuple[str, str]) -> set[int]:
-    """The exit codes of the stress test on `parallel.h`, with pools of 1 to 100 threads.
+    """Return the exit codes of the stress test on `parallel.h`, with pools of 1 to 100 threads.
 
-    The leader is delayed before it joins, as it is when it loses its core there, and helpers wait
-    longer for the next job: both happen on a busy machine, but too rarely for a test.
+    The leader is delayed before it joins, as if it lost its core there, and helpers wait longer for
+    the next job. Both happen on a busy machine, but too rarely for a test.
     """
     text = (module.SOURCES / "parallel.h").read_text()
     pause = "std::this_thread::sleep_for(std::chrono::microseconds(200));"
@@ -424,6 +424,6 @@ def test_every_item_runs_once_before_the_caller_continues(cpu_kernels, tmp_path)
 
 
 def test_stress_test_detects_a_caller_that_does_not_wait(cpu_kernels, tmp_path):
-    """A caller that takes a place among the helpers finds none, where there are more than jobs."""
+    """A caller that takes a helper's place finds none if there are more helpers than jobs."""
     faults = ("void lead() { work(0); }", "void lead() { help(); }"), ("joined_{1}", "joined_{0}")
     assert 1 in stress(tmp_path, *faults)

@@ -1,4 +1,4 @@
-"""Which instruction set the CPU kernels use, and that a measurement is made once."""
+"""The CPU kernels' choice of an instruction set, and its single measurement."""
 
 import ctypes
 import json
@@ -24,7 +24,7 @@ EPYC = {"avx512_bf16": 232.0, "avx512_vnni": 115.0}
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch):
-    """Measurements that are still to come; each is taken once."""
+    """Replace measurements by prepared ones; each is used once."""
     to_come: list[dict[str, float]] = []
     monkeypatch.setattr(choice, "measure", lambda *_: to_come.pop(0))
     return to_come
@@ -156,11 +156,11 @@ def test_log_names_the_choice_and_the_measurement(cpu_kernels, caplog, monkeypat
 
 # ---- tiles --------------------------------------------------------------------------------------
 
-NO_LIBRARY: Any = None  # where nothing is measured
+NO_LIBRARY: Any = None  # for cases without measurements
 
 
 def times(*faster_from: int | None) -> dict[str, dict[str, list[float]]]:
-    """Of bfloat16 and int8, where tiles are the faster way from so many rows on."""
+    """Return times of bfloat16 and int8 that make tiles faster from these row counts on."""
     return {
         form: {
             str(rows): [1e-3, 0.5e-3 if least is not None and rows >= least else 2e-3]
@@ -207,7 +207,7 @@ def test_damaged_times_are_measured_again(tmp_path, monkeypatch, caplog, damage)
 
 
 class Tiled:
-    """A library on a CPU with AMX, or without."""
+    """A library on a CPU with or without AMX."""
 
     def __init__(self, has_tiles: bool):
         self.forge_request_tiles = lambda: has_tiles
@@ -235,7 +235,7 @@ def test_tiles_are_absent_without_amx(tmp_path):
 
 
 def test_library_times_rows_without_tiles(cpu_kernels):
-    """What the measurement calls; the CPU's tiles are not needed for this half of it."""
+    """Covers the half of the measurement that needs no tiles."""
     time = library.library().forge_time_linear
     time.restype = ctypes.c_double
     weights = np.full(64 * 64, 0x3F81, np.uint16)

@@ -37,7 +37,7 @@ def test_non_finite_row_stays_non_finite_and_isolated(form, option):
 
 
 def test_concurrent_calls_do_not_interfere():
-    """Jobs of different sizes at the same time, on the same pool of threads."""
+    """Runs jobs of different sizes at the same time, on the same thread pool."""
     cases = [Case(form, rows=rows, outputs=200) for form in FORMATS for rows in (1, 9, 130)]
     arrays = [contract.make(case) for case in cases]
     want = [contract.run(case, mine) for case, mine in zip(cases, arrays, strict=True)]
@@ -51,8 +51,10 @@ def test_concurrent_calls_do_not_interfere():
 
 @pytest.mark.parametrize(("form", "bound"), [("bf16", 0.005), ("int8", 0.015), ("int4", 0.12)])
 def test_linear_is_close_to_the_unquantized_product(form, bound):
-    """Relative, root mean square, on normal weights. int8: 255 steps across about 6.5 standard
-    deviations of weights and of activations are off by 0.7% each; int4: 16 steps across about 4.3.
+    """Bounds the relative root mean square error on normal weights.
+
+    int8: 255 steps across about 6.5 standard deviations of weights and of activations give 0.7%
+    each. int4: 16 steps across about 4.3.
     """
     case = Case(form, rows=16, outputs=256, inputs=512, norm=True, residual=True)
     rng = np.random.default_rng(5)
@@ -70,7 +72,6 @@ def test_linear_is_close_to_the_unquantized_product(form, bound):
 
 
 def test_rows_beyond_num_rows_are_not_computed():
-    """The promise is used: a row that is not asked for is not computed."""
     case = Case("bf16", rows=6)
     arrays = contract.make(case)
     np.testing.assert_array_equal(contract.run(case, arrays, 2), contract.run(case, arrays)[:2])
@@ -102,7 +103,7 @@ def check_packing(shape, form, paired):
 
 
 def test_packed_sizes_match_the_format():
-    """Bytes per weight: two; one and four per column; a half and two per 32 values."""
+    """The formats take two bytes per weight, one plus four per column, or a half plus two per 32."""
     sizes = {}
     for form in FORMATS:
         packing = Packing(form, 4096, 1024)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice, the sum, and that a row's bits depend on that row alone."""
+"""Mixtures of experts: the choice, the sum, and independent rows."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ class Arrays:
 
 
 def make(rows, count, per_token, d, inner, dtype=np.float32, seed=0) -> Arrays:
-    """Experts are not equally liked: some have many rows, some none."""
+    """Return arrays with uneven expert loads: some have many rows, some none."""
     rng = np.random.default_rng([seed, rows, count])
     x = rng.standard_normal((rows, d)) * rng.uniform(0.5, 3, (rows, 1))
     gate_up = rng.standard_normal((count, 2 * inner, d)) * d**-0.5
@@ -60,7 +60,7 @@ def make(rows, count, per_token, d, inner, dtype=np.float32, seed=0) -> Arrays:
 
 
 def expected(a: Arrays) -> np.ndarray:
-    """f64[T, d]"""
+    """Return f64[T, d]."""
     y = np.zeros(a.x.shape)
     for t, (experts, weights) in enumerate(zip(a.experts, a.weights, strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
@@ -141,16 +141,16 @@ def test_gradients_pass_through_the_reference():
     assert all((by_gate_up[e] != 0).any() for e in used) and (by_weights != 0).all()
 
 
-# ---- company ------------------------------------------------------------------------------------
+# ---- batch invariance ---------------------------------------------------------------------------
 
 
 def check_company(form: str, a: Arrays) -> None:
-    """At one shape, a row's bits are the same in another place and among others."""
+    """Check that at one shape, a row's bits are independent of its position and its neighbors."""
     whole, count = run(form, a), len(a.x)
     order = np.random.default_rng(1).permutation(count)
     np.testing.assert_array_equal(run(form, rows_of(a, order)), whole[order], "in another place")
     for row in (0, count // 2, count - 1):
-        again = rows_of(a, np.full(count, row))  # all the same: one expert has every row
+        again = rows_of(a, np.full(count, row))  # all the same, so one expert has every row
         np.testing.assert_array_equal(run(form, again), whole[[row] * count], f"copies of {row}")
         np.testing.assert_array_equal(run(form, a, row + 1), whole[: row + 1], f"before {row}")
 
@@ -163,7 +163,7 @@ def test_row_bits_are_independent_of_the_batch(form, dtype, rows):
 
 
 def test_dropped_tokens_are_detected():
-    """The comparison sees an expert that has room for 8 rows only."""
+    """The comparison detects an expert with room for only 8 rows."""
     a = make(64, 6, 2, 96, 80)
     nth = np.zeros_like(a.experts)
     for expert in range(6):
@@ -175,7 +175,7 @@ def test_dropped_tokens_are_detected():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_non_finite_values_stay_in_their_row_or_expert(form):
-    """A row, and an expert that nobody chose."""
+    """Covers a row, and an expert that no row chose."""
     a = make(20, 6, 2, 24, 16)
     clean, others = run(form, a), np.arange(20) != 3
     x = a.x.copy()
@@ -237,7 +237,7 @@ def one_of(w: PackedWeight, expert: int) -> PackedWeight:
 
 
 def check_packed(form: str, shape: tuple[int, int, int, int, int]) -> None:
-    """It gives what the packed linear layer gives for each expert alone, and their sum."""
+    """Check that it equals the sum of the packed linear layers of each expert."""
     a = make(*shape, ml_dtypes.bfloat16)
     gate_up, down = packed(a.gate_up, form, True), packed(a.down, form, False)
     want, magnitude = np.zeros(a.x.shape), np.zeros(a.x.shape)

@@ -1,4 +1,4 @@
-"""The small array functions: against float32, and never on one of XLA:CPU's slow paths."""
+"""The small array functions: against float32, and never on a slow path of XLA:CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_linear_rejects_mixed_types():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a trap of XLA:CPU")
 @pytest.mark.parametrize("rows", [1, 16])
 def test_linear_converts_no_weights(rows):
-    """A float32 copy of the weights in the temporaries means XLA:CPU left its fast path."""
+    """A float32 copy of the weights in the temporaries means that XLA:CPU left its fast path."""
     x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
     temp = jax.jit(linear).lower(x, w).compile().memory_analysis().temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""Folders and files whose content is run: who else can write them, or put others in their place."""
+"""Files whose content is executed: other users must not be able to write or replace them."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ from forge_kernels.private_files import (
     private_folder_fault,
 )
 
-STRANGER = 54321  # a user and a group that no account has
+STRANGER = 54321  # a user and a group without an account
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a path another user's: by its owner, or where only root can do that, by who we are."""
+    """Make a path another user's: change its owner, or our identity if only root could do that."""
     if os.getuid() == 0:
         os.chown(path, STRANGER, -1, follow_symlinks=False)
     else:

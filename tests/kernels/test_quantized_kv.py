@@ -1,4 +1,4 @@
-"""How a row of keys or values becomes 8 bits and a scale."""
+"""Rounding a row of keys or values to 8 bits and a scale."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ _dequantize = jax.jit(dequantize_rows)
 
 
 def rows_of_all_sizes(count: int = 4000) -> np.ndarray:
-    """f32[count, D]: magnitudes from 1e-30 to 1e30, and in each row some values far below it."""
+    """Return f32[count, D]: magnitudes from 1e-30 to 1e30, and some far smaller in each row."""
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((count, D)) * 10.0 ** rng.uniform(-30, 30, (count, 1))
     rows[::3] *= 10.0 ** rng.uniform(-5, 0, (len(rows[::3]), D))
@@ -28,7 +28,7 @@ def rows_of_all_sizes(count: int = 4000) -> np.ndarray:
 
 
 def quantize(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The data as float64."""
+    """Return the data as float64."""
     data, scale = _quantize(rows, dtype)
     assert data.dtype == dtype
     assert scale.dtype == jnp.float32
@@ -45,7 +45,7 @@ def check_error(dtype: str, dequantize=_dequantize) -> None:
     step = quantize(rows, dtype)[1][:, None].astype(np.float64)
     if dtype == "int8":
         bound = step / 2
-    else:  # 3 bits of mantissa down to 2**-6, and then steps of 2**-9
+    else:  # 3 bits of mantissa down to 2**-6, then steps of 2**-9
         bound = np.maximum(np.abs(rows) * 2.0**-4, step * 2.0**-10)
     assert (error <= bound * (1 + 1e-5)).all(), f"{(error / bound).max():.4g} of the bound"
 
@@ -78,7 +78,7 @@ def test_rounding_is_monotonic(dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_row_is_independent_of_its_neighbors(dtype):
-    """Nor on the shape of what it is rounded with."""
+    """The shape of the array in which it is rounded does not matter either."""
     rows = rows_of_all_sizes(300)
     data, scale = _quantize(rows, dtype)
     spoilt = rows.copy()
@@ -97,7 +97,7 @@ def test_row_is_independent_of_its_neighbors(dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rounding_twice_equals_rounding_once(dtype):
-    """What has been read from a cache and is written again: the same bits."""
+    """Covers values that are read from a cache and written again."""
     data, scale = _quantize(rows_of_all_sizes(), dtype)
     again = _quantize(_dequantize(data, scale), dtype)
     np.testing.assert_array_equal(bits(again[0]), bits(data))

@@ -1,4 +1,4 @@
-"""Matrices that C++ reads from files and packs have the bits that Python's way gives them."""
+"""Matrices that C++ reads from files and packs: the same bits as in Python."""
 
 import ml_dtypes
 import numpy as np
@@ -25,13 +25,13 @@ def kernels():
 
 
 def write(folder, pieces):
-    """Each piece after the other, in two files by turns -> where they are."""
+    """Write the pieces alternately to two files and return their locations."""
     stretches = []
     for index, piece in enumerate(pieces):
         file = folder / f"{index % 2}.bin"
         offset = file.stat().st_size if file.exists() else 0
         with file.open("ab") as stream:
-            stream.write(b"x" + piece.tobytes())  # at odd places
+            stream.write(b"x" + piece.tobytes())  # at odd offsets
         stretches.append(Stretch(file, piece.dtype, offset + 1, len(piece)))
     return stretches
 

@@ -1,7 +1,7 @@
-"""Rejection sampling of drafts against distributions that are known, by chi-square.
+"""Rejection sampling of drafts against known distributions, by chi-square.
 
-Every check is made twice: of the real thing, and of one that is wrong in a way that is easy to get
-wrong. Seeds are fixed, so a test that passes always does.
+Every check runs twice: on the real code, and on a variant with a plausible mistake. Seeds are
+fixed, so the results are deterministic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forge_kernels.sampling import (
 )
 from forge_kernels.sampling.noise import ACCEPTANCE, DRAFT, uniform
 
-FINE, WRONG = 1e-4, 1e-12  # p-values: what is right is above, what is wrong below
+FINE, WRONG = 1e-4, 1e-12  # p-values: correct results are above FINE, wrong ones below WRONG
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SETTINGS = [
     PLAIN,
@@ -41,7 +41,7 @@ SETTINGS = [
 
 
 def target_of(logits: np.ndarray, setting: dict[str, Any]) -> np.ndarray:
-    """f64[V]: what is sampled from, by definition."""
+    """Return f64[V]: the sampled distribution, by definition."""
     scaled = (logits / np.float32(setting["temperature"])).astype(np.float32)
     filters = (setting[name] for name in ("top_k", "top_p", "min_p"))
     kept = list(kept_by_oracle(scaled, *filters))
@@ -51,7 +51,7 @@ def target_of(logits: np.ndarray, setting: dict[str, Any]) -> np.ndarray:
 
 
 def rows_of(settings: list[dict[str, Any]], each: int) -> dict[str, jax.Array]:
-    """The sampler's arguments for `each` rows of every setting; each has a seed of its own."""
+    """Return the sampler's arguments for `each` rows of every setting, each with its own seed."""
     made = {
         name: jnp.array(np.repeat([setting[name] for setting in settings], each), dtype)
         for name, dtype in zip(
@@ -63,7 +63,7 @@ def rows_of(settings: list[dict[str, Any]], each: int) -> dict[str, jax.Array]:
 
 
 def freshly_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit` that has seen nothing: what a test has replaced is traced."""
+    """Return an empty `jax.jit`, so that a test's replacements are traced."""
     return jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
 
 
@@ -76,7 +76,7 @@ def draw(
     support: int = 64,
     any_filter: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(i32[R], i32[R]): drafts `ahead` of what is known, and what the target makes of them."""
+    """Return (i32[R], i32[R]): drafts `ahead` of the known tokens, and the target's verdict."""
     rows = rows | {"any_filter": any_filter}
     drawn = propose(q_logits, support=support, known=known, ahead=jnp.int32(ahead), **rows)
     drafts = Drafts(drawn.token, jnp.ones(len(known), bool), drawn.token_ids, drawn.probability)
@@ -88,12 +88,12 @@ jitted_propose = jax.jit(partial(propose, support=64))
 
 
 def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Of counts against what is expected; 0 where something came that cannot come."""
+    """Return the p-value of counts; 0 if an impossible outcome occurred."""
     possible = probabilities > 0
     if counts[~possible].any():
         return 0.0
     expected = probabilities[possible] / probabilities.sum() * counts.sum()
-    # Cells that expect few are taken together.
+    # Cells with small expected counts are merged.
     few = expected < 10
     counts, merged = counts[possible], expected
     if few.any():
@@ -102,11 +102,11 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(stats.chisquare(counts, merged).pvalue) if len(counts) > 1 else 1.0
 
 
-# ---- drafts of a text ----------------------------------------------------------------------------
+# ---- n-gram drafts -----------------------------------------------------------------------------
 
 
 def outcomes_of_certain_drafts(settings: list[dict[str, Any]], each: int = 60_000) -> np.ndarray:
-    """i64[settings, V, V]: how often each draft came to each token."""
+    """Return i64[settings, V, V]: how often each draft led to each token."""
     logits = certain_logits()
     V, count = len(logits), len(settings) * each
     token = np.arange(count) % V
@@ -134,7 +134,7 @@ def test_certain_drafts_preserve_the_target_distribution():
 
 
 def share_the_noise(seed, position, purpose):
-    """What decides acceptance is the noise of the first two tokens."""
+    """Decide acceptance with the noise of the first two tokens."""
     return jnp.exp(-2 * jnp.exp(-gumbel(seed, position, 2).max(axis=1)))
 
 
@@ -154,11 +154,11 @@ def test_mistake_with_certain_drafts_is_detected(mistake, monkeypatch):
     assert p_value(counts.ravel(), np.tile(p, len(p))) < WRONG
 
 
-# ---- drafts of a model ---------------------------------------------------------------------------
+# ---- drafts of a model -------------------------------------------------------------------------
 
 
 def two_models(vocab_size: int, likeness: float = 0.6) -> tuple[np.ndarray, np.ndarray]:
-    """f32[V] each: logits of a target, and of a draft model that is somewhat like it.
+    """Return f32[V] logits of a target and of a somewhat similar draft model.
 
     Tokens are in the draft model's order.
     """
@@ -172,7 +172,7 @@ def two_models(vocab_size: int, likeness: float = 0.6) -> tuple[np.ndarray, np.n
 def outcomes(
     settings: list[dict[str, Any]], vocab_size: int, support: int = 64, each: int = 60_000
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(i32[settings, N], i32[settings, N]): drafts, and what came of them."""
+    """Return (i32[settings, N], i32[settings, N]): drafts and outputs."""
     count = len(settings) * each
     p, q = (jnp.broadcast_to(jnp.array(x), (count, vocab_size)) for x in two_models(vocab_size))
     filters = {"any_filter": len(settings) > 1}
@@ -188,7 +188,7 @@ def test_model_drafts_preserve_the_target_distribution():
         p, q = target_of(target, setting), target_of(draft, setting)
         assert p_value(np.bincount(got, minlength=V), p) > FINE, setting
         assert p_value(np.bincount(drafts, minlength=V), q) > FINE, setting
-        # And drafts are accepted as often as any method can: as the distributions overlap.
+        # The acceptance rate is optimal: the overlap of the distributions.
         common = np.minimum(p, q).sum()
         error = (common * (1 - common) / len(got)) ** 0.5
         assert abs((got == drafts).mean() - common) < 4 * error, setting
@@ -223,7 +223,7 @@ def test_drafts_that_reuse_the_targets_noise_are_detected(monkeypatch):
 
 
 def test_choosing_drafts_by_their_draw_biases_the_output():
-    """So how many drafts are verified is settled by what was known before."""
+    """The number of verified drafts must therefore not depend on the draw."""
     V, count = 23, 60_000
     target, draft = two_models(V)
     p, q = (jnp.broadcast_to(jnp.array(x), (count, V)) for x in (target, draft))
@@ -248,21 +248,21 @@ V3, LENGTH, DRAFTS = 4, 3, 2
 
 
 def chains() -> tuple[np.ndarray, np.ndarray]:
-    """f32[V + 1, V] each: logits after each token, and at the begin (the last row)."""
+    """Return f32[V + 1, V] each: logits after each token, and at the beginning (the last row)."""
     rng = np.random.default_rng(8)
     target, other = rng.normal(size=(2, V3 + 1, V3)) * 1.2
     return target.astype(np.float32), (0.5 * target + 0.5 * other).astype(np.float32)
 
 
 def sequences(count: int = 60_000, *, certain_drafts: bool = False) -> np.ndarray:
-    """i32[N, LENGTH], by as many steps as it takes, `DRAFTS` verified in each."""
+    """Return i32[N, LENGTH], by as many steps as needed, with `DRAFTS` verified in each."""
     target, draft = (jnp.array(chain) for chain in chains())
     rows = rows_of([PLAIN | {"temperature": 0.9}], count)
     choose = partial(sample, any_filter=False)
 
     @jax.jit
     def step(rows: dict, length: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """i32[N], i32[N] -> i32[N, 1 + DRAFTS], i32[N]: tokens, and how many of them count."""
+        """Map i32[N], i32[N] to i32[N, 1 + DRAFTS], i32[N]: tokens, and how many of them count."""
         tokens, num_right, right, before = [], jnp.zeros(count, jnp.int32), True, last
         for ahead in range(DRAFTS):
             if certain_drafts:
@@ -293,7 +293,7 @@ def sequences(count: int = 60_000, *, certain_drafts: bool = False) -> np.ndarra
 
 
 def joint() -> np.ndarray:
-    """f64[V, V, V]"""
+    """Return f64[V, V, V]."""
     p = np.exp(chains()[0].astype(np.float64) / 0.9)
     p /= p.sum(axis=1, keepdims=True)
     return p[V3][:, None, None] * p[:V3, :, None] * p[None, :V3, :]
@@ -317,7 +317,7 @@ def test_sequences_follow_the_joint_target_distribution(certain_drafts):
 
 @pytest.mark.slow
 def test_noise_shared_between_positions_is_detected(monkeypatch):
-    """The first token's distribution is right even so."""
+    """The first token's distribution is right even then."""
 
     def same_everywhere(seed, position, purpose):
         return uniform(seed, jnp.zeros_like(position), purpose)
@@ -332,7 +332,7 @@ def test_noise_shared_between_positions_is_detected(monkeypatch):
 
 
 def mixed_rows() -> tuple[jax.Array, Drafts, dict[str, jax.Array]]:
-    """24 rows: all settings, greedy ones, half of them with drafts."""
+    """Return 24 rows: all settings, greedy ones, half of them with drafts."""
     rng = np.random.default_rng(1)
     rows, V = 24, 150
     logits = jnp.array(rng.normal(size=(rows, V)) * 3, jnp.float32)
@@ -460,6 +460,6 @@ def test_noise_for_different_purposes_is_independent():
     found = np.corrcoef(np.stack([np.argsort(np.argsort(noise)) for noise in noises]))
     np.fill_diagonal(found, 0)
     assert np.abs(found).max() < 5 / count**0.5
-    # Nor of the same at the next position.
+    # Not of the same purpose at the next position either.
     for noise in noises:
         assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 5 / count**0.5

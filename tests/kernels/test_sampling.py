@@ -22,7 +22,7 @@ from forge_kernels.sampling.search import by_bits, by_digits, from_order_key, or
 
 
 def kept_by_oracle(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The definition, by sorting one row in float64."""
+    """Return the kept tokens by definition, by sorting one row in float64."""
     order = np.argsort(-scaled, kind="stable")
     if top_k > 0:
         order = order[:top_k]
@@ -64,7 +64,7 @@ def test_threshold_search_finds_the_largest_key(search, dtype):
     key[10:20] = rng.integers(2**31 - 2, 2**31 + 2, (10, width))  # ties
     key[20:25, :150], key[20:25, 150:] = 0, 2**32 - 1
     key[25] = 7
-    # Whole numbers, so that sums are exact in any order.
+    # Integers, so that sums are exact in any order.
     weight = rng.integers(0, 5, (rows, width)).astype(dtype)
     wanted = rng.integers(0, 700, rows).astype(dtype)
     wanted[:3] = (0, 1, 10**6)
@@ -98,7 +98,7 @@ def edge_rows(vocab_size: int) -> np.ndarray:
 
 
 def kept_for_certain(scaled: np.ndarray, top_k: int, top_p: float) -> tuple[set[int], set[int]]:
-    """What must be kept, and what may be: float32 sums decide between them. Ties stay together."""
+    """Return the tokens that must and that may be kept; float32 sums decide. Ties stay together."""
     order = np.sort(scaled)[::-1]
     by_k = order[min(top_k, len(scaled)) - 1] if top_k > 0 else -np.inf
     mass = np.exp(scaled.astype(np.float64) - order[0])
@@ -241,7 +241,7 @@ def test_samples_follow_the_softmax(seed):
     p /= p.sum()
     tokens = draws(logits, 200_000, seed=seed)
     assert p_value(tokens, p) > 1e-6
-    # The test has teeth: a distribution that is off by 6% in one token is rejected.
+    # The test detects a distribution that is off by 6% in one token.
     wrong = p.copy()
     wrong[np.argmax(p)] *= 1.06
     assert p_value(tokens, wrong / wrong.sum()) < 1e-6
@@ -296,7 +296,7 @@ def test_row_is_independent_of_its_neighbors(implementation, request):
 
 
 def random_settings(rows: int, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """Half of the rows filter, a tenth are greedy."""
+    """Return settings in which half of the rows filter and a tenth are greedy."""
     filters = rng.random(rows) < 0.5
     return {
         "temperature": jnp.array(
@@ -313,10 +313,10 @@ def random_settings(rows: int, rng: np.random.Generator) -> dict[str, jax.Array]
 
 
 def check_cpu(vocab_sizes: tuple[int, ...]) -> None:
-    """The kernel's tokens against the plain form's: equal, but for near ties.
+    """Check that the kernel's tokens equal those of the plain form, except near ties.
 
-    Its logarithms and sums differ in the last place, which decides between two tokens about once in
-    a million rows; a wrong bit in the noise or a wrong threshold changes most rows.
+    The kernel's logarithms and sums differ in the last place, which decides between two tokens
+    about once in a million rows. A wrong bit in the noise or a wrong threshold changes most rows.
     """
     rng = np.random.default_rng(0)
     by_kernel = jax.jit(partial(sample, implementation="cpu"))
@@ -339,7 +339,7 @@ def test_cpu_kernel_samples_the_same_tokens(cpu_kernels):
 def test_cpu_kernel_handles_edge_cases(cpu_kernels):
     rows, V = 6, 40
     logits = np.zeros((rows, V), np.float32)
-    logits[0, [5, 37]] = 1  # a tie: the first
+    logits[0, [5, 37]] = 1  # a tie, which takes the first
     logits[1] = -np.inf
     logits[2] = np.nan
     logits[3, 39] = np.inf

@@ -1,4 +1,4 @@
-"""Weights are read as they are stored, and a checkpoint that is wrong says where."""
+"""Checkpoints: weights are read as stored, and errors name the location."""
 
 import json
 import struct
@@ -203,7 +203,7 @@ def test_file_truncated_during_a_cpp_read_is_an_error(folder, tensors, monkeypat
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_any_rows_of_a_tensor_can_be_read(dtype, tmp_path):
-    """Of three axes and of two, as they lie in the file and turned over, in its type and cast."""
+    """Covers three axes and two, plain and transposed, in the stored type and cast."""
     values = np.arange(3 * 4 * 5, dtype=np.float32).reshape(3, 4, 5)
     (tmp_path / "x").write_bytes(b"head" + values.tobytes())
     stored = StoredTensor("x", tmp_path / "x", values.dtype, values.shape, 4)
@@ -386,9 +386,9 @@ print(peak / model.param_bytes)
 @pytest.mark.parametrize("form", ["plain", "bf16", "int8", "int4"])
 @pytest.mark.quick_cases(1)
 def test_reading_takes_little_more_memory_than_the_weights(folder, form):
-    """The peak of a fresh process, mapped files included, over the bytes of the weights.
+    """Compares the peak of a new process, mapped files included, with the bytes of the weights.
 
-    While a matrix is packed it is there three times: in the file, plain, and packed.
+    While a matrix is packed, it exists three times: in the file, plain, and packed.
     """
     if form != "plain" and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
@@ -409,5 +409,5 @@ def test_reading_takes_little_more_memory_than_the_weights(folder, form):
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder), form], check=True, capture_output=True, text=True
     )
-    # The kernel may reclaim idle pages of the process meanwhile, which lowers the figure.
+    # The kernel may reclaim idle pages meanwhile, which lowers the figure.
     assert 0.4 < float(done.stdout) < (1.2 if form == "plain" else 1.25)

@@ -1,6 +1,4 @@
-"""A converted folder has the same bits as its model, appears whole or not at all, and lies to
-nobody.
-"""
+"""Converted folders: the bits of their model, written atomically, and validated on load."""
 
 import json
 import os
@@ -47,7 +45,7 @@ def converted(model, out, **options) -> Path:
 
 
 def engine_leaves(folder, **options):
-    """(model, leaves) as an engine has them."""
+    """Return (model, leaves) as an engine has them."""
     config = EngineConfig.from_options(model=str(folder), **options)
     spec = read_spec(folder)
     kernels = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
@@ -66,7 +64,7 @@ def assert_same_bits(got, expected):
 
 @pytest.fixture(scope="module")
 def llama2(goldens, tmp_path_factory):
-    """A converted folder, for tests that change a copy of it."""
+    """Return a converted folder, for tests that change a copy of it."""
     return converted(goldens / "llama2", tmp_path_factory.mktemp("llama2") / "out")
 
 
@@ -132,7 +130,9 @@ def test_cast_quantized_and_packed_bits_match_the_model(name, options, goldens, 
     got = engine_leaves(out)
     assert bool(got[0].packings) == ("kernels" not in options)
     assert_same_bits(got, engine_leaves(goldens / name, **options))
-    assert_same_bits(got, engine_leaves(out, **options))  # saying it again is no contradiction
+    assert_same_bits(
+        got, engine_leaves(out, **options)
+    )  # repeating the options is no contradiction
 
 
 def test_orbax_reads_the_arrays(llama2):
@@ -230,12 +230,12 @@ def test_fingerprint_changes_with_the_weights(folder):
     assert system_fingerprint(folder, device, {}) == before
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------
 
 
 def test_non_empty_folder_is_not_touched(goldens, llama2, tmp_path):
     (tmp_path / "empty").mkdir()
-    out = converted(goldens / "llama2", tmp_path / "empty")  # nothing is lost there
+    out = converted(goldens / "llama2", tmp_path / "empty")  # an empty folder may be replaced
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     with pytest.raises(ConfigError, match="is not empty"):
         converted(goldens / "llama2", out)
@@ -371,13 +371,13 @@ NORM = "norm.weight"
 
 
 def describe(folder, **changes):
-    """Changes what `.zarray` says of an array."""
+    """Change `.zarray` fields of an array."""
     file = folder / WEIGHTS / NORM / ".zarray"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def rewritten(folder, **changes) -> None:
-    """The weights, written by orbax in another way."""
+    """Rewrite the weights with other orbax settings."""
     import orbax.checkpoint as ocp
 
     model, leaves = engine_leaves(folder)
@@ -454,7 +454,7 @@ def test_broken_weights_are_named(case, folder):
 
 
 def test_changed_metadata_byte_is_an_error_or_harmless(folder):
-    """Of the arrays themselves there are no checksums."""
+    """The arrays themselves have no checksums."""
     model = build_model(read_spec(folder))
     before = check_weights(model, folder).stored
     rng = random.Random(0)
@@ -484,7 +484,7 @@ def test_file_that_shrinks_during_a_read_is_an_error(folder):
 
 @pytest.fixture
 def huge_pages(monkeypatch):
-    """A system that has every page of a file in huge pages, of one ordinary page each."""
+    """Simulate a system that has all file pages in huge pages of one ordinary page each."""
     monkeypatch.setattr(mapped, "HUGE_PAGE", 4096)
     monkeypatch.setattr(mapped, "huge_bytes", lambda views: sum(view.nbytes for view in views))
 
@@ -553,7 +553,7 @@ print((status("VmHWM") - before) / model.param_bytes)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.slow
 def test_reading_takes_little_more_memory_than_the_weights(goldens, tmp_path):
-    """The largest leaf, a sixteenth of the weights, is there twice: as read, and in its place."""
+    """The largest leaf, a sixteenth of the weights, exists twice: as read, and in place."""
     config = json.loads((goldens / "llama2" / "config.json").read_text())
     config |= {
         "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 64,

@@ -1,4 +1,4 @@
-"""What is a family's own in its config, and the same with packed matrices."""
+"""The families' config fields, and packed matrices of each family."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_longrope_is_read_in_both_spellings(spec_of):
     assert spec_of("phi3_long", without, rope_scaling={"type": "longrope", **old}) == new
     assert new.rope.factors == tuple(section["long_factor"])
     assert new.rope.attention_factor == pytest.approx((1 + np.log(16) / np.log(32)) ** 0.5)
-    section["original_max_position_embeddings"] = 512  # the one beside the section counts
+    section["original_max_position_embeddings"] = 512  # the field next to the section counts
     assert spec_of("phi3_long", rope_parameters=section) == new
     short = spec_of("phi3_long", original_max_position_embeddings=512)
     assert short.rope.factors == tuple(section["short_factor"])
@@ -196,7 +196,7 @@ def _kernels(compilation_cache):
 @pytest.mark.parametrize("name", [*sorted({*BY_FAMILY.values()}), "qwen3_moe_step"])
 @pytest.mark.quick_cases(1)
 def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
-    """Also where norms, biases or activations have to be computed beside the kernels."""
+    """Covers norms, biases and activations that are computed outside the kernels."""
     stored = read_header(GOLDENS / name / "golden.safetensors")
     ids = np.array(stored["input_ids"].read()).tolist()
     want = np.array(stored["logits"].read())
@@ -214,5 +214,5 @@ def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
         errors.append(np.linalg.norm(found - want) / np.linalg.norm(want))
     figure("families", name, "bfloat16", errors[0])
     figure("families", name, "packed", errors[1])
-    # Rounded, a router may choose another expert, and these are random: nothing makes up for it.
+    # After rounding, a router may choose another expert, and random experts differ completely.
     assert errors[1] < 1.5 * errors[0] and errors[0] < (0.08 if spec.experts else 0.04)

@@ -1,4 +1,4 @@
-"""A GGUF file is the same model as the folder that it was made from."""
+"""A GGUF file gives the same model as its source folder."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def test_gguf_model_equals_the_folders(name, goldens, tmp_path, figure):
     spec = dataclasses.replace(expected.spec, attention_scale=got.spec.attention_scale)
     assert got.spec == spec
     assert got.spec.sm_scale == pytest.approx(expected.spec.sm_scale, rel=1e-6)
-    # Of Gemma's norms the file holds 1 more.
+    # The file stores Gemma's norms plus 1.
     assert_same_weights(got, expected, atol=1e-7 if name.startswith("gemma") else 0.0)
     figure("families", name, "gguf", "norms to 1e-7" if name.startswith("gemma") else "same bits")
 
@@ -74,7 +74,7 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
 @pytest.mark.parametrize("name", ["llama31", "gemma2", "phi3_long"])
 @pytest.mark.quick_cases(1)
 def test_logits_match_hugging_face(name, goldens, tmp_path):
-    """Where more than names is turned back: rows, norms, scales, factors of the rotation."""
+    """Covers conversions beyond names: rows, norms, scales, rope factors."""
     want = golden(goldens / name)
     run = PagedRun(load(write_gguf(goldens / name, tmp_path / "model.gguf")), 3)
     scores = run.step(want["input_ids"].tolist())
@@ -85,7 +85,7 @@ def test_logits_match_hugging_face(name, goldens, tmp_path):
     "kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1], ids=lambda kind: kind.name
 )
 def test_rounded_matrices_match_ggml(kind, goldens, tmp_path, figure):
-    """Held against a folder with the values that ggml's own package gives back."""
+    """The reference is a folder with the values from ggml's own package."""
     folder, rounded = goldens / "llama31", tmp_path / "rounded"
     rounded.mkdir()
     tensors = {}
@@ -108,13 +108,13 @@ def test_rounded_matrices_match_ggml(kind, goldens, tmp_path, figure):
     ids=lambda kind: kind.name,
 )
 def test_blocks_of_256_match_ggml(kind, tmp_path, monkeypatch, figure):
-    """Random blocks, in chunks of some rows, and with the rows of queries put back."""
+    """Uses random blocks, in chunks of some rows, with the rows of queries reordered."""
     monkeypatch.setattr("forge_jax.checkpoint.gguf.weights.CHUNK_ELEMENTS", 512 * 3)
     rng = np.random.default_rng(kind)
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows, heads = 64, 4
     data = rng.integers(0, 256, (rows, 512 // per_block, block_bytes), dtype=np.uint8)
-    # Where a float16 stands, a small number: any bits there may be no number.
+    # Small float16 numbers, because random bits may be no number.
     for at in {Q.Q2_K: (80, 82), Q.Q3_K: (108,), Q.Q6_K: (208,)}.get(kind, (0, 2)):
         if kind in (Q.Q4_0, Q.Q8_0, Q.IQ4_NL, Q.IQ4_XS) and at:
             continue
@@ -142,7 +142,7 @@ def test_blocks_of_256_match_ggml(kind, tmp_path, monkeypatch, figure):
         rounded = np.empty(weight.shape, ml_dtypes.bfloat16)
         weight.read_rows(rounded, 0)
         np.testing.assert_array_equal(rounded, out.astype(ml_dtypes.bfloat16))
-        some = np.array([5, 0, 63, 17])  # as numbers and scales, for who computes with these
+        some = np.array([5, 0, 63, 17])  # as numbers and scales, for computations on them
         np.testing.assert_array_equal(weight.read_blocks(some).floats(), out[some])
     figure("forms", f"GGUF {kind.name}", "values", "same bits")
 
@@ -217,7 +217,7 @@ def test_unknown_architecture_is_rejected_with_the_known_ones(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "windowed"),
     [
-        (None, [True, False, True, False]),  # what llama.cpp knows by heart
+        (None, [True, False, True, False]),  # a default built into llama.cpp
         (3, [True, True, False, True]),
         (1, [False] * 4),
         ([True, False, False, True], [True, False, False, True]),
@@ -232,7 +232,7 @@ def test_gemma_windows_follow_the_file(pattern, windowed, goldens, tmp_path):
     assert [window is not None for window in spec.windows] == windowed
 
 
-# ---- the trained model ---------------------------------------------------------------------------
+# ---- the trained model --------------------------------------------------------------------------
 
 
 def test_version_1_file_gives_the_same_model(stories, stories_gguf):
@@ -273,7 +273,7 @@ def test_file_and_folder_with_one_file_resolve_to_the_file(stories_gguf, tmp_pat
     assert resolve(str(stories_gguf.parent)) == stories_gguf
     (tmp_path / "config.json").touch()
     (tmp_path / "extra.gguf").touch()
-    assert resolve(str(tmp_path)) == tmp_path  # a folder in Hugging Face form stays one
+    assert resolve(str(tmp_path)) == tmp_path  # a folder in Hugging Face format resolves to itself
 
 
 def test_folder_with_several_files_lists_them(tmp_path):

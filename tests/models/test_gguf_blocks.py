@@ -1,6 +1,6 @@
-"""Matrices of GGUF files stay in 4 or 8 bits, and are the decoded ones where they are used.
+"""Matrices of GGUF files: they stay in 4 or 8 bits and equal the decoded ones in use.
 
-With `packed-exact` to the bit; `packed` multiplies them with activations rounded to int8.
+`packed-exact` is equal to the bit. `packed` multiplies with activations rounded to int8.
 """
 
 import dataclasses
@@ -60,12 +60,12 @@ def zoo(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory):
-    """Without gates and ups of two types: the bits are those of the decoded model."""
+    """Write a model whose gates and ups share a type, which gives the decoded model's bits."""
     return write_zoo(tmp_path_factory.mktemp("alike") / "alike.gguf", (*LAYERS[:2], LAYERS[3]))
 
 
 def loaded(file, **options) -> LoadedModel:
-    """As an engine has it."""
+    """Load a model as an engine does."""
     config = EngineConfig.from_options(model=str(file), **options)
     spec, device = read_model_spec(config, file), choose_device(config)
     formats = choose_kernels(config, spec, device, read_converted(config, file)).formats
@@ -97,7 +97,7 @@ def test_blocks_unpack_to_the_dequantizers_values(name, figure):
 
 
 def test_every_matrix_takes_the_bytes_of_its_type(zoo):
-    """In both arrangements; queries and keys apart from values of another type."""
+    """Covers both arrangements; queries and keys are separate from values of another type."""
     spec = read_spec(zoo)
     assert spec.ggml_types is not None and len(spec.ggml_types.types) == 4 * 7 - 1 + 2
     for options in ({}, {"kernels": "xla"}, {"dtype": "float32"}):
@@ -144,9 +144,9 @@ def test_fused_matrices_share_storage_if_their_blocks_match(zoo):
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
 @pytest.mark.slow
 def test_values_in_memory_match_the_decoded_model(zoo, kernels, monkeypatch):
-    """To the bit, each: rows are taken out as those of an embedding are.
+    """Compares bits; rows are taken out as for an embedding.
 
-    They are read some at a time, of one tensor or of several.
+    They are read in parts, of one tensor or of several.
     """
     for module in ("blocks", "quantized"):
         monkeypatch.setattr(f"forge_kernels.linear.{module}.CHUNK", 96 * 256)
@@ -173,7 +173,7 @@ def test_values_in_memory_match_the_decoded_model(zoo, kernels, monkeypatch):
     assert checked >= 16
 
 
-# ---- what they compute ---------------------------------------------------------------------------
+# ---- computation --------------------------------------------------------------------------------
 
 
 def logits(model: LoadedModel) -> np.ndarray:
@@ -183,7 +183,7 @@ def logits(model: LoadedModel) -> np.ndarray:
 
 
 def test_cpu_kernels_give_the_decoded_models_bits(zoo, alike):
-    """But where gates and ups are of two types, whose SwiGLU is not a part of a product."""
+    """Except for gates and ups of two types, whose SwiGLU is not fused into a product."""
     needs_kernels()
     kept = ("packed-exact", "decoded")
     packed, decoded = (logits(loaded(alike, gguf_weights=each)) for each in kept)
@@ -194,7 +194,7 @@ def test_cpu_kernels_give_the_decoded_models_bits(zoo, alike):
 
 
 def test_rounded_activations_stay_near_the_decoded_model(alike):
-    """By 0.026 of the norm of logits was measured, of random blocks, which lose most."""
+    """Measured: 0.026 of the norm of logits, with random blocks, which lose most."""
     needs_kernels()
     packed, decoded = (logits(loaded(alike, gguf_weights=each)) for each in ("packed", "decoded"))
     error = np.linalg.norm(packed - decoded) / np.linalg.norm(decoded)
@@ -215,7 +215,7 @@ def test_plain_xla_gives_the_decoded_models_logits(zoo):
 )
 @pytest.mark.slow
 def test_other_families_match_the_decoded_model(name, kind, goldens, tmp_path):
-    """Biases, an embedding that is the head, matrices stored together, other activations."""
+    """Covers biases, tied embeddings, matrices stored together, other activations."""
     needs_kernels()
     file = write_gguf(goldens / name, tmp_path / "model.gguf", kind)
     model = loaded(file, gguf_weights="packed-exact")
@@ -251,9 +251,9 @@ def generated(llm, prompts, **options):
     ("kept", "alone"), [("packed-exact", "decoded"), ("packed", "packed")], ids=["exact", "rounded"]
 )
 def test_row_is_independent_of_the_batch_and_of_drafts(alike, kept, alone):
-    """In company, and with the first layers of the model as its own draft model.
+    """Runs in a batch, with the model's first layers as its draft model.
 
-    `alone`: without company or drafts.
+    `alone` is the option of the run without a batch and drafts.
     """
     needs_kernels()
     llm = LLM(str(alike), gguf_weights=alone, deterministic=True, **OPTIONS)
@@ -344,7 +344,7 @@ def test_quantization_rounds_the_decoded_blocks(zoo, quantization, tmp_path):
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("columns", [512, 128, 96, 64, 32])
 def test_column_slices_of_blocks_equal_those_of_the_whole(name, columns):
-    """Also where they end within a block."""
+    """Covers slices that end within a block."""
     kind, form = Q[name], BY_NAME[name]
     data = random_blocks(np.random.default_rng(kind), kind, 5, 768)
     rows = form.unpacked(data.reshape(5, -1, form.block_bytes))

@@ -1,4 +1,4 @@
-"""A broken GGUF file ends in an error that names the field, soon and with little memory."""
+"""Broken GGUF files: an error that names the field, soon and with little memory."""
 
 import os
 import random
@@ -150,7 +150,7 @@ def whole(stories) -> bytes:
 
 
 def open_all(file: Path) -> None:
-    """All that a start reads before the weights."""
+    """Read everything that a start reads before the weights."""
     spec = read_spec(file)
     check_weights(build_model(spec), file)
     Tokenizer.from_folder(file, spec.vocab_size)
@@ -167,7 +167,7 @@ def test_file_truncated_anywhere_is_rejected(whole, file):
 
 
 def test_header_with_a_flipped_bit_is_read_or_rejected(whole, file):
-    """Never another error than ours."""
+    """Only our own errors may be raised."""
     rng = random.Random(1)
     refused = 0
     for _ in range(100):

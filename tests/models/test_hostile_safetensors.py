@@ -1,4 +1,4 @@
-"""A safetensors file from a stranger: an error that names it, soon and in little memory."""
+"""Malicious safetensors files: an error that names them, soon and with little memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def header(entries, data: bytes = b"") -> bytes:
 
 @pytest.fixture
 def refused(tmp_path):
-    """Reads a file of the given bytes; the error's text."""
+    """Return a function that reads a file of the given bytes and returns the error's text."""
 
     def read(content: bytes) -> str:
         file = tmp_path / "model.safetensors"
@@ -136,7 +136,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_header_bomb_fails_soon_in_little_memory(tmp_path, name):
-    """What is allocated counts; the file itself is mapped, and the kernel may drop its pages."""
+    """Counts allocations only: the file itself is mapped, and the kernel may drop its pages."""
     (tmp_path / "model.safetensors").write_bytes(header(BOMBS[name]))
     tracemalloc.start()
     begin = time.thread_time()
@@ -147,14 +147,14 @@ def test_header_bomb_fails_soon_in_little_memory(tmp_path, name):
     finally:
         tracemalloc.stop()
     assert peak < 64 * MIB
-    assert seconds < 10  # of one core, while memory is traced; a tenth of it on an idle machine
+    assert seconds < 10  # on one core with traced memory; a tenth of it on an idle machine
 
 
 def test_header_longer_than_the_limit_is_not_read(tmp_path):
     file = tmp_path / "model.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
-        stream.truncate(200_000_000)  # a hole: no disk is needed
+        stream.truncate(200_000_000)  # a sparse file, which takes no disk space
     with pytest.raises(CheckpointError, match="header of 100000001"):
         open_checkpoint(tmp_path)
 
@@ -208,7 +208,7 @@ def test_tensor_in_two_shards_is_rejected(index):
 
 
 def test_shards_may_be_links_to_files_only(index, tmp_path):
-    """A link to a file is how the Hub's cache looks; everything else is refused."""
+    """The Hub's cache consists of links to files; everything else is refused."""
     folder = index({"x": "b.safetensors"})
     shard = tmp_path / "b.safetensors"
     shard.symlink_to(tmp_path / "a.safetensors")
@@ -247,11 +247,11 @@ def test_index_size_is_bounded(index, tmp_path, monkeypatch):
         open_checkpoint(tmp_path)
 
 
-# Damage at random: an error, or the same tensors as before
+# Random damage: an error, or the same tensors as before
 
 
 class Damage:
-    """A copy of the fixture that is damaged, checked against its model, and compared."""
+    """A copy of the fixture that is damaged, loaded and compared."""
 
     def __init__(self, source, tmp_path):
         self.model = build_model(read_spec(source))
@@ -277,7 +277,7 @@ class Damage:
         return checked.stored[name].offset, len(checked.stored[name].read().tobytes())
 
     def survives(self, content: bytes) -> bool:
-        """Whether the damage goes unnoticed, and then the tensors must be the same."""
+        """Return True if the damage is not detected; the tensors must then be the same."""
         self.file.write_bytes(content)
         try:
             found = self.tensors()
@@ -308,7 +308,7 @@ def damage(stories, tmp_path):
 
 def test_damage_is_detected_or_harmless(damage):
     damage.truncate([*range(0, 64), *range(64, len(damage.good), 20_011), len(damage.good) - 1])
-    assert damage.flip(300, seed=0) < 30  # a comment's byte, a blank: little survives
+    assert damage.flip(300, seed=0) < 30  # only a comment's byte or a blank is harmless
 
 
 @pytest.mark.soak

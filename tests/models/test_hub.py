@@ -1,4 +1,4 @@
-"""A model's name becomes a folder, or an error that says what to do."""
+"""Model names: each resolves to a folder or an error that names the remedy."""
 
 from fnmatch import fnmatch
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from forge_jax.errors import ModelError
 
 @pytest.fixture
 def download(monkeypatch, tmp_path):
-    """The network's edge: `download.fails_with(error)` or it returns a folder."""
+    """Replace the network: `download.fails_with(error)`, or it returns a folder."""
 
     class Download:
         def __init__(self, *holds):

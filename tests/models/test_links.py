@@ -1,4 +1,4 @@
-"""A file of a model may be a link, but only to a file of the same model."""
+"""Links in model folders: allowed only to files of the same model."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def write_text(folder: Path) -> None:
     _copy_text(folder, target)
 
 
-# What is linked, and who reads it.
+# The linked file, and its reader.
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "configuration": ("config.json", read_spec),
     "generation": ("generation_config.json", read_spec),
@@ -68,7 +68,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that has each kind of file; each test takes out those that are in its way."""
+    """Return a folder with each kind of file; tests remove those in their way."""
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED, folder)
     (folder / "special_tokens_map.json").write_text("{}")
@@ -148,7 +148,7 @@ def test_folder_itself_may_be_a_link(folder, tmp_path):
 
 
 def snapshot(cache: Path, name: str) -> Path:
-    """A model with a chat template as Hugging Face's cache keeps it."""
+    """Write a model with a chat template as in Hugging Face's cache."""
     repo = cache / f"models--org--{name}"
     (repo / "blobs").mkdir(parents=True)
     (repo / "blobs" / "abc").write_text(JINJA)
@@ -198,7 +198,7 @@ def test_operators_template_may_be_a_link(folder, tmp_path):
 
 
 def test_operators_gguf_file_may_be_a_link(tmp_path):
-    """As in the folders of other programs, which keep files by their hash."""
+    """Other programs keep model files by hash in such folders."""
     (tmp_path / "blob").write_text("{}")
     (tmp_path / "below").mkdir()
     link = tmp_path / "below" / "model.gguf"

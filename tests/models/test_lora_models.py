@@ -1,7 +1,7 @@
 """LoRA adapters: their files, and the model with several of them in one step.
 
-What a model with an adapter must give is what the same model gives with the adapter merged into its
-weights, which numpy does in `lora_files.py`.
+A model with an adapter must equal the same model merged with the adapter, which numpy computes in
+`lora_files.py`.
 """
 
 import json
@@ -51,9 +51,9 @@ def prompts(model, count):
 
 
 def logits_of(model):
-    """(leaves, i32[S, LENGTH], stacks, places of each sequence) -> f32[S, LENGTH, V], in one step.
+    """Return a function of (leaves, i32[S, LENGTH], stacks, places of each sequence) to logits.
 
-    Compiled once for the leaves of any checkpoint of the model.
+    It gives f32[S, LENGTH, V] in one step, compiled once for the leaves of any checkpoint.
     """
 
     @jax.jit
@@ -75,13 +75,13 @@ def logits_of(model):
     return call
 
 
-# ---- what they compute -------------------------------------------------------------------------
+# ---- computation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe"])
 @pytest.mark.quick_cases(1)
 def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
-    """Fused matrices in the checkpoint or in ours, biases, norms behind, experts, scaled sums."""
+    """Covers fused matrices, biases, post-norms, experts, scaled sums."""
     base = goldens / name
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)
@@ -96,7 +96,7 @@ def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figu
         base,
         merged(tmp_path / "merged 2", base, second, 1.0 / 2),
     ]
-    # The model of those who have no adapters: its SwiGLU is a part of the product.
+    # The model without adapters fuses its SwiGLU into the product.
     plain = build_model(read_spec(base), "float32", WeightFormats())
     run = logits_of(plain)
     wanted = [run(load_weights(plain, folder, progress=False), ids) for folder in folders]
@@ -158,7 +158,7 @@ def test_packed_matrices_support_adapters(goldens, tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_row_bits_depend_only_on_its_own_adapter(dtype):
-    """Not on who shares the step, what the other adapters are, or at which place its own lies."""
+    """It must not depend on the batch, on other adapters, or on the adapter's place."""
     rng = np.random.default_rng(0)
     places, rank, rows = 4, 8, 16
 
@@ -174,7 +174,7 @@ def test_row_bits_depend_only_on_its_own_adapter(dtype):
         mine = np.asarray(chosen == place)
         alone = run(jnp.where(mine[:, None], x, jnp.nan), a, b, jnp.where(mine, place, 0))
         np.testing.assert_array_equal(alone[mine], together[mine])
-        # The same adapter elsewhere, and nothing of the others.
+        # The same adapter in another place, without the others.
         a_moved, b_moved = jnp.zeros_like(a).at[1].set(a[place - 1]), jnp.zeros_like(b)
         b_moved = b_moved.at[:, 1].set(b[:, place - 1])
         moved = run(x, a_moved, b_moved, jnp.where(mine, 2, 1))
@@ -304,7 +304,7 @@ def test_unknown_tensor_is_rejected_by_name(llama, tmp_path, name):
 
 @pytest.mark.parametrize("other", ["qwen2", "gemma2"])
 def test_adapter_of_another_model_names_that_model(llama, goldens, tmp_path, other):
-    """One whose matrices have other shapes, one that has more of them."""
+    """Covers a model with other matrix shapes, and one with more matrices."""
     write_adapter(tmp_path, goldens / other, seed=1, base_model_name_or_path=f"someone/{other}")
     with pytest.raises(ModelError, match=f"made for 'someone/{other}' .base_model_name_or_path"):
         check_adapter(tmp_path, llama[1], SHAPE)

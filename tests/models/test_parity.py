@@ -1,4 +1,4 @@
-"""The decoder over the paged cache gives Hugging Face's logits, however the prompt is cut."""
+"""The decoder over the paged cache: Hugging Face's logits, however the prompt is chunked."""
 
 from functools import partial
 from pathlib import Path
@@ -143,7 +143,7 @@ def test_residual_stream_can_be_read(stories):
 @pytest.mark.parametrize(("kv", "least", "most"), [("int8", 0.01, 0.04), ("fp8", 0.05, 0.2)])
 @pytest.mark.quick_cases(1)
 def test_8_bit_caches_stay_close_to_hugging_face_logits(kv, least, most):
-    """About half and twice what was measured: 0.02 for int8, 0.11 for fp8, on random weights."""
+    """Bounds are half and twice the measurement: 0.02 for int8, 0.11 for fp8, random weights."""
     loaded = forge_jax.load(str(FIXTURES / "goldens" / "llama31"), progress=False)
     want = golden("llama31")
     ids, run = want["input_ids"].tolist(), PagedRun(loaded, 3, kv=kv)
@@ -158,7 +158,7 @@ def test_8_bit_caches_stay_close_to_hugging_face_logits(kv, least, most):
 )
 @pytest.mark.quick_cases(1)
 def test_decode_step_copies_neither_weights_nor_cache(seqs, storage):
-    """A step compiled from shapes alone; a slow path of XLA:CPU shows as temporary bytes."""
+    """Compiled from shapes alone; a slow path of XLA:CPU appears as temporary bytes."""
     spec = forge_jax.models.ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=4096,

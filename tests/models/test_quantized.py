@@ -1,6 +1,6 @@
-"""Quantised checkpoints: the values are those of the formats' definitions, and stay small.
+"""Quantized checkpoints: values follow the formats' definitions, and stay small.
 
-Models are written and computed by `quant_writer`, which is numpy and knows nothing of the readers.
+`quant_writer` writes and computes the models in numpy, independently of the readers.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def w4(**changes):
 
 class Case(NamedTuple):
     config: dict[str, Any]
-    quantise: Any  # (w, rng) -> (tensors, exact matrix); ordered ones are told the module
+    quantise: Any  # (w, rng) -> (tensors, exact matrix); ordered ones also take the module
     round_rows: Any = None
-    bits: float = 8  # of a value
+    bits: float = 8  # per value
     ordered: bool = False
 
 
 def order_of(module: str, width: int) -> np.ndarray:
-    """The group of each column: matrices that are fused have the same, experts their own."""
+    """Return the group of each column, which fused matrices share and experts do not."""
     parts = module.split(".")
     expert = int(parts[parts.index("experts") + 1]) if "experts" in parts else 0
     return RNG(width + 1000 * expert).permutation(np.arange(width) // 32)
@@ -154,7 +154,7 @@ def written(request, tmp_path_factory):
 
 
 def quantiser(case: Case):
-    """(module, w) -> (tensors, exact matrix)."""
+    """Return a function of (module, w) to (tensors, exact matrix)."""
     rng = RNG(2)
     if case.ordered:
         return lambda module, w: case.quantise(w, rng, module)
@@ -167,7 +167,9 @@ def write(case: Case, folder, **config) -> dict[str, np.ndarray]:
     )
 
 
-MODELS: dict[Any, Any] = {}  # matrices of several files are in the same form: one executable
+MODELS: dict[
+    Any, Any
+] = {}  # matrices of several files have the same format and share an executable
 
 
 def load(folder, dtype="auto", formats=None) -> LoadedModel:
@@ -177,7 +179,7 @@ def load(folder, dtype="auto", formats=None) -> LoadedModel:
 
 
 def logits(loaded) -> np.ndarray:
-    """Of IDS in three steps, beside another sequence."""
+    """Return the logits of IDS in three steps, in a batch with another sequence."""
     run = PagedRun(loaded, 2)
     steps = (slice(0, 33), slice(33, 34), slice(34, None))
     return np.concatenate([run.step([IDS[part], OTHER[part]])[0] for part in steps])
@@ -220,7 +222,7 @@ def test_values_match_the_definition_exactly(written):
 
 @pytest.mark.quick_cases(4)
 def test_logits_match_the_definition(written, figure):
-    """Activations that are rounded and lie between two steps may fall to either: in few rows."""
+    """Rounded activations near a tie may go either way, in few rows."""
     case = written.case
     want = writer.llama_logits(written.exact, IDS, case.round_rows)
     ours = logits(written.loaded)
@@ -231,12 +233,12 @@ def test_logits_match_the_definition(written, figure):
     assert np.median(rows) < 2e-6
     assert rows.max() < (5e-6 if case.round_rows is None else 0.03)
     if case.round_rows is not None:
-        # The same without rounding the activations is another thing.
+        # The same without rounding the activations is clearly different.
         assert error(ours, writer.llama_logits(written.exact, IDS)) > 0.01
 
 
 def test_memory_equals_the_size_of_the_quantized_weights(written):
-    """Scales and zeros take up to 9 bytes for 32 values here; files have groups of 128."""
+    """Scales and zeros take up to 9 bytes per 32 values here; files have groups of 128."""
     case, loaded = written.case, written.loaded
     plain = {name: w for name, w in written.exact.items() if "_proj" not in name}
     values = sum(w.size for name, w in written.exact.items() if "_proj" in name)
@@ -271,7 +273,7 @@ PACKED = {
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.quick_cases(12)
 def test_bfloat16_products_match_the_definition(name, kernels, tmp_path):
-    """Packed for the kernels are those matrices that they hold exactly; int4 rounds x, too."""
+    """The kernels get the matrices that they represent exactly; int4 also rounds x."""
     if kernels and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     case = CASES[name]
@@ -299,7 +301,7 @@ def test_bfloat16_products_match_the_definition(name, kernels, tmp_path):
     x, wide = rows_without_ties(64), rows_without_ties(192)
     qkv, inner, down = jitted_products(model)(loaded.leaves, x, wide)
     gate, up = definition(x, "mlp.gate"), definition(x, "mlp.up")
-    # Where groups have scales of their own, plain XLA makes bfloat16 of value times scale.
+    # For groups with their own scales, plain XLA rounds value times scale to bfloat16.
     groups = {
         leaf.shape[1]
         for name, leaf in zip(model.names, loaded.leaves, strict=True)
@@ -325,7 +327,7 @@ def jitted_products(model):
 
 
 def rows_without_ties(width: int) -> jax.Array:
-    """bfloat16 whose quotients by the steps of a row, or by STEP, are never between two values."""
+    """Return bfloat16 rows whose quotients by their steps, or by STEP, are never ties."""
     rows = RNG(3).standard_normal((7, width))
     rows[:, ::64] = MOST
     return jnp.asarray(rows, jnp.bfloat16)
@@ -415,7 +417,7 @@ def test_quantized_tensors_without_a_config_are_named(tmp_path):
 
 
 def write_with_head(folder, scheme, tie: bool):
-    """GPTQ with a quantised head, which is also the embedding or is not: it cannot be both."""
+    """Write GPTQ with a quantized head; a tied one is invalid."""
     weights, rng = writer.plain_weights(), RNG(0)
     head, exact = writer.gptq(weights["lm_head.weight"], group=32, rng=rng)
     written = writer.write_model(
@@ -452,7 +454,7 @@ ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, 
 )
 @pytest.mark.quick_cases(1)
 def test_greedy_continuations_are_batch_invariant(name, dtype, tmp_path):
-    """Of the first two the CPU kernels compute; of the last numpy knows the tokens, too."""
+    """The CPU kernels compute the first two; numpy also gives the tokens of the last."""
     exact = write(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)
     prompts = [IDS[:9], OTHER[:17], IDS[20:23], OTHER[5:6]]
@@ -510,7 +512,7 @@ def test_scales_that_overflow_float16_name_the_remedy(tmp_path):
 
 
 def test_step_converts_no_whole_matrices_to_float():
-    """Compiled from shapes alone: a tile at a time takes no more than some of one matrix."""
+    """Compiled from shapes alone: a tile at a time takes less memory than one matrix."""
     if jax.default_backend() != "cpu":
         pytest.skip("a loop over tiles is for CPUs")
     for values, activations in (("int4", None), ("fp8", "fp8"), ("int8", None)):

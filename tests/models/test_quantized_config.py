@@ -1,4 +1,4 @@
-"""What config.json says of quantised weights becomes a QuantSpec; what is not known is named."""
+"""Quantization settings in config.json: they become a QuantSpec, and unknown ones are named."""
 
 import pytest
 
@@ -32,7 +32,7 @@ AWQ = {
 
 
 def args(**changes):
-    """Of weights or activations, with all the fields that llm-compressor writes."""
+    """Return the settings of weights or activations with all fields that llm-compressor writes."""
     return {
         "actorder": None,
         "block_structure": None,
@@ -166,7 +166,7 @@ def test_head_can_be_quantized():
 
 
 def of_groups(*groups):
-    """Each a list of targets, and the size of the groups of columns that share a scale there."""
+    """Return a config of groups, each with a list of targets and its group size."""
     weights = W4A16["config_groups"]["group_0"]["weights"]
     config_groups = {
         f"group_{i}": {"targets": targets, "weights": weights | {"group_size": size}}
@@ -176,7 +176,7 @@ def of_groups(*groups):
 
 
 def test_most_specific_target_wins():
-    """A name before a pattern before a class, whichever stands first."""
+    """A name precedes a pattern, and a pattern a class, in any order."""
     groups = [(["Linear"], 128), (["re:.*down_proj"], 64), ([LAYER], 32)]
     for order in (groups, groups[::-1]):
         spec = read(of_groups(*order))
@@ -208,7 +208,7 @@ def test_explicitly_targeted_routers_are_quantized():
 
 
 def changed(quantization, **changes):
-    """With other weights, or (`inputs`) other activations, in its group."""
+    """Return the config with other weights, or (`inputs`) other activations, in its group."""
     group = dict(quantization["config_groups"]["group_0"])
     inputs = changes.pop("inputs", {})
     group["weights"] = group["weights"] | changes
@@ -295,7 +295,7 @@ def test_patterns_match_from_the_start_like_pythons(pattern, yes, no):
     [
         *("(a|b", r"\1", "(?!x)", "[z-a]", "a**", "((a{100}){100}){100}", "\ud800", "x" * 257),
         *(r"\pL{400}", r"(\pL{400}|[a-z.]{900})x"),  # megabytes
-        *("x{,2}", "[[:alpha:]]", r"\Qa\E", r"\C"),  # another meaning in Python
+        *("x{,2}", "[[:alpha:]]", r"\Qa\E", r"\C"),  # different meaning in Python
     ],
 )
 def test_unsupported_patterns_are_rejected(pattern, capfd):
@@ -306,7 +306,7 @@ def test_unsupported_patterns_are_rejected(pattern, capfd):
 
 @pytest.mark.parametrize("pattern", [".*" * 100 + "b", "(a+)+$", "(.*)*" * 50 + "b"])
 def test_pattern_takes_linear_time(pattern):
-    """An engine that backtracks does not return from any of these."""
+    """A backtracking engine would not return from any of these."""
     assert not compile_pattern(pattern)("a" * 4000 + "c")
 
 

@@ -1,4 +1,4 @@
-"""What research code calls: gradients through the cache, steps by hand, and the examples."""
+"""The research API: gradients through the cache, manual steps, and the examples."""
 
 import importlib.util
 from functools import partial
@@ -44,7 +44,7 @@ def test_gradient_through_the_cache_equals_the_one_without_it(capsys):
 )
 @pytest.mark.parametrize("leaf", ["layers.2.attention.qkv.weight", "embedding.weight"])
 def test_other_combinations_reject_a_gradient(dtype, kv_dtype, implementation, leaf):
-    """Even of a weight that reaches the result through the cache alone."""
+    """Includes a weight that reaches the result only through the cache."""
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype=dtype, progress=False)
     index, at = loaded.model.names.index(leaf), jnp.arange(4)
 

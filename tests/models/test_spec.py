@@ -1,4 +1,4 @@
-"""config.json in both spellings becomes a ModelSpec, and what is wrong is named."""
+"""config.json: both spellings become a ModelSpec, and errors are named."""
 
 import json
 import os
@@ -150,7 +150,7 @@ def test_wrong_field_is_named(spec_of, changes, message):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_unreadable_config_file_is_rejected(spec_of, tmp_path, name):
-    """Too large, too deep, a number of a hundred thousand digits, a pipe, a loop of links."""
+    """Covers size, depth, a number of a hundred thousand digits, a pipe, and a link loop."""
     spec_of({})
     file = tmp_path / name
     good = file.read_text()
@@ -163,7 +163,7 @@ def test_unreadable_config_file_is_rejected(spec_of, tmp_path, name):
         file.write_text(text)
         refused(name.replace(".", r"\."))
     with file.open("wb") as stream:
-        stream.truncate(2**40)  # a hole: no disk is needed
+        stream.truncate(2**40)  # a sparse file, which takes no disk space
     refused("has 1099511627776 bytes; at most")
     file.unlink()
     os.mkfifo(file)

@@ -1,4 +1,4 @@
-"""PyTorch's .bin files are read without torch, and no opcode in them is ever carried out."""
+"""PyTorch .bin files: read without torch, and without executing any opcode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tensors(goldens):
 
 @pytest.fixture
 def bin_of(tmp_path):
-    """Writes an archive of one pickle and one storage of six floats."""
+    """Return a function that writes an archive of one pickle and one storage of six floats."""
 
     def write(pickle: bytes, **options):
         path = tmp_path / "pytorch_model.bin"
@@ -71,7 +71,7 @@ def leaves_of(folder):
     return load_weights(model, folder, progress=False)
 
 
-# What is read
+# Supported content
 
 
 def test_bin_files_give_the_same_leaves(model_folder, goldens, tensors, figure):
@@ -121,7 +121,7 @@ def test_types_without_their_own_storage_are_read(tmp_path):
 
 
 def test_file_written_by_torch_is_read(goldens):
-    """`fixtures/torch/make.py` says what is in it."""
+    """See `fixtures/torch/make.py` for its contents."""
     read = read_bin(goldens.parent / "torch" / "pytorch_model.bin")
     stored = read_header(goldens / "llama2" / "model.safetensors")
     layer = {name: t.read() for name, t in stored.items() if name.startswith("model.layers.0.")}
@@ -207,7 +207,7 @@ def test_engine_runs_on_a_folder_of_bin_files(tmp_path, stories):
     assert output.text == ", there was a little girl"
 
 
-# What is refused. Every program would create the file `touched`, or worse, if it were run.
+# Rejected content. If executed, every program would create the file `touched`, or do worse.
 
 
 def attack(module: str, name: str, argument: bytes) -> bytes:
@@ -280,7 +280,7 @@ def test_pickle_program_is_rejected_and_not_run(bin_of, tmp_path, name):
 
 
 def test_attacks_work_on_an_unsafe_reader(tmp_path):
-    """Else the test above could not fail."""
+    """This shows that the test above can fail."""
     import pickle
 
     touched = tmp_path / "touched"
@@ -426,7 +426,7 @@ def patched(path, at: int, form: str, value: int) -> None:
 
 
 def test_broken_directory_is_rejected(bin_of):
-    """Fields of the first entry and of the end record, one after the other."""
+    """Covers fields of the first entry and of the end record, one after the other."""
     good = bin_of(program({})).read_bytes()
     entry, end = good.index(b"PK\x01\x02"), good.index(b"PK\x05\x06")
     for at, form, value, message in [
@@ -450,7 +450,7 @@ def test_broken_directory_is_rejected(bin_of):
 
 
 def test_overlapping_entries_are_rejected(tmp_path):
-    """One entry within another, as in a zip bomb: its header lies in the other's data."""
+    """An entry is inside another one, as in a zip bomb: its header is in the other's data."""
     name = b"archive/data/1"
     inner = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 0, 0, 4, 4, len(name), 0) + name
     path = write_archive(tmp_path / "x.bin", program({}), {"0": inner + b"1234", "1": b"1234"})
@@ -472,9 +472,9 @@ def test_64_bit_sizes_are_read(tmp_path):
 
 
 def as_zip64(path, *, huge: bool) -> None:
-    """Adds the 64-bit end record and its locator, which torch writes into every file.
+    """Add the 64-bit end record and its locator, which torch writes into every file.
 
-    huge: the 32-bit record beside them says nothing, as in a file beyond 4 GiB.
+    huge: The 32-bit record has no values, as in a file beyond 4 GiB.
     """
     data = path.read_bytes()
     end = data.index(b"PK\x05\x06")
@@ -504,7 +504,7 @@ def test_contradicting_directories_are_rejected(bin_of, at, form):
 
 
 def test_checksums_are_ignored(bin_of):
-    """Nor does torch, which can be told to write none."""
+    """torch ignores them too, and can be configured to write none."""
     path = bin_of(program({"x": tensor(ONE, 0, (6,), (1,))}))
     data = path.read_bytes()
     at = data.index(b"PK\x01\x02")
@@ -523,7 +523,7 @@ def test_pipes_and_link_loops_are_rejected(tmp_path):
 
 
 def test_truncation_and_flipped_bytes_are_detected_or_harmless(bin_of):
-    """Of every byte before and behind the data: an error, or the same tensors."""
+    """Covers every byte before and after the data: an error, or the same tensors."""
     path = bin_of(program({"x": tensor(ONE, 0, (2, 3), (3, 1)), "y": tensor(ONE, 1, (5,), (1,))}))
     good = path.read_bytes()
     expected = describe(read_bin(path))
@@ -539,7 +539,7 @@ def test_truncation_and_flipped_bytes_are_detected_or_harmless(bin_of):
         path.write_bytes(data)
         outcomes[outcome(path, expected)] += 1
     assert outcomes["refused"] > 0.5 * len(good) and outcomes["same"] > 0
-    # A name, a shape and an offset have no check of their own in this format: the model's do.
+    # A name, a shape and an offset have no check in this format; the model checks them.
     assert outcomes["other"] < 0.05 * len(good)
 
 

@@ -1,4 +1,4 @@
-"""Weights of every type behind one `matmul`, and the decoder that a model is built of."""
+"""The weight types behind one `matmul`, and the choice of a model's decoder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_mixed_matrices_reject_row_and_expert_access():
 )
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
 def test_every_matrix_of_a_model_is_a_weight_of_its_leaves(name, formats):
-    """Leaves that are no matrix's are norms and biases; converted folders name leaves so."""
+    """All other leaves are norms and biases; converted folders name leaves this way."""
     model = build_model(read_spec(GOLDENS / name), "bfloat16", formats)
     used = []
     for leaf, matrix in model.pieces.items():
@@ -74,7 +74,7 @@ def test_every_matrix_of_a_model_is_a_weight_of_its_leaves(name, formats):
 
 
 class Halved(Decoder):
-    """Another mathematics: all logits are halved."""
+    """A decoder with other mathematics: all logits are halved."""
 
     def logits(self, hidden, num_rows=None):
         return super().logits(hidden, num_rows) / 2

@@ -59,7 +59,7 @@ def test_key_value_heads_are_repeated_for_smaller_groups(tmp_path, tokens):
     [
         "model.layers.0.self_attn.o_proj.weight",  # of a layer of the source
         "model.layers.6.mlp.down_proj.weight",  # of an added one
-        "model.norm.weight",  # of channels that nothing may read
+        "model.norm.weight",  # channels that must not be read
     ],
 )
 def test_wrong_weight_changes_the_logits(wide, tokens, name):

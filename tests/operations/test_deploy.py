@@ -1,7 +1,7 @@
-"""What lies in deploy/ fits the server: its flags, its paths, its port and its metrics.
+"""The files in deploy/: they match the server's flags, paths, port and metrics.
 
-None of Docker, Kubernetes, Grafana and Prometheus is needed for it. That the files are what those
-programs take has been tried with them: docs/operations.md says how.
+These tests need neither Docker, Kubernetes, Grafana nor Prometheus. docs/operations.md describes
+how the files were tried with those programs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ALERTS = [
     for group in yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-# What Prometheus makes of a target; those of Kubernetes by deploy/prometheus/kubernetes.yml.
+# Labels that Prometheus adds to a target; Kubernetes' come from deploy/prometheus/kubernetes.yml.
 OF_THE_TARGET = {"job", "instance", "namespace", "pod", "service"}
 OF_PROMETHEUS = {"up"}
-# Asked by machines, again and again, whether anybody wants an answer or not.
+# Requested periodically by machines, independent of clients.
 PROBES_AND_SCRAPES = {"/health", "/healthz", "/ping", "/forge/v1/health", "/metrics"}
 KUBERNETES = {
     part["kind"]: part
@@ -66,7 +66,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 
 
 def options(command: list[str]) -> dict[str, Any]:
-    """The values of a command line's flags; it must be one that forge-jax takes."""
+    """Return the values of a command line's flags; forge-jax must accept it."""
     assert Path(command[0]).name == "forge-jax"
     found = vars(make_parser().parse_args(command[1:]))
     if MODEL_ARGUMENT in found:
@@ -283,7 +283,7 @@ def test_compose_with_cuda_adds_the_extra_and_the_gpus():
     (name,) = CUDA["services"]
     assert name in COMPOSE["services"] and CUDA.keys() == {"services"}
     service = CUDA["services"][name]
-    # `-f` twice merges mappings: what is not here stays as in compose.yaml.
+    # `-f` twice merges mappings, so missing keys keep their values from compose.yaml.
     assert service.keys() == {"image", "build", "deploy"} and service.keys() - {"build"} <= (
         service.keys() - COMPOSE["services"][name].keys()
     )
@@ -350,7 +350,7 @@ def test_pod_is_killed_later_than_it_is_unready_or_stalled():
 def test_claimed_volume_folders_stay_private(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
-    # What Kubernetes makes of an empty volume with an fsGroup, and at later starts of a filled one.
+    # An empty Kubernetes volume with an fsGroup, and at later starts a filled one.
     tmp_path.chmod(0o2777)
     cache = tmp_path / "cache" / "forge-jax" / "xla"
     assert private_folder_fault(cache) is None
@@ -427,7 +427,7 @@ def test_unit_may_load_the_kernels_it_builds():
     assert (
         service["DynamicUser"] == "yes" and f"XDG_CACHE_HOME=%S/{state}/" in service["Environment"]
     )
-    assert service["ExecPaths"] == f"%S/private/{state}"  # else it is mounted with noexec
+    assert service["ExecPaths"] == f"%S/private/{state}"  # otherwise it is mounted with noexec
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
@@ -456,7 +456,7 @@ def test_modal_runs_an_existing_command_on_its_open_port(monkeypatch):
 
 
 class Anything(types.ModuleType):
-    """Stands for Modal: whatever is asked of it is there, and decorates nothing."""
+    """A stand-in for Modal: every attribute exists, and decorators do nothing."""
 
     def __getattr__(self, name: str) -> Anything:
         return Anything(name)
@@ -466,7 +466,7 @@ class Anything(types.ModuleType):
         return decorated
 
 
-# ---- that the checks would notice ----------------------------------------------------------------
+# ---- the checks detect errors ------------------------------------------------------------------
 
 
 def test_unknown_flag_is_detected(capsys):

@@ -1,6 +1,4 @@
-"""The recipe for Ray Data, as far as neither Ray nor a model is needed: `make test-clients` runs it
-with both.
-"""
+"""The Ray Data recipe without Ray and a model; `make test-clients` runs it with both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was made for vLLM's metrics works with ours: names, types, labels and buckets."""
+"""Compatibility with tools for vLLM's metrics: names, types, labels and buckets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ACCEPTED = [
     if not line.startswith("#")
 ]
 DASHBOARDS = yaml.safe_load((HERE / "vllm_dashboards.yaml").read_text())
-# Prometheus puts these on every series that it scrapes: the first two always, the others where the
-# targets are found in Kubernetes (deploy/prometheus/kubernetes.yml).
+# Prometheus adds these to every scraped series: the first two always, the others for targets found
+# in Kubernetes (deploy/prometheus/kubernetes.yml).
 OF_THE_TARGET = {"job", "instance", "namespace", "pod", "service"}
 
-# vllm/v1/metrics/buckets.py, and which histogram has which: vllm/v1/metrics/loggers.py.
+# vllm/v1/metrics/buckets.py, used by the histograms of vllm/v1/metrics/loggers.py.
 LATENCY = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
            7680)  # fmt: skip
 FIRST_TOKEN = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -105,7 +105,7 @@ def test_other_series_have_vllm_types(after_one_request, kind, name):
 
 
 def test_every_vllm_series_has_model_and_engine_labels(after_one_request):
-    without_model = {"vllm:cache_config_info"}  # as vLLM has it
+    without_model = {"vllm:cache_config_info"}  # as in vLLM
     without_engine = {"vllm:admission_rejections"}
     for name, family in after_one_request.families.items():
         for sample in family.samples if name.startswith("vllm:") else ():
@@ -132,7 +132,7 @@ def test_vllm_dashboard_finds_its_series(after_one_request, dashboard):
 
 def test_missing_series_or_label_is_detected(after_one_request):
     found = after_one_request.labels
-    assert "vllm:gpu_cache_usage_perc" not in found  # which vLLM had, and has not any more
+    assert "vllm:gpu_cache_usage_perc" not in found  # removed from vLLM
     assert "lora_name" not in found["vllm:num_requests_running"]
     assert "0.42" not in found["vllm:time_to_first_token_seconds_bucket"]["le"]
 

@@ -1,4 +1,4 @@
-"""Every form of weights on several devices against one, and where it cannot be cut."""
+"""Every weight format on several devices compared with one, and the formats that cannot be cut."""
 
 import pytest
 from test_tensor_parallel import expected_collectives, run_child
@@ -56,7 +56,7 @@ def test_experts_of_every_kind_match_one_device(loaded):
     assert len(forms) == 8
     for name, each in forms.items():
         assert each["scale"] > 1.0 and each["difference"] < 1e-5, (name, each)
-        # Of what is rounded by row the largest values are asked for, for each tile of rows.
+        # Formats rounded by row exchange the largest values of every tile of rows.
         first = [] if name not in ROW_SCALE else each["collectives"][:1]
         assert all(scope.endswith("row_scale") for scope in first), name
         assert each["collectives"] == [*first, "all-reduce experts"], name
@@ -99,7 +99,7 @@ def test_block_format_logits_match_one_device(found):
         assert each["same_choice"] == 1.0, name
         assert each["collectives"] == expected_collectives(3), name
     whole, cut = found["blocks"]["bytes"]
-    # Keys and values of two heads are on four devices, factors are told more often; no floats.
+    # Keys and values of two heads are on four devices, and factors are repeated; no floats.
     assert whole / 4 < cut < 1.3 * whole / 4
 
 
@@ -143,7 +143,7 @@ def test_converted_folders_have_the_models_bits_on_each_device(loaded):
 
 def test_host_holds_one_matrix_more_than_the_weights(loaded):
     rounded, converted = loaded["peaks"]["rounded"], loaded["peaks"]["converted"]
-    # A matrix that is rounded is there whole, in 8 bits, and a shard of it.
+    # A rounded matrix exists whole in 8 bits, and as one shard.
     assert rounded["total"] <= rounded["peak"] < rounded["total"] + 1.3 * rounded["largest"]
     assert 1.3 * rounded["largest"] < 0.2 * converted["total"]  # of all floats
     assert converted["total"] <= converted["peak"] < converted["total"] + converted["largest"] / 4
@@ -156,6 +156,6 @@ def test_each_byte_of_a_sharded_folder_is_read_once(loaded):
 def test_rejection_verifies_drafts_equally_on_all_devices(loaded):
     one, four = loaded["rejection"]["1"], loaded["rejection"]["4"]
     assert four["greedy"] == one["greedy"]
-    # The draft model is the model: what it draws is always taken.
+    # The draft model is the target, so its drafts are always accepted.
     assert four["greedy, drafts"] >= 20 and four["drawn, drafts"] >= 12
     assert one["greedy, drafts"] == 0 and len({tuple(ids) for ids in four["drawn"]}) == 2

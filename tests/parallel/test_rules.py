@@ -1,4 +1,4 @@
-"""How weights are cut, and what is refused; on no device."""
+"""Partition rules and their rejections, without a device."""
 
 import re
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_query_shard_has_its_keys_and_values():
     spec = read_spec(GOLDENS / "llama31")
     H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     assert (H, K) == (8, 2)
-    head = np.repeat(np.arange(H + 2 * K), D)[:, None]  # the number of each row's head
+    head = np.repeat(np.arange(H + 2 * K), D)[:, None]  # the head of each row
     cut = partition_of("layers.0.attention.qkv.weight", spec, 4)
     assert cut is not None
     heads = [cut.shard(head, index)[::D, 0].tolist() for index in range(4)]

@@ -1,4 +1,4 @@
-"""One model on several devices against the same on one, in processes that have four of a CPU."""
+"""One model on several devices compared with one, in processes with four CPU devices."""
 
 import json
 import math
@@ -17,7 +17,7 @@ FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_lev
 
 
 def run_child(*parts, child="child.py"):
-    """What the child process finds, by part. The second flag is for the compiler to be quick."""
+    """Return the child process's results by part. The second flag makes the compiler quick."""
     path = os.pathsep.join([str(TESTS), str(TESTS / "models"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, HERE / child, *parts],
@@ -41,7 +41,7 @@ def engine():
 
 
 def expected_collectives(layers, *, ends="down", in_qkv=False):
-    """Of one step, in order."""
+    """Return the collectives of one step, in order."""
     found = ["all-reduce embed"]
     for layer in range(layers):
         inside = [f"layer_{layer}/qkv/norm"] if in_qkv else []
@@ -63,13 +63,13 @@ def test_step_reduces_twice_per_layer_and_gathers_once(models):
         expected = expected_collectives(
             2 if name == "gemma2" else 1,
             ends="experts" if name == "mixtral" else "down",
-            in_qkv=name == "olmo2",  # whose norms of queries and of keys are added up in one
+            in_qkv=name == "olmo2",  # its norms of queries and keys are summed together
         )
         assert one["collectives"] == expected, name
 
 
 def test_two_devices_work_with_an_8_bit_cache(models):
-    # A row of the cache is rounded by itself, but what it holds has been added up differently.
+    # A row of the cache is rounded independently, but its values were summed in another order.
     assert models["two_devices"]["difference"] < 2e-3
     assert models["two_devices"]["collectives"] == expected_collectives(1)
 

@@ -28,7 +28,7 @@ from tests.profiles.traces import HLO, Event, op, write_trace
 
 
 def steps(*phases: tuple[str, float]) -> list[Event]:
-    """Two steps of the host, with these phases in each."""
+    """Return two steps of the host, with these phases in each."""
     events = []
     for number in (0, 1):
         at = 1000.0 * number
@@ -41,7 +41,7 @@ def steps(*phases: tuple[str, float]) -> list[Event]:
 
 @pytest.fixture
 def places(tmp_path):
-    """Before, two runs; after, three, with known differences per run."""
+    """Write two runs before and three after, with known differences per run."""
     before = [
         event
         for run in (1, 2)
@@ -240,7 +240,7 @@ def test_names_are_escaped_in_the_page(tmp_path):
 
 
 def tensorboard_values(folder) -> dict[str, Any]:
-    """What event files have: numbers by their tags and steps, and texts by their tags."""
+    """Return the contents of event files: numbers by tag and step, and texts by tag."""
     from tensorboardX.proto.event_pb2 import Event as Recorded
 
     found: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def tensorboard_values(folder) -> dict[str, Any]:
 
 
 def test_tensorboard_overlays_both_and_has_the_difference_as_text(places, tmp_path):
-    for _ in range(2):  # what is there is replaced
+    for _ in range(2):  # existing files are replaced
         compare_files(*places, logdir=tmp_path / "tb")
     before, after = (tensorboard_values(tmp_path / "tb" / run) for run in ("before", "after"))
     tag = "op_time_us/decode/layers.attention.forge_attention"
@@ -284,7 +284,7 @@ def test_missing_extra_is_named(places, tmp_path, monkeypatch):
     comparisons = compare(*map(read_traces, places))
     with pytest.raises(ConfigError, match=r"extra profile: pip install .*\[profile\]"):
         write_tensorboard(comparisons, tmp_path)
-    assert text(comparisons)  # which needs nothing
+    assert text(comparisons)  # needs no extra
 
 
 def test_workload_name_is_in_its_tags_once(tmp_path):

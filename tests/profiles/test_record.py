@@ -1,4 +1,4 @@
-"""Traces of a real engine: scopes, phases of the host, and what other kernels change."""
+"""Traces of a real engine: scopes, phases of the host, and differences between kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_profile_is_readable_only_by_the_user(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Llama of one layer that the C++ kernels can compute."""
+    """Write a Llama of one layer that the C++ kernels support."""
     folder = tmp_path_factory.mktemp("model")
     d, inner, head, vocab = 64, 128, 32, 256
     config = {
@@ -129,7 +129,7 @@ def test_chrome_trace_and_compiled_modules_are_saved_with_it(xla):
     [file] = (xla / "decode").rglob("*.trace.json.gz")
     with gzip.open(file, "rt") as content:
         *events, last = json.load(content)["traceEvents"]
-    assert last == {}  # XLA's end, which the viewers leave out
+    assert last == {}  # XLA's end marker, which viewers skip
     named = {(e["pid"], e["tid"]) for e in events if (e["ph"], e["name"]) == ("M", "thread_name")}
     spans = [event for event in events if event["ph"] != "M"]
     for event in spans:

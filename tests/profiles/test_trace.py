@@ -1,4 +1,4 @@
-"""What is read of a trace, and of what was compiled."""
+"""Reading traces and compiled modules."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_device_kernels_are_read_from_operations_or_streams(tmp_path, has_ops):
     [trace] = read_traces(tmp_path)
     name, us = ("forge_attention", 18) if has_ops else ("mosaic_attention", 12)
     assert trace.ops == {Op("decode", "layers/attention", name): Time(3, pytest.approx(us))}
-    assert trace.runs == {"decode": 3}  # nothing says which run a kernel is of
+    assert trace.runs == {"decode": 3}  # kernels are not assigned to runs
 
 
 def test_traces_are_named_by_folder_and_use_the_newest_session(tmp_path):
@@ -149,7 +149,7 @@ def test_missing_or_invalid_trace_is_named(tmp_path):
         read_traces(tmp_path)
 
 
-# Without a time of its own in its header: test names must be equal in all processes.
+# No time in its header, because test names must be equal in all processes.
 CUT_GZIP = gzip.compress(b"HloModule jit_decode_4" * 99, mtime=0)[:-9]
 
 

@@ -12,7 +12,7 @@ def chain(pool: BlockPool, count: int, salt: str = "", first: int = 0) -> list[b
 
 
 def cached_chain(pool: BlockPool, count: int, first: int = 0) -> tuple[list[int], list[bytes]]:
-    """A prompt of `count` blocks that has come and gone."""
+    """Return the blocks of a prompt of `count` blocks that was served and released."""
     blocks, hashes = pool.allocate(count), chain(pool, count, first=first)
     assert blocks is not None
     for block, block_hash in zip(blocks, hashes, strict=True):
@@ -145,7 +145,7 @@ def test_fifo_keeps_the_age_of_a_block_in_use_at_its_turn():
     (first,), first_hash = cached_chain(pool, 1, first=0)
     cached_chain(pool, 1, first=1)
     pool.acquire_cached([first])
-    taken = pool.allocate(2)  # a free one, and the second: the first is in use
+    taken = pool.allocate(2)  # a free one and the second, because the first is in use
     pool.release([first])
     _, third_hash = taken, chain(pool, 1, first=2)
     assert taken is not None

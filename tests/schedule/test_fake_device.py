@@ -1,4 +1,4 @@
-"""The fake device is a checker: these show what it refuses."""
+"""The fake device's checks: each wrong plan is rejected."""
 
 import dataclasses
 import struct

@@ -23,7 +23,7 @@ EVENTS = {
     "requeue": lambda seq: seq.requeue(),
     "finish": lambda seq: seq.finish("abort", None),
 }
-WAY = {  # the events that lead from a new sequence to each status
+WAY = {  # events that lead from a new sequence to each status
     Status.QUEUED: (),
     Status.FOLLOWING: ("follow",),
     Status.HELD: ("hold",),
@@ -50,7 +50,7 @@ def sequence(*events: str, max_tokens: int = 4) -> Sequence:
 
 
 def table() -> dict[tuple[Status, str], set[Status]]:
-    """The first table of the module's docstring: the next statuses by status and event."""
+    """Return the first table of the module's docstring: next statuses by status and event."""
     assert lifecycle.__doc__ is not None
     rows = re.findall(r"^ {4}(\S[\w ]*?)  +([a-z]+) +([A-Z]+)  ", lifecycle.__doc__, re.MULTILINE)
     found: dict[tuple[Status, str], set[Status]] = {}

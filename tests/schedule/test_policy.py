@@ -64,7 +64,7 @@ def test_prefix_considers_only_the_longest_waiting():
         loop.add_one([200 + number] * 9, max_tokens=1, request_id=f"cold{number}")
     popular(loop, 1)
     order = admitted_order(loop)
-    assert order.index("popular1") == 1  # it came into the window when the first had left
+    assert order.index("popular1") == 1  # it entered the window when the first left
 
 
 def test_prefix_serves_each_request_of_a_long_queue_once():

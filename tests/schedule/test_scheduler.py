@@ -115,7 +115,7 @@ def test_stop_in_the_last_allowed_token_is_a_stop():
 
 
 def test_stop_waits_for_min_tokens():
-    # The device must not even sample an end token there, so the count goes on without it.
+    # The device must not sample an EOS token there, so counting continues without it.
     loop = Loop(eos_token_ids=frozenset({5, 8}))
     seq = loop.add_one([3], min_tokens=3)
     loop.run()
@@ -199,7 +199,7 @@ def test_queue_of_aborted_requests_does_not_grow():
     assert len(loop.scheduler.backlog.queue._heap) < 200
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_request_beyond_the_block_pool_is_rejected(prompt_len, max_tokens):
 
 def test_max_tokens_defaults_to_the_rest_of_context_and_pool():
     assert Loop(max_model_len=20).add_one(range(5)).max_tokens == 15
-    # The last token needs no KV: nothing comes after it.
+    # The last token needs no KV, because nothing comes after it.
     loop = Loop(num_blocks=3, block_size=4)
     seq = loop.add_one(range(5))
     assert seq.max_tokens == 8
@@ -381,7 +381,7 @@ def test_preempted_sequence_returns_through_the_prefix_cache():
     assert again.seq_key == new.key
     assert list(again.tokens) == new.tokens[: len(again.tokens)]
     assert loop.pool.hit_tokens > 0
-    assert new.num_cached == 0  # what the first admission found
+    assert new.num_cached == 0  # found at the first admission
     assert len(output(old)) == len(output(new)) == 16
 
 
@@ -397,7 +397,7 @@ def test_decode_yields_to_an_older_prompt_within_the_same_step():
     loop = Loop(num_blocks=6, block_size=4, prefix_cache=False, prefill_chunk_size=4)
     old = loop.add_one(range(20), max_tokens=1)
     loop.step()
-    # Put a newer one in by force: admission would have seen that the prompt needs the blocks.
+    # Force a newer one in: admission would have reserved the blocks for the prompt.
     loop.scheduler.slots.reserved_blocks = lambda: 0
     new = loop.add_one([500, 501, 502], max_tokens=9)
     loop.run()
@@ -423,7 +423,7 @@ def test_admission_leaves_each_running_sequence_a_block_to_grow():
     loop.step()
     second = loop.add_one(range(8), max_tokens=1)
     loop.step()
-    assert second.slot is None  # two blocks are free, and the first will want one of them
+    assert second.slot is None  # two blocks are free, and the first will need one of them
     loop.run()
     assert loop.scheduler.num_preemptions == 0
 
@@ -520,7 +520,7 @@ def test_numerical_fault_ends_only_its_request():
 
 
 def test_blocks_of_a_faulty_prompt_are_never_found():
-    # The fault is in the first chunk, where there are no logits to show it.
+    # The fault is in the first chunk, which has no logits that would show it.
     loop = Loop(prefill_chunk_size=4, fault=lambda scheduled: scheduled.seq_key == ("r1", 0))
     bad = loop.add_one(range(12), max_tokens=2)
     loop.run()
@@ -689,7 +689,7 @@ def test_recomputation_after_a_failed_step_gives_the_same_tokens():
     assert serve(fails=True) == serve(fails=False)
 
 
-# ---- what it is made of --------------------------------------------------------------------------
+# ---- dependencies -------------------------------------------------------------------------------
 
 
 def test_scheduling_imports_no_jax():
@@ -724,7 +724,7 @@ def test_continuous_batching_fills_a_free_slot_at_once():
         loop.add_one([10 * i], max_tokens=3 + 10 * (i == 0))
     plans = loop.run()
     joined = [len(plan.sequences) for plan in plans if plan.admissions]
-    assert joined == [2, 2]  # the third came into a batch that was running
+    assert joined == [2, 2]  # the third joined a running batch
 
 
 def test_samples_of_a_request_are_one_static_batch():
@@ -747,7 +747,7 @@ def test_unchunked_prompt_waits_for_a_step_that_holds_it():
 def test_unchunked_prompt_at_the_head_is_not_overtaken():
     loop = Loop(chunked_prefill=False, max_num_batched_tokens=20)
     loop.add_one([100], max_tokens=6)
-    whole = loop.add_one(range(20), max_tokens=2)  # needs a step for itself
+    whole = loop.add_one(range(20), max_tokens=2)  # needs a step of its own
     late = loop.add_one([200], max_tokens=2)
     plans = loop.run()
     rows = [[row.seq_key for row in plan.sequences] for plan in plans if scheduled(plan, whole)]

@@ -1,4 +1,4 @@
-"""What a step may hold, while its parts draw from it."""
+"""The budget of a step, from which its parts draw."""
 
 from forge_jax.schedule.config import SchedulerConfig
 from forge_jax.schedule.step_budget import StepBudget

@@ -1,4 +1,4 @@
-"""Steps that keep an inter-token latency target, on a device whose time is virtual."""
+"""Steps that meet an inter-token latency target, on a device with virtual time."""
 
 import random
 from itertools import pairwise
@@ -14,7 +14,7 @@ PROMPT = 2000
 
 
 def slow_device(base_s=0.02, token_s=0.002, *, noise=0.0, seed=0, sizes=()):
-    """Seconds of a step: a constant, and its tokens up to the next of `sizes`."""
+    """Return a step's seconds as a function: a constant, plus its tokens rounded up to `sizes`."""
     rng = random.Random(seed)
 
     def step_s(plan: StepPlan) -> float:
@@ -33,7 +33,7 @@ def loop_of(target_s, step_s, *, sizes=None, **options) -> Loop:
 
 
 def with_streams(loop: Loop, count=4, max_tokens=3000):
-    """Sequences that decode: a token of each has been read."""
+    """Add decoding sequences, of which one token each was read."""
     seqs = [loop.add_one([i + 1] * 8, max_tokens=max_tokens) for i in range(count)]
     while not all(output(seq) for seq in seqs):
         loop.step()
@@ -43,7 +43,7 @@ def with_streams(loop: Loop, count=4, max_tokens=3000):
 
 
 def serve(loop: Loop, prompt_len=PROMPT, start=0):
-    """Serves one more prompt: (TTFT in s, every step's seconds, tokens of the steps with it)."""
+    """Serve one more prompt; return TTFT in s, all step times, and its steps' token counts."""
     prompt = loop.add_one([start + i % 700 for i in range(prompt_len)], max_tokens=1)
     arrived_s = loop.now_s
     times, sizes = [loop.now_s], []
@@ -183,7 +183,7 @@ def test_latency_target_does_not_change_the_output():
 
 
 def test_sequence_waiting_for_its_mask_keeps_the_target():
-    """It is in no step that is scheduled before its last token has been read."""
+    """No step that is scheduled before its last token was read contains it."""
     loop = loop_of(0.1, slow_device())
     (stream,) = with_streams(loop, count=1)
     stream.needs_host_token = True
@@ -227,7 +227,7 @@ def plan_of(num_tokens: int) -> StepPlan:
 
 
 def measured(*times: tuple[int, float]) -> TokenBudget:
-    """A budget that has seen steps of (tokens, seconds), oldest first."""
+    """Return a budget that has recorded steps of (tokens, seconds), oldest first."""
     budget = TokenBudget(0.2)
     now_s = 0.0
     for tokens, seconds in times:

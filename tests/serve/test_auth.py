@@ -1,4 +1,4 @@
-"""API keys: who is let in, who is not, and that tenants do not see each other's prefixes."""
+"""API keys: access, and tenants that do not share prefixes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every method and path of the application, parameters filled in."""
+    """Return every method and path of the application, with parameters filled in."""
     table = make_app(Service(KEYS)).router.routes()
     found = [(r.method, r.resource.canonical) for r in table if r.resource is not None]
     assert len(found) > 10
@@ -47,7 +47,7 @@ def routes() -> list[tuple[str, str]]:
 
 @pytest.fixture
 async def closed(start):
-    """A server with two keys."""
+    """Start a server with two keys."""
     return await start(Engine.fake(), KEYS)
 
 
@@ -134,7 +134,7 @@ async def test_each_key_opens_every_route(closed):
 
 
 async def test_body_is_not_read_without_a_key(closed):
-    """The answer comes while the body is still on its way."""
+    """The answer comes while the body is still arriving."""
     port = int(closed.url.rpartition(":")[2])
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{"
     assert (await _raw(port, head, until=b"\r\n")).split()[1] == b"401"

@@ -1,4 +1,4 @@
-"""`forge-jax batch`: a file of requests in, a file of answers out, whatever happens meanwhile."""
+"""`forge-jax batch`: a batch file in and its answers out, under all interruptions."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def posted(custom_id: str, url: str, body: Any) -> dict[str, Any]:
 
 
 def prompts(count: int, **more: Any) -> list[dict[str, Any]]:
-    """Plain lines of prompts that have no block in common, with a seed each."""
+    """Return plain lines of prompts without a common block, each with a seed."""
     return [{"id": f"q{i}", "prompt": f"{i} and on", "seed": i, **more} for i in range(count)]
 
 
 def write(path: Path, lines: Iterable[Any]) -> Path:
-    """Lines of JSON, or bytes as they are."""
+    """Write lines of JSON, or bytes verbatim."""
     texts = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines]
     path.write_bytes(b"".join(text + b"\n" for text in texts))
     return path
 
 
 def batch(source: Path, target: Path, *flags: str) -> list[dict[str, Any]]:
-    """Runs it in this process; the answers in the order of the input's lines."""
+    """Run the command in this process; return the answers in the order of the input."""
     assert cli.main(["batch", str(source), str(target), *FAKE, *flags]) == 0
     return answers(target)
 
@@ -89,7 +89,7 @@ def answers(target: Path) -> list[dict[str, Any]]:
 
 
 def without_time(body: dict[str, Any]) -> dict[str, Any]:
-    """A body without what no two servers have in common."""
+    """Return a body without the fields that differ between servers."""
     body = {name: value for name, value in body.items() if name not in ("created", "id")}
     return json.loads(re.sub(r'"call_\w+"', '"call"', json.dumps(body)))
 
@@ -213,7 +213,7 @@ def test_duplicate_id_is_rejected_by_line_before_anything_runs(tmp_path, capsys,
 
 @contextlib.contextmanager
 def in_the_middle(source: Path, target: Path, count: int):
-    """A process that has written so many answers, and has more to write."""
+    """Start a process that has written this many answers and has more to write."""
     command = [*FORGE, "batch", source, target, "--fake", "--fake-step-time-ms", "15",
                "--in-flight", "4", "--no-prefix-cache"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -242,7 +242,7 @@ def test_interrupted_run_resumes_into_the_same_file(tmp_path, number):
     assert 6 <= before.count(b"\n") < 31
     if number == signal.SIGKILL:
         assert code == -number
-        target.write_bytes(before + b'{"line":29,"dig')  # what it could have been in
+        target.write_bytes(before + b'{"line":29,"dig')  # a partial line
     else:
         assert code == 128 + number
         assert "interrupted: the same command goes on" in said and "Traceback" not in said
@@ -372,12 +372,12 @@ def test_lines_in_flight_are_bounded(tmp_path, monkeypatch, flags, most):
     source = write(tmp_path / "in", prompts(150, max_tokens=2))
     batch(source, tmp_path / "out", "--max-num-seqs", "8", *flags)
     assert read == written == 150
-    assert max(in_flight) == most + 1  # one is read, and waits
+    assert max(in_flight) == most + 1  # one is read and waits
 
 
 async def test_long_lines_wait_for_room():
     window = running_file._Window(10, 100)
-    await window.enter(1000)  # alone it may be any size
+    await window.enter(1000)  # alone it may have any size
     entering = asyncio.ensure_future(window.enter(50))
     await asyncio.sleep(0)
     assert not entering.done()
@@ -396,7 +396,7 @@ def test_full_queue_is_awaited(tmp_path):
 
 def test_engine_failure_ends_the_run_without_error_lines(tmp_path, capsys, monkeypatch):
     def load(*_: object) -> Engine:
-        # Steps take a while, so that the first answers are written before the engine fails.
+        # Slow steps, so that the first answers are written before the engine fails.
         config = EngineConfig.from_options(max_num_seqs=4)
         engine = Engine.fake(config=config, step_time_s=0.01)
         tick, left = engine._core.tick, iter(range(20))
@@ -425,7 +425,7 @@ def test_quiet_suppresses_the_summary(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
     assert cli.main(["batch", str(source), str(tmp_path / "out"), "--fake"]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1  # no bar where there is no terminal
+    assert out == "" and err.count("\n") == 1  # no bar without a terminal
     assert "4 of 4 lines answered; 1 of them are errors; 6 tokens generated in " in err
 
 
@@ -449,7 +449,7 @@ def test_terminal_shows_a_bar_with_tokens_and_remaining_time(monkeypatch):
 
 @pytest.fixture
 def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig, Any]]:
-    """What `batch` would have been called with."""
+    """Record the configurations with which `batch` would run."""
     calls: list[tuple[EngineConfig, ServerConfig, Any]] = []
     monkeypatch.setattr(running_file, "batch", lambda *args: calls.append(args) or 0)
     return calls
@@ -498,7 +498,7 @@ def test_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"accuracy: {accuracy:.1%}" in said and "capitals: " in said
     wrong = [{**answer, "text": "Paris is 3."} for answer in answers(out)]
-    write(out, wrong)  # which are not asked again
+    write(out, wrong)  # done lines are not sent again
     assert evaluation.main("forge-tiny", str(out)) < 0.1
 
 

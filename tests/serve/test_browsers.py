@@ -1,4 +1,4 @@
-"""Requests that a browser sends for another site's page: refused, and no others."""
+"""Cross-site requests from browsers: exactly those are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BODY = b'{"prompt": "a", "max_tokens": 1}'
 
 
 async def status_of(server, method="POST", path="/v1/completions", **headers) -> tuple[int, str]:
-    """The status, and the error's code."""
+    """Return the status and the error's code."""
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     data = BODY if method == "POST" else None
     async with server.http.request(method, server.url + path, data=data, headers=headers) as got:
@@ -82,7 +82,7 @@ async def test_allowed_host_names_are_accepted(start):
     ("options", "status"),
     [
         ({"allowed_host": ("*",)}, 200),
-        ({"host": "0.0.0.0"}, 200),  # by which names it is reached is not known
+        ({"host": "0.0.0.0"}, 200),  # its host names are unknown
         ({"host": "gpu1.example"}, 200),
         ({"host": "0.0.0.0", "allowed_host": ("gpu1.example",)}, 403),
         ({"host": "::1"}, 403),
@@ -147,7 +147,7 @@ async def test_other_clients_and_the_servers_own_page_may_post(server):
         {"Origin": "http://localhost", "Host": "localhost:80"},
         {"Origin": "http://localhost:80", "Host": "localhost"},
         {"Sec_Fetch_Site": "none"},
-        # A proxy ends TLS and does not hand the name on: the browser says that it is one site.
+        # A TLS-terminating proxy may not forward the host, but the browser reports the same site.
         {"Origin": "https://proxy.example", "Sec_Fetch_Site": "same-origin"},
     ):
         assert await status_of(server, **headers) == (200, ""), headers

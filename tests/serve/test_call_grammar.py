@@ -1,4 +1,4 @@
-"""Calls that a model is held to: what the grammars of each form allow, and that it can be read."""
+"""Grammars of tool calls: the allowed texts of each format, and their parsing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 
 WEATHER = ("get_weather", '{"city": "Paris", "days": 3}')
 NOW = ("now", "{}")
-# What is written for calls of these two, by form; with Mistral's newer tokens last.
+# The text of calls of these two functions, by format; Mistral's newer tokens come last.
 WRITTEN = {
     "hermes": (
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
@@ -55,7 +55,7 @@ WRITTEN = {
 
 
 class Held:
-    """What a grammar makes of texts."""
+    """A grammar applied to texts."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Held:
         self.grammar = self.compiler.compile(spec)
 
     def takes(self, text: str, *, ends: bool = True) -> bool:
-        """Whether the text is allowed, and whether it may end there."""
+        """Return True if the text is allowed and, with `ends`, complete."""
         matcher = self.grammar.matcher()
         try:
             matcher.accept(self.tokenizer.encode(text, False))
@@ -184,7 +184,7 @@ def test_unsupported_schema_keywords_are_ignored_unless_strict():
 
 
 def test_schema_strings_are_escaped_in_the_grammar():
-    """A quote or a line break in a schema stays in it."""
+    """Covers quotes and line breaks in a schema."""
     odd = {"properties": {'"}\nstart: "x': {"enum": ['\n"', "::="]}}, "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "now", "parameters": odd}}
     held = Held("llama3_json", tools=[tool])

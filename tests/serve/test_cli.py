@@ -1,4 +1,4 @@
-"""The command line: flags made from the configuration, start, errors at start, and the end."""
+"""The command line: flags from the configuration, the start and its errors, and the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REQUIRED = (
 
 @pytest.fixture
 def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
-    """What `serve` would have been called with."""
+    """Record the configurations with which `serve` would run."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
 
     def serve(engine: EngineConfig, server: ServerConfig, startup: object) -> int:
@@ -327,7 +327,7 @@ def test_malformed_http_is_one_line_in_the_log():
 
 
 def test_smoke_benchmark_reports_a_missing_server_in_one_line():
-    with socket.socket() as taken:  # bound and not listening: connections are refused
+    with socket.socket() as taken:  # bound but not listening, so connections are refused
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`forge-jax bench`: of an engine in its own process, and of a server."""
+"""`forge-jax bench`, on an engine in its own process and on a server."""
 
 from __future__ import annotations
 

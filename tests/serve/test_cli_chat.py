@@ -33,12 +33,12 @@ DIMMED = "\x1b[2m"
 
 
 class Terminal:
-    """A process on a pseudo-terminal; `typed` goes to it, `shown` is all that it wrote."""
+    """A process on a pseudo-terminal; `typed` goes to it, `shown` is everything it wrote."""
 
     def __init__(self, *arguments: str):
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *FORGE, *arguments],  # Ctrl-C is a signal there
+            ["setsid", "--ctty", *FORGE, *arguments],  # so that Ctrl-C becomes a signal
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -61,16 +61,16 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def say(self, text: str, answer: str = "", prompt: str = "> ") -> str:
-        """Types a line at the prompt, and waits for what follows the echo."""
+        """Type a line at the prompt and wait for the output after its echo."""
         self.expect(prompt)
         self.type(text + "\n")
         self.expect(text)
         return self.expect(answer)
 
     def interrupt(self, line: str, answer: str) -> None:
-        """Types a line without its end, then Ctrl-C until it has been answered.
+        """Type an unfinished line, then Ctrl-C until it is answered.
 
-        A signal that comes just before Python's readline waits for a key ends no wait.
+        A signal just before Python's readline waits for a key does not end the wait.
         """
         self.type(line)
         self.expect(line)
@@ -82,7 +82,7 @@ class Terminal:
         self.expect(answer)
 
     def expect(self, text: str, wait_s: float = WAIT_S) -> str:
-        """Waits for a text after what was expected last; what came before it, and it."""
+        """Wait for a text after the last expected one; return everything up to it."""
         deadline = time.monotonic() + wait_s
         while (at := self.shown.find(text, self._seen)) < 0:
             left_s = deadline - time.monotonic()
@@ -102,7 +102,7 @@ class Terminal:
         self.shown = (self.shown + self._decoder.decode(data)).replace("\r\n", "\n")
 
     def end(self, text: str) -> int:
-        self.expect("> ")  # before it, Ctrl-D would be no key
+        self.expect("> ")  # before the prompt, Ctrl-D would not count as a key
         self.type(text)
         while True:
             try:
@@ -127,14 +127,14 @@ def test_conversation_with_the_bundled_model_works():
 
 
 class ScriptedServer:
-    """Answers each chat with the next list of deltas, and keeps what it was asked."""
+    """A server that answers each chat with the next list of deltas and keeps the requests."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.script: list[Any] = []
         self.may_go_on = threading.Event()
-        self.left = threading.Event()  # by a client, in the middle of an answer
+        self.left = threading.Event()  # set when a client leaves in the middle of an answer
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -347,7 +347,7 @@ def test_control_sequences_in_a_text_are_escaped():
 
 
 class _Screen:
-    """A terminal that keeps what is written."""
+    """A terminal that keeps the written text."""
 
     def __init__(self, on_terminal: bool):
         self.written = ""

@@ -1,4 +1,4 @@
-"""`forge-jax doctor`: what it says of a sound installation, and the faults that it finds."""
+"""`forge-jax doctor`: its report on a sound installation, and the faults that it detects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRIVER_LINE = (
 
 
 def doctor(*arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, report and stderr of a real process."""
+    """Return exit status, report and stderr of a real process."""
     done = subprocess.run(
         [*FORGE, "--json", *arguments],
         capture_output=True,
@@ -43,13 +43,13 @@ def doctor(*arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]
 
 
 def found(report: dict[str, Any], *parts: str) -> dict[str, str]:
-    """The one finding that says all of this."""
+    """Return the one finding that contains all of these parts."""
     [issue] = [f for f in report["findings"] if all(part in f["what"] for part in parts)]
     return issue
 
 
 def planted(folder: Path, name: str, version: str) -> None:
-    """Makes a package of that version look installed, to whoever has the folder in its path."""
+    """Make a package appear installed to processes with the folder in their path."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -63,7 +63,7 @@ def on_path(folder: Path) -> str:
 def test_sound_installation_and_fitting_model_pass(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    monkeypatch.setenv("CXX", "no-such-compiler")  # to build none; that is no problem
+    monkeypatch.setenv("CXX", "no-such-compiler")  # so that none is built, which is no problem
     report = examination.examine("forge-tiny")
     problems = [f for f in report.issues if f.level == "problem"]
     if packages.cuda_plugins(packages.installed()) or machine.nvidia().present:
@@ -78,7 +78,7 @@ def test_sound_installation_and_fitting_model_pass(monkeypatch, capsys):
     assert facts["environment"]["HF_TOKEN"] == "(set)"
     assert "hf_secret" not in json.dumps(facts)
 
-    # The same facts, as a person reads them; and a machine that is too small for the model.
+    # The same facts as text, and a machine that is too small for the model.
     monkeypatch.setattr("forge_jax.tools.doctor.examine", lambda *_, **__: report)
     assert cli.main(["doctor", "forge-tiny"]) == 0
     text = capsys.readouterr().out
@@ -139,7 +139,7 @@ def test_uncached_model_is_not_downloaded():
 
 @pytest.mark.slow
 def test_hanging_check_times_out(tmp_path):
-    """A plugin that hangs while JAX looks for devices; what was said before is not lost."""
+    """A plugin hangs while JAX looks for devices; earlier output is kept."""
     plugin = tmp_path / "jax_plugins" / "hangs"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(

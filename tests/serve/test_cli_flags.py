@@ -1,4 +1,4 @@
-"""Flags by other engines' names, in files, in the help, and misspelled."""
+"""Flags: names of other engines, files, help, and misspellings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = {flag.flag: flag for section in cli.SECTIONS.values() for flag in flags(s
 
 @pytest.fixture
 def configs(monkeypatch) -> Configs:
-    """What `serve` would have been called with."""
+    """Record the configurations with which `serve` would run."""
     calls: Configs = []
 
     def serve(engine: EngineConfig, server: ServerConfig, startup: object) -> int:
@@ -34,14 +34,14 @@ def configs(monkeypatch) -> Configs:
 
 
 def flat(configs: Configs) -> dict[str, Any]:
-    """The fields of the one call, by name."""
+    """Return the fields of the one call, by name."""
     [(engine, server)] = configs
     sections = [engine.model, engine.cache, engine.batch, engine.speculation, engine.parallel]
     return {name: value for each in [*sections, server] for name, value in vars(each).items()}
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error of a command line that cannot be read."""
+    """Return the error of a command line that cannot be parsed."""
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
@@ -233,7 +233,7 @@ def test_config_file_accepts_every_flag_and_field(tmp_path):
         expected = {flag.name: value}
         assert read_options(serve, Path(write(tmp_path, by_flag))) == expected
         if "--" + flag.name.replace("_", "-") in OURS.keys() - {flag.flag}:
-            continue  # --compile-cache is a flag, and of another field than `compile_cache`
+            continue  # --compile-cache is a flag of another field than `compile_cache`
         by_field = f"{flag.name} = {shown}"
         assert read_options(serve, Path(write(tmp_path, by_field))) == expected
 

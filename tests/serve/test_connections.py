@@ -1,4 +1,4 @@
-"""What is not HTTP as we take it: answered as other errors are, and bounded."""
+"""Malformed HTTP: answered like other errors, and bounded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 async def exchange(server, *parts: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Sends some bytes and reads until the server closes: status, headers, body."""
+    """Send bytes and read until the server closes: status, headers, body."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"".join(parts))
     answer = b""
-    with suppress(ConnectionError):  # what it did not read is a reset, behind its answer
+    with suppress(ConnectionError):  # unread input causes a reset after its answer
         while data := await reader.read(65536):
             answer += data
     writer.close()
@@ -94,7 +94,7 @@ async def test_chunk_extensions_are_limited(start):
     few = b"%x;%s\r\n%s\r\n0\r\n\r\n" % (len(BODY), b"e" * 1000, BODY)
     assert (await exchange(server, CHUNKED, few))[0] == 200
     most = WIRE_BYTES_PER_BODY_BYTE * limits.body_bytes + 64 * 1024
-    # The chunk never ends, and neither would the request: only this limit can answer it.
+    # The chunk never ends, so only this limit can end the request.
     status, _, body = await exchange(server, CHUNKED, b"1;", b"e" * (most + 2**19))
     assert status == 400
     assert "cannot be read as its headers describe" in json.loads(body)["error"]["message"]
@@ -103,7 +103,7 @@ async def test_chunk_extensions_are_limited(start):
 
 
 class Loop:
-    """Where signal handlers are added."""
+    """An event loop that records signal handlers."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, tuple] = {}
@@ -122,7 +122,7 @@ async def test_hangup_drains_and_a_second_one_changes_nothing(monkeypatch, ignor
     assert {signal.SIGTERM, signal.SIGINT} <= loop.handlers.keys()
     assert (signal.SIGHUP in loop.handlers) is not ignored
     if not ignored:
-        for _ in range(2):  # the second SIGTERM would end a process without an engine at once
+        for _ in range(2):  # without an engine, the second SIGTERM would end a process at once
             call, *arguments = loop.handlers[signal.SIGHUP]
             call(*arguments)
         assert stop.is_set()

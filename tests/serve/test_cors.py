@@ -1,4 +1,4 @@
-"""Web pages of other origins: kept out, unless their origin is listed."""
+"""CORS: web pages of other origins are rejected unless listed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASK = {
 
 
 async def asked(server, path="/v1/completions", **headers):
-    """The answer to a browser's question before the request itself."""
+    """Return the answer to a browser's preflight request."""
     async with server.http.options(server.url + path, headers={**ASK, **headers}) as response:
         return response.status, dict(response.headers)
 

@@ -149,9 +149,9 @@ async def test_model_without_chat_template_names_the_remedy(start):
 
 
 async def test_slow_template_is_rendered_off_the_event_loop(start, monkeypatch):
-    """A model's template may take up to its limit: only the first may hold up the loop."""
+    """A model's template may take up to its time limit, but only the first may block the loop."""
     engine = Engine.fake()
-    monkeypatch.setattr(chat_template, "SLOW_S", 0.0)  # every template is slow
+    monkeypatch.setattr(chat_template, "SLOW_S", 0.0)  # every template counts as slow
     engine.chat_template = ChatTemplate("{{ messages[0].content }}")
     server = await start(engine)
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}

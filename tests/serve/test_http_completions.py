@@ -151,7 +151,7 @@ async def test_stop_string_ends_the_text_before_it(server):
         choice = (await server.openai.completions.create(**options, stop=given)).choices[0]
         assert choice.text == text[: text.index(stop)]
         assert choice.finish_reason == "stop"
-        assert choice.stop_reason == stop  # an extension
+        assert choice.stop_reason == stop  # an extension of the protocol
     options["extra_body"]["include_stop_str_in_output"] = True
     choice = (await server.openai.completions.create(**options, stop=stop)).choices[0]
     assert choice.text == text[: text.index(stop) + len(stop)]
@@ -167,7 +167,7 @@ async def test_logprobs_name_every_token_and_its_alternatives(server, stream):
     ):
         assert logprob <= 0.0
         assert token in top
-        assert len(top) <= 4  # the token itself may not be among the three likeliest
+        assert len(top) <= 4  # the token itself may not be among the three most likely
     offsets = logprobs["text_offset"]
     assert offsets == sorted(offsets) and offsets[0] == 0
     if stream:
@@ -210,7 +210,7 @@ async def test_logprob_of_minus_infinity_is_a_finite_number(server, monkeypatch)
 
 
 def test_text_offsets_point_at_the_tokens_of_the_text():
-    tokenizer = Tokenizer.from_folder(STORIES)  # it puts a space before the first word
+    tokenizer = Tokenizer.from_folder(STORIES)  # its decoder puts a space before the first word
     text = "Once upon a time, größer"
     ids = tokenizer.encode(text)
     logprobs = _echoed(tokenizer, Prompt(ids, text), ())["logprobs"]
@@ -236,7 +236,7 @@ def test_text_offsets_count_the_clients_special_tokens():
             special:
         ]:
             assert choice["text"][offset:].startswith(token)
-    # As token ids, special tokens are not in the text, so they have no length in it.
+    # Special tokens given as ids are not in the text, so they have no length in it.
     choice = _echoed(tokenizer, Prompt(ids), output)
     assert choice["text"] == "hiHello there"
     assert choice["logprobs"]["text_offset"][:5] == [0, 0, 2, 2, 2]
@@ -246,7 +246,7 @@ def test_text_offsets_count_the_clients_special_tokens():
 @pytest.mark.parametrize("after", ["", "b"])
 async def test_character_split_by_the_prompt_is_echoed_once(server, max_tokens, after):
     tokenizer = server.engine.tokenizer
-    first_half = len(WORDS)  # the fake device always goes on with the second half
+    first_half = len(WORDS)  # the fake device always continues with the second half
     prompt = [*tokenizer.encode("a"), first_half, *tokenizer.encode(after)]
     body = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "return_token_ids": True}
     body |= {"seed": 1, "ignore_eos": True}
@@ -328,7 +328,7 @@ async def test_model_without_tokenizer_takes_and_returns_token_ids(start):
 
 
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict[str, Any]:
-    """The choice of an answer with `echo` and `logprobs` to this prompt."""
+    """Return the choice of an answer with `echo` and `logprobs` to this prompt."""
     request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest, Limits())
     serializer = CompletionSerializer(
         request, [prompt], tokenizer, unique_id="x", model="m", created_s=0
@@ -355,7 +355,7 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict
 async def _logprobs(
     server: Any, options: dict[str, Any], stream: bool, choice: int = 0
 ) -> dict[str, list[Any]]:
-    """The completion logprobs of one choice, put together from its chunks if it streams."""
+    """Return the completion logprobs of one choice, assembled from its chunks if it streams."""
     if not stream:
         status, answer = await server.post("/v1/completions", options)
         assert status == 200, answer

@@ -1,4 +1,4 @@
-"""What clients of vLLM, SGLang and llama.cpp find here as they find it there."""
+"""Compatibility with clients of vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_vllm_fields_are_null_unless_requested(server):
     ],
 )
 async def test_choice_reports_its_stop_reason(start, answer, more, stop_reason, matched):
-    """SGLang's matched_stop is the end token, too, for which vLLM's stop_reason is null."""
+    """SGLang's matched_stop also reports the EOS token, for which vLLM's stop_reason is null."""
     server = await start(scripted_engine(answer))
     expected = server.engine.tokenizer.eos_token_id if matched == "end" else matched
     for path, body in bodies(**more):
@@ -152,7 +152,7 @@ def test_server_info_reports_the_device_count():
 
 
 async def test_adapter_root_is_its_path(server, monkeypatch, tmp_path):
-    """As it was given: what clients load is named below the operator's folder."""
+    """The path as given: clients name adapters relative to the operator's folder."""
     inside, outside = tmp_path / "all" / "mine", "adapters/theirs"
     found = [adapter("a", 0, str(inside)), adapter("b", 1, outside)]
     monkeypatch.setattr(type(server.engine), "loras", property(lambda _: found))

@@ -29,7 +29,7 @@ def stories(short_stories):
 
 
 def pooled(text: str | list[int], pooling: Any = "last", *, unit: bool = True) -> np.ndarray:
-    """What the fake device must give for a text."""
+    """Return the vector that the fake device must give for a text."""
     device = FakeDevice(num_blocks=1, block_size=16, max_num_seqs=1)
     ids = fake_tokenizer().encode(text) if isinstance(text, str) else text
     vector = np.array(device.pooled(ids, pooling))
@@ -245,7 +245,7 @@ async def test_invalid_rerank_request_is_rejected(server, body, param):
 
 
 def slow_engine(**kwargs: Any) -> Engine:
-    """One sequence at a time, 20 ms each."""
+    """Return an engine that runs one sequence at a time, 20 ms each."""
     config = EngineConfig(batch=BatchConfig(max_num_seqs=1))
     return Engine.fake(step_time_s=0.02, config=config, **kwargs)
 
@@ -311,7 +311,7 @@ def config(stories) -> EngineConfig:
 
 @pytest.mark.slow
 async def test_openai_client_gets_the_vectors_of_a_model(start, config):
-    """While the first request compiles, outputs go on; and nothing counts as a late compilation."""
+    """While the first request compiles, outputs continue. No late compilation is counted."""
     engine = Engine.load(config)
     server = await start(engine, ServerConfig(served_model_name="stories"))
     async with asyncio.timeout(60):
@@ -324,8 +324,8 @@ async def test_openai_client_gets_the_vectors_of_a_model(start, config):
     while not asking.done():
         assert (await server.post("/v1/completions", prompt))[0] == 200
         during += 1
-        await asyncio.sleep(0.05)  # the compiler needs the cores
-    answer = await asking  # it asked for base64
+        await asyncio.sleep(0.05)  # leaves the cores to the compiler
+    answer = await asking  # the client requests base64
     assert during > 1, "outputs waited for the compilation"
     assert engine.stats().compilations_after_ready == 0
     plain = await server.openai.embeddings.create(
@@ -345,7 +345,7 @@ async def test_openai_client_gets_the_vectors_of_a_model(start, config):
 
 
 async def submitted(engine: Engine, texts: list[str], pooling: Pooling) -> np.ndarray:
-    """The same without the server, one after the other, of a length of one."""
+    """Return the vectors without the server, one after the other, with unit length."""
     params = SamplingParams(max_tokens=0)
     vectors = []
     for i, text in enumerate(texts):
@@ -358,7 +358,7 @@ async def submitted(engine: Engine, texts: list[str], pooling: Pooling) -> np.nd
 
 
 class _Compiling:
-    """A `core.Pooler` that compiles until it is told to be done."""
+    """A `core.Pooler` that compiles until it is released."""
 
     def __init__(self, error: Exception | None = None):
         self.done = threading.Event()

@@ -1,4 +1,4 @@
-"""What is refused, how, and that nothing a client sends is an internal error."""
+"""Rejections: their format, and no internal errors for any client input."""
 
 from __future__ import annotations
 
@@ -386,7 +386,7 @@ async def test_unsupported_content_coding_is_rejected(server, coding):
 
 
 async def test_bodies_are_decompressed_in_a_thread_and_only_when_read(server, monkeypatch):
-    """On the event loop a small body could hold up everybody, before its key is looked at."""
+    """On the event loop a small body could block all requests before its key is checked."""
     threads: list[str] = []
     make = zlib.decompressobj
 
@@ -435,7 +435,7 @@ async def test_token_ids_are_limited_by_the_model_not_the_tokenizer(start, wider
     words = {"prompt": [1], "max_tokens": 1, "bad_words": [parts.tokenizer.eos_token]}
     assert (await server.post("/v1/completions", words))[0] == 200
     for name, body in fields.items():
-        beyond = 200 if name == "stop_token_ids" else 400  # a stop token that never comes
+        beyond = 200 if name == "stop_token_ids" else 400  # a stop token that is never sampled
         for token, expected in ((width - 1, 200), (width, beyond), (-1, 400), (2**31, 400)):
             sent = {"prompt": [1], "max_tokens": 1, **body(token)}
             status, answer = await server.post("/v1/completions", sent)

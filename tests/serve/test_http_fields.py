@@ -1,4 +1,4 @@
-"""Fields of the engines in this field: each of them does what it says, or this would not notice."""
+"""Fields of vLLM and other engines: each has its documented effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forms(body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(COMPLETIONS, body), (CHAT, {**chat, "messages": MESSAGES})]
 
 
-# ---- which tokens may come -----------------------------------------------------------------------
+# ---- allowed tokens ------------------------------------------------------------------------------
 
 
 async def test_only_allowed_tokens_are_sampled(server):
@@ -54,7 +54,7 @@ async def test_bad_words_are_never_sampled(start):
     plain = {"prompt": "Hello", "max_tokens": 60}
     for words, expected in (
         ([], "the dog and the cat"),
-        (["dog"], "the doh and the cat"),  # the device takes the token after one that may not come
+        (["dog"], "the doh and the cat"),  # the device takes the token after a forbidden one
         ([" dog", "and"], "the doh ane the cat"),
         (["hound"], "the dog and the cat"),
     ):
@@ -76,9 +76,9 @@ async def test_answer_without_allowed_tokens_is_an_error(server):
 
 
 async def test_logit_bias_min_tokens_and_eos_take_effect(start):
-    """A model that always writes the same short answer."""
+    """The model always writes the same short answer."""
     server = await start(scripted_engine("yes"))
-    num_tokens = 4  # a byte each, and the end
+    num_tokens = 4  # one byte each, and EOS
     plain = {"prompt": "Hello", "max_tokens": 9, "return_token_ids": True}
     for path, body in forms(plain):
         choice = (await post(server, path, body))["choices"][0]
@@ -87,7 +87,7 @@ async def test_logit_bias_min_tokens_and_eos_take_effect(start):
         assert (len(choice["token_ids"]), choice["finish_reason"]) == (9, "length")
         choice = (await post(server, path, {**body, "min_tokens": 6}))["choices"][0]
         assert len(choice["token_ids"]) >= 6
-    # The fake device has no logits, so what reaches it is looked at.
+    # The fake device has no logits, so its inputs are checked.
     seen: list[Any] = []
     dispatch = server.engine._core._device.dispatch
 
@@ -223,7 +223,7 @@ async def test_logprob_tokens_may_be_ids(server):
         assert names == [f"token_id:{token}" for token in choice["token_ids"]]
 
 
-# ---- ids and what nobody knows -------------------------------------------------------------------
+# ---- ids and unknown fields ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages", "/generate"])
@@ -277,12 +277,12 @@ def test_logged_unknown_fields_are_bounded(caplog):
     assert len(caplog.records) == len(fields._told) == ignored_fields.MAX_NAMES
 
 
-# ---- streams with nothing to say -----------------------------------------------------------------
+# ---- idle streams --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def streams(monkeypatch) -> list[Any]:
-    """The event streams that are made."""
+    """Record the event streams that are created."""
     made: list[Any] = []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -328,10 +328,10 @@ async def test_comment_follows_only_silence_and_its_timer_ends_with_the_stream(s
     ) as response:
         await response.content.readline()
         [stream] = streams
-        stream._keep_alive()  # early: there has been an event
+        stream._keep_alive()  # early: there was an event
         stream._written_s -= 1000.0
         stream._keep_alive()
-        stream._keep_alive()  # early again: there has been a comment
+        stream._keep_alive()  # early again: there was a comment
         text = (await response.read()).decode()
     assert text.count(": keep-alive") == 1 and text.endswith("data: [DONE]\n\n")
     assert stream._alarm.cancelled()

@@ -1,4 +1,4 @@
-"""What routers ask of a worker, with and without keys."""
+"""The worker information that routers read, with and without keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATHS = ("/server_info", "/get_server_info", "/model_info", "/get_model_info", "
 
 
 async def test_worker_info_has_the_fields_of_a_router(start):
-    """The fields that SGLang's gateway has in its structs, in their types."""
+    """The fields and types are those of the structs in SGLang's gateway."""
     config = EngineConfig.from_options(max_num_seqs=7, num_blocks=40, block_size=16)
     served = ServerConfig(served_model_name="org/model")
     server = await start(Engine.fake(config=config, max_model_len=512), served)

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP, in vLLM's words: loaded, listed, named as the model, unloaded."""
+"""LoRA adapters over HTTP, with vLLM's fields: load, list, use as model, unload."""
 
 import asyncio
 import re
@@ -51,7 +51,7 @@ async def server(stories, tmp_path):
 
 
 def text_of(server) -> str:
-    """The adapters in use, as /metrics has them, by name of the label."""
+    """Return the adapters in use from /metrics, by name of the label."""
     text = server.service.metrics.text().decode()
     (labels,) = re.findall(r"^vllm:lora_requests_info\{(.*)\} \S+$", text, re.MULTILINE)
     return ",".join(sorted(labels.split(",")))
@@ -182,7 +182,7 @@ async def test_adapter_in_use_is_not_unloaded_over_http(server):
         await response.content.readline()
         status, answer = await server.post("/v1/unload_lora_adapter", {"lora_name": "first"})
         assert status == 400 and "take this LoRA adapter" in answer["error"]["message"]
-    async with asyncio.timeout(5):  # until it is noticed that the client has left
+    async with asyncio.timeout(5):  # until the disconnect is noticed
         while (await change(server, "unload", lora_name="first"))[0] != 200:
             await asyncio.sleep(0.01)
 

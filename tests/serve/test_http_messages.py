@@ -36,7 +36,7 @@ def message(**more: Any) -> dict[str, Any]:
 
 
 async def streamed(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events, each checked to be named as its data says."""
+    """Return the events, and check that each is named as its data states."""
     async with server.http.post(server.url + PATH, json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
         *events, end = (await response.read()).decode().split("\n\n")
@@ -50,7 +50,7 @@ async def streamed(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of a stream, as Anthropic's clients accumulate it."""
+    """Return the message of a stream, accumulated as Anthropic's clients do it."""
     first, *events, last = events
     assert (first["type"], last["type"]) == ("message_start", "message_stop")
     whole, open_index = first["message"], None
@@ -86,7 +86,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def alike(message: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from one request to the next."""
+    """Return the message without the fields that differ between requests."""
     kept = {key: message[key] for key in ("type", "role", "model", "stop_reason", "stop_sequence")}
     usage = message["usage"]
     prompt = sum(usage[key] for key in usage if "input" in key)
@@ -136,7 +136,7 @@ async def test_answer_consists_of_blocks(start, answer, more, content, reason):
             )
             assert block["input"] in ({"city": "Paris"}, {"city": "Rome"})
     stream = put_together(await streamed(server, message(**more)))
-    if answer.endswith("Done"):  # a stream has the text where it comes
+    if answer.endswith("Done"):  # in a stream the text stays in its position
         assert stream["content"].pop() == {"type": "text", "text": "Done"}
         whole["content"][1]["text"] = whole["content"][1]["text"].removesuffix("Done")
     assert alike(stream) == alike(whole)

@@ -1,4 +1,4 @@
-"""What the metrics say of requests: where their time went, and where their tokens came from."""
+"""Request metrics: the time by stage, and the tokens by source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = {"prompt": "the same beginning " * 20, "max_tokens": 8, "ignore_eos": Tru
 
 
 async def scrape(server: Any) -> dict[tuple[str, ...], float]:
-    """The samples by (name, values of the labels but model_name and engine, in their order)."""
+    """Return the samples by (name, label values except model_name and engine, in order)."""
     async with server.http.get(server.url + "/metrics") as response:
         text = await response.text()
     found = {}
@@ -36,7 +36,7 @@ def one_at_a_time(step_time_s: float = 0.005, **kwargs: Any) -> Engine:
 
 
 async def seen(server: Any, *conditions: tuple[str, ...]) -> dict[tuple[str, ...], float]:
-    """What a scrape shows as soon as all of these are more than 0."""
+    """Return a scrape as soon as all of these are greater than 0."""
     async with asyncio.timeout(30):
         found = await scrape(server)
         while not all(found[key] for key in conditions):
@@ -47,7 +47,7 @@ async def seen(server: Any, *conditions: tuple[str, ...]) -> dict[tuple[str, ...
 
 @contextlib.asynccontextmanager
 async def long_request(server: Any) -> AsyncIterator[None]:
-    """One that runs meanwhile."""
+    """Keep a long request running."""
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     stream = server.engine.submit(list(range(60)), params, request_id="long")
     await anext(stream)
@@ -94,7 +94,7 @@ async def test_prompt_tokens_are_counted_by_source(start):
     assert cached == found["vllm:prompt_tokens_cached_total",] > prompt_tokens / 2
     assert cached == found["vllm:prompt_tokens_cached_by_source_total", "device"]
     of_requests = found["vllm:request_prefill_kv_computed_tokens_sum",]
-    assert 0 < of_requests <= computed  # by the sample of a request that found most
+    assert 0 < of_requests <= computed  # of the sample that found most
     assert found["vllm:request_params_n_sum",] == 4
     assert found["vllm:request_params_max_tokens_sum",] == 16
     assert found["vllm:request_generation_tokens_sum",] == 32

@@ -1,4 +1,4 @@
-"""The page's files and their headers, and `/engine_state`: what is told, and to whom."""
+"""The page's files and headers, and `/engine_state`: its content and its access control."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_page_and_its_files_are_served_without_a_key(start):
             )
     for path in ("/static/", "/static/../app.py", "/static/nothing.js", "/index.html"):
         async with server.http.get(server.url + path) as response:
-            assert response.status == 401  # as every other path, whether there is something or not
+            assert response.status == 401  # as for every other path, existing or not
 
 
 def test_folder_has_exactly_the_served_files():
@@ -89,7 +89,7 @@ async def test_browser_runs_only_the_pages_own_scripts(server):
 
 
 class _Markup(HTMLParser):
-    """Gathers what the page's markup has: ids, references, labels, and what it must not have."""
+    """A parser that gathers the markup's ids, references, labels, and forbidden parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_markup_has_no_code_no_external_urls_and_labels_every_control():
     assert not markup.wrong
     assert len(set(markup.ids)) == len(markup.ids)
     assert markup.controls and set(markup.controls) <= markup.labelled
-    for reference in markup.references:  # relative: the page may lie below a proxy's prefix
+    for reference in markup.references:  # relative, because the page may be below a proxy's prefix
         assert reference.startswith("#") or f"/{reference}" in PAGE_PATHS
 
 
@@ -136,7 +136,7 @@ def test_scripts_insert_text_as_text_and_call_only_their_server(name):
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look is a new one."""
+    """Make every look a new one."""
     monkeypatch.setattr(engine_view, "LEAST_S", 0.0)
     monkeypatch.setattr(engine_view, "PART", math.inf)
 
@@ -151,7 +151,7 @@ async def state_of(server: Server, query: str = "", key: str = "") -> dict[str, 
 
 
 async def begin(server: Server, path: str = "/v1/completions", key: str = "", **body: Any) -> Any:
-    """A stream that has begun and goes on for long."""
+    """Start a long stream."""
     asked = {"prompt": SECRET, "max_tokens": 900, "ignore_eos": True, "stream": True, **body}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     response = await server.http.post(server.url + path, json=asked, headers=headers)

@@ -1,4 +1,4 @@
-"""POST /start_profile and /stop_profile: off unless asked for, closed as everything else."""
+"""POST /start_profile and /stop_profile: disabled by default, and protected like other routes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_unusable_folder_is_reported_to_the_client(start, tmp_path):
     status, answer = await server.post("/start_profile", b"")
     assert status == 400 and "cannot be written" in answer["error"]["message"]
     status, _ = await server.post("/stop_profile", b"")
-    assert status == 400  # nothing began
+    assert status == 400  # nothing started
 
 
 async def test_disconnected_client_leaves_no_partial_profile(tmp_path):

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer protocol over the same engine, held to its SDK's own types."""
+"""/v1/responses: OpenAI's newer protocol over the same engine, checked with its SDK's types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOL = {
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 LOGPROBS = "message.output_text.logprobs"
-# Of a finished call, as the protocol's reference has it; of an error, as Open Responses has it.
+# Fields of a finished call in the protocol's reference, and of an error in Open Responses.
 MORE_THAN_THE_SDK = {"name", "error"}
 
 EVENTS: dict[str, type[pydantic.BaseModel]] = {
@@ -49,7 +49,7 @@ def ask(**more: Any) -> dict[str, Any]:
 
 
 async def created(server: Server, **more: Any) -> dict[str, Any]:
-    """A whole answer, held to the SDK's type."""
+    """Return a whole answer, checked with the SDK's type."""
     status, answer = await server.post(PATH, ask(**more))
     assert status == 200, answer
     sdk.Response.model_validate(answer)
@@ -58,7 +58,7 @@ async def created(server: Server, **more: Any) -> dict[str, Any]:
 
 
 async def streamed(server: Server, path: str = PATH, **more: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each held to the SDK's type, to its name and to its number."""
+    """Return the events of a stream, checked for type, name and number."""
     body = ask(stream=True, **more)
     async with server.http.post(server.url + path, json=body) as response:
         assert response.status == 200, await response.text()
@@ -82,7 +82,7 @@ def read_events(text: str, first: int = 0) -> list[dict[str, Any]]:
 
 
 def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output of a stream, from its pieces; every piece is checked to fit what is open."""
+    """Return a stream's output, assembled from pieces that are checked to fit what is open."""
     output: list[dict[str, Any]] = []
     open_item: dict[str, Any] | None = None
     for event in events:
@@ -127,7 +127,7 @@ def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def alike(response: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from one request to the next."""
+    """Return the response without the fields that differ between requests."""
     ids = ("id", "call_id")
     output = [{k: item[k] for k in item if k not in ids} for item in response["output"]]
     usage = {**response["usage"], "input_tokens_details": None}
@@ -256,7 +256,7 @@ async def test_response_echoes_the_request_fields(start):
         "frequency_penalty": -0.5,
     }  # fmt: skip
     answer = await created(server, **asked, reasoning={"effort": "low", "summary": "auto"})
-    # `strict` is in every tool of a response.
+    # Every tool of a response has `strict`.
     assert {name: answer[name] for name in asked} == {**asked, "tools": [{**TOOL, "strict": False}]}
     assert answer["reasoning"] == {"effort": "low", "summary": None}
     plain = await created(server)
@@ -377,7 +377,7 @@ async def test_conversation_continues_from_a_stored_response(start):
     ]
     system = {"role": "system", "content": "Be long."}
     assert after_one == [system, *one]
-    # Without tools the second answer's call is text.
+    # Without tools, the second answer's call is text.
     two = {"role": "assistant", "content": f"So:{CALL}", "reasoning_content": "Hm."}
     assert after_two == [system, *one, two, {"role": "user", "content": "And?"}]
     details = third["usage"]["input_tokens_details"]
@@ -431,7 +431,7 @@ async def test_input_token_count_matches_the_usage(start):
 
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
 async def test_reasoning_tokens_are_counted(start, special):
-    """Also for a chat, and the same with and without a stream. A byte is a token here."""
+    """Covers chats, with and without a stream. A byte is a token here."""
     server = await start(
         scripted_engine(THOUGHT + "Yes.", template=families.QWEN, special_tokens=special)
     )
@@ -511,7 +511,7 @@ async def test_openai_client_creates_retrieves_lists_and_deletes(start):
         await client.retrieve(made.id)
     with pytest.raises(openai.NotFoundError):
         await client.create(model=server.model, input="Hi", previous_response_id=made.id)
-    # What continues it has its conversation still.
+    # A continuation still has its conversation.
     last = await client.create(model=server.model, input="?", previous_response_id=more.id)
     assert len((await client.input_items.list(last.id)).data) == 5
 
@@ -567,7 +567,7 @@ async def test_background_events_can_be_replayed(start):
         first = json.loads(beginning.partition(b"data: ")[2])
         response_id = first["response"]["id"]
         assert first["response"]["status"] == "queued"
-    # This client has gone; another one reads on, while the answer is being made, from the middle.
+    # This client disconnects; another one continues reading from the middle meanwhile.
     url = f"{server.url}{PATH}/{response_id}?stream=true"
     async with server.http.get(url) as response:
         whole = read_events((await response.read()).decode())
@@ -580,7 +580,7 @@ async def test_background_events_can_be_replayed(start):
     _, answer = await server.get(f"{PATH}/{response_id}")
     assert answer == whole[-1]["response"]
     assert answer["output"] == put_together(whole)
-    # The SDK takes up a stream in the same way.
+    # The SDK resumes a stream in the same way.
     stream = await server.openai.responses.retrieve(response_id, stream=True, starting_after=9)
     assert [event.sequence_number async for event in stream] == [
         event["sequence_number"] for event in rest
@@ -834,7 +834,7 @@ async def test_input_tokens_path_accepts_only_post(start):
 
 
 def prompts_of(server: Server) -> list[str]:
-    """The prompts that the engine gets from now on, as texts."""
+    """Record the prompts that the engine gets from now on, as texts."""
     submit, found = server.engine.submit, []
     assert server.engine.tokenizer is not None
     decode = server.engine.tokenizer.decode

@@ -1,4 +1,4 @@
-"""What a client and a scrape see of drafts."""
+"""Speculation in usage and metrics."""
 
 import json
 
@@ -24,7 +24,7 @@ async def test_usage_counts_drafts_and_the_text_is_unchanged(start):
 
     server = await start(drafting("suffix"))
     accepted = []
-    for _ in range(3):  # the second has the first to draft from
+    for _ in range(3):  # the second can draft from the first
         _, answer = await server.post("/v1/completions", ASK)
         assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
         assert answer["usage"]["completion_tokens"] == 60

@@ -1,4 +1,4 @@
-"""Streams on a bad day: clients that leave or stop reading, engines that fail, split characters."""
+"""Streams under failures: disconnects, stalled readers, failing engines, split characters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True}
 
 @pytest.fixture
 def writes(monkeypatch) -> list[bytes]:
-    """What is written to any connection, write by write."""
+    """Record what is written to any connection, write by write."""
     seen: list[bytes] = []
     write, writelines = Transport.write, Transport.writelines
     monkeypatch.setattr(Transport, "write", lambda self, d: (seen.append(d), write(self, d))[1])
@@ -38,7 +38,7 @@ def writes(monkeypatch) -> list[bytes]:
 
 @pytest.fixture
 def buffered(monkeypatch) -> list[int]:
-    """How many bytes a connection's transport holds after each write of an event stream."""
+    """Record the bytes in a connection's transport after each write of an event stream."""
     seen: list[int] = []
     write = EventStream._write
 
@@ -96,7 +96,7 @@ async def test_client_disconnect_frees_its_blocks_within_two_steps(start, stream
     leave()
     before = server.engine.stats().steps
     await server.idle()
-    # Two steps after the server knows of it, which may be during the step it happens in.
+    # Two steps after the server notices it, which may be during the step in which it happens.
     assert server.engine.stats().steps - before <= 3
     assert _aborted(server) == (2 if isinstance(prompt, str) else 4)
     assert await _statuses(server) == {"499": 1}
@@ -183,7 +183,7 @@ async def test_http_1_0_client_gets_plain_events(server):
 
 async def test_stalled_reader_times_out(start, caplog):
     caplog.set_level("INFO", "forge_serve.requests")
-    # Slow enough that the engine cannot be done before the client is given up.
+    # Slow enough that the client is dropped before the engine is done.
     engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
     server = await start(engine, timeouts=Timeouts(write_stall_s=0.2), send_buffer=4096)
     with _reader() as reader:
@@ -310,7 +310,7 @@ async def test_many_streams_are_served_at_once(start):
 
 @contextlib.contextmanager
 def _reader() -> Iterator[socket.socket]:
-    """A client's socket with next to no buffer."""
+    """Return a client's socket with almost no buffer."""
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.setblocking(False)
@@ -331,7 +331,7 @@ async def _post(
 
 
 async def _read_stream(reader: socket.socket, *, pause_s: float = 0.0) -> list[str]:
-    """The data of each event of a chunked answer, read to its end."""
+    """Return the data of each event of a chunked answer, read to its end."""
     loop, data = asyncio.get_running_loop(), b""
     async with asyncio.timeout(60):
         while not data.endswith(b"\r\n0\r\n\r\n"):
@@ -353,7 +353,7 @@ async def _read_stream(reader: socket.socket, *, pause_s: float = 0.0) -> list[s
 
 
 async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:
-    """How many completions were answered with each status, once there are so many."""
+    """Return completions by status, once there are `num_requests`."""
     async with asyncio.timeout(60):
         while True:
             counts = {

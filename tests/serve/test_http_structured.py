@@ -1,4 +1,4 @@
-"""Structured output over HTTP: every form of asking for it, and what comes back."""
+"""Structured output over HTTP: every spelling of the request, and the results."""
 
 import asyncio
 import json

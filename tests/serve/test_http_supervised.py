@@ -1,4 +1,4 @@
-"""Failures in the server beside its handlers: a state, or an answer's error, and a log line."""
+"""Failures in the server outside its handlers: a state or an error, and a log line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def planted_soon(*_):
 
 
 async def logged(caplog) -> None:
-    """Waits for the planted exception's traceback."""
+    """Wait for the planted exception's traceback."""
     async with asyncio.timeout(WAIT_S):
         while not any(
             record.levelno == logging.ERROR and record.exc_info and record.exc_info[0] is Planted
@@ -69,7 +69,7 @@ async def test_memory_guard_survives_failed_readings(monkeypatch, caplog):
     watching.cancel()
     assert guard.num_shed == 1
     failures = [r for r in caplog.records if "cannot be watched" in r.getMessage()]
-    assert len(failures) == 1  # one line for all in a row
+    assert len(failures) == 1  # one line for consecutive failures
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""What a client learns of the tokenizer, without one of its own."""
+"""The tokenizer endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools and reasoning in a chat, through OpenAI's own client, on a model that answers as told."""
+"""Tools and reasoning in a chat, through OpenAI's client, on a scripted model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def joined(events: list[str], index: int = 0) -> dict[str, Any]:
-    """A choice's message, put together from its chunks as OpenAI's clients do it."""
+    """Return a choice's message, assembled from its chunks like OpenAI's clients do it."""
     message: dict[str, Any] = {"tool_calls": [], "chunks": []}
     for event in events:
         for choice in json.loads(event)["choices"] if event != "[DONE]" else ():
@@ -76,7 +76,7 @@ async def prompt_of(server: Server, body: dict[str, Any]) -> str:
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special tokens"])
 @pytest.mark.parametrize("family", ANSWERS)
 async def test_call_format_is_detected_from_the_template(start, family, special):
-    """The markers may be ordinary text, or special tokens that are no text otherwise."""
+    """The markers may be ordinary text, or special tokens that decode to no text."""
     markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]") if special else ()
     engine = scripted_engine(ANSWERS[family], template=TEMPLATES[family], special_tokens=markers)
     server = await start(engine)
@@ -483,7 +483,7 @@ async def test_grammar_starts_at_once_if_reasoning_is_over_or_disabled(start, sp
             assert "reasoning" not in message
             assert (message.get("content") == "5") == (demanded is FIVE)
     body = {"messages": [USER], "regex": "<think>5", **over}
-    if not special:  # content in the form that the request demands, though it looks like a tag
+    if not special:  # content in the requested format, although it looks like a tag
         _, whole = await server.post(CHAT, body)
         assert whole["choices"][0]["message"]["content"] == "<think>5"
 

@@ -1,4 +1,4 @@
-"""Prompts of many token ids: what grows with them is done outside the event loop's thread."""
+"""Prompts of many token ids: work in proportion to them runs outside the event loop's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = [5] * (2 * THREAD_FROM_IDS)
 
 @pytest.fixture
 def read(monkeypatch) -> list[tuple[int, str]]:
-    """How many ids were read and checked at once, and in which thread."""
+    """Record how many ids are checked at once, and in which thread."""
     found: list[tuple[int, str]] = []
     of = TokenIds.of
 

@@ -27,20 +27,22 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROWS = {row.name: row for row in rows()}
 USER = {"role": "user", "content": "a"}
 UNSUPPORTED = "not supported yet"
-OUTSIDE = "outside the model's vocabulary"  # which the engine says, not the body's reader
+OUTSIDE = "outside the model's vocabulary"  # an error of the engine, not of the body's reader
 KINDS = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request that has exactly so much of what a row counts."""
+    """A request with exactly this much of what a row counts."""
 
     row: str
     path: str
     body: Callable[[int], dict[str, Any] | bytes]  # of a number
     param: str | None
-    otherwise: str = ""  # at the limit: what it is refused for; nothing: it is served
-    more: dict[str, int] = field(default_factory=dict)  # other limits, that they do not interfere
+    otherwise: str = ""  # the error at the limit, or "" if it is served
+    more: dict[str, int] = field(
+        default_factory=dict
+    )  # other limits, so that they do not interfere
     id: str = ""
 
 
@@ -52,18 +54,18 @@ def nested(levels: int) -> Any:
 
 
 def object_of(size: int) -> dict[str, str]:
-    """An object that is so many bytes of JSON."""
+    """Return an object of this many bytes of JSON."""
     return {"a": "x" * (size - len('{"a":""}'))}
 
 
 def lark_of(size: int) -> str:
-    """A grammar that is so many bytes, most of them a comment."""
+    """Return a grammar of this many bytes, most of them a comment."""
     rest = size - len('start: "a" //')
     return f'start: "a" //{"é" * (rest // 2)}{"x" * (rest % 2)}'
 
 
 def choices_of(size: int) -> list[str]:
-    """Choices that are so many bytes of JSON."""
+    """Return choices of this many bytes of JSON."""
     number, rest = divmod(size - 2, 200)
     choices = [f"{i:197}" for i in range(number)]
     return [*choices[:-1], choices[-1] + "x" * (rest + 1)] if choices else ["x" * (rest - 2)]
@@ -98,7 +100,7 @@ def chat(
 
 
 def schemas(row: str, make: Callable[[int], Any]) -> Iterator[Case]:
-    """The same in each place that a schema can have."""
+    """Yield the cases for each place that a schema can have."""
     yield completion(row, "guided_json", make)
     yield completion(row, "guided_json", lambda k: json.dumps(make(k), separators=(",", ":")))
     yield completion(row, "json_schema", make)
@@ -206,7 +208,7 @@ CASES = [
 
 LATER = ("body_bytes", "logprob_values", "text_bytes")  # not of a body that is being decoded
 
-HEADS: dict[str, Callable[[int], bytes]] = {  # everything before a body that has so much of it
+HEADS: dict[str, Callable[[int], bytes]] = {  # everything before a body, with this much of it
     "target_bytes": lambda k: head("/health?" + "x" * (k - len("/health?"))),
     "header_bytes": lambda k: head("/health", "X-Filler: " + "x" * k),
     "headers": lambda k: head("/health", *[f"X-{i}: x" for i in range(k - 2)]),
@@ -219,7 +221,7 @@ def head(target: str, *headers: str) -> bytes:
 
 
 def numbers(row: Row) -> list[int]:
-    """The values of a limit to try it with."""
+    """Return the values with which a limit is tested."""
     return sorted({row.default, row.low}) if row.flag else [row.default]
 
 
@@ -235,7 +237,9 @@ def test_every_row_is_tested():
         if case.row
         not in ("body_bytes", "logprob_values", "text_bytes")  # not of a body that has been read
         for limit in numbers(ROWS[case.row])
-        if not (case.row == "choices" and case.path == CHAT and limit > 128)  # n ends before
+        if not (
+            case.row == "choices" and case.path == CHAT and limit > 128
+        )  # n has another limit before
     ],
 )
 def test_body_may_reach_a_limit_but_not_exceed_it(case, limit):
@@ -256,14 +260,14 @@ def test_body_may_reach_a_limit_but_not_exceed_it(case, limit):
 
 
 async def test_server_has_the_limits_of_the_table(start):
-    """The defaults, but where they are much work; by what the client gets."""
+    """Uses the defaults unless they take too long, as seen by a client."""
     config = ServerConfig(limits=Limits(logprob_values=1024, messages=8, text_bytes=2**18))
     engine = Engine.fake(max_model_len=2048)
     engine.chat_template = ChatTemplate(TAKES_TOOLS)
     server = await start(engine, config)
     for case in CASES:
         limit = getattr(config.limits, case.row)
-        if case.more:  # other limits end before
+        if case.more:  # reached before the limit under test
             continue
         status, answer = await server.post(case.path, sent(case.body(limit)))
         if case.otherwise:
@@ -364,7 +368,7 @@ def test_characters_in_strings_do_not_count_as_keys_or_values():
 
 
 class Threads:
-    """The names of the threads in which bodies are decoded."""
+    """A recorder of the threads in which bodies are decoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.names: list[str] = []

@@ -1,4 +1,4 @@
-"""`/openapi.json`: it names what there is, and what there is answers as it says."""
+"""`/openapi.json`: it documents all routes, and all answers match it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refs(schema: Any) -> set[str]:
 
 
 def inlined(schema: Any, components: dict[str, Any]) -> Any:
-    """The same without references, which a validator would look up again each time."""
+    """Inline the references of a schema, so that a validator does not resolve them again."""
     if isinstance(schema, list):
         return [inlined(item, components) for item in schema]
     if not isinstance(schema, dict):
@@ -148,7 +148,7 @@ async def test_openapi_document_needs_a_loaded_model(listening):
         assert response.status == 503
 
 
-ANSWERED = [  # what is asked, and of which kind all of its answers are
+ANSWERED = [  # requests, and the kind of all their answers
     ("/v1/completions", {"prompt": "a"}),
     ("/v1/completions", {"prompt": ["a", [1, 2]][:1], "n": 2, "stop": "e", "max_tokens": 40}),
     ("/v1/completions", {"prompt": "ab", "echo": True, "logprobs": 2, "return_token_ids": True}),
@@ -183,7 +183,7 @@ ANSWERED = [  # what is asked, and of which kind all of its answers are
 
 
 def check_bytes(kind: Any, data: str) -> None:
-    """Fails unless `data` is what msgspec encodes of the struct that the schema was made of."""
+    """Fail unless `data` is msgspec's encoding of the struct behind the schema."""
     decoded = msgspec.json.decode(data, type=kind)
     assert msgspec.json.encode(decoded).decode() == data
 
@@ -226,7 +226,7 @@ async def test_documented_examples_are_served(server):
     validator, tried = judge(document), 0
     for path, item in document["paths"].items():
         if "requestBody" not in item.get("post", {}) or "lora" in path:
-            continue  # test_http_lora.py has those of adapters, which there must be
+            continue  # test_http_lora.py covers adapters, which must exist
         body = item["post"]["requestBody"]["content"]["application/json"]
         events = "text/event-stream" in item["post"]["responses"]["200"]["content"]
         assert list(body["examples"]) == ["whole", "streamed"][: 1 + events]
@@ -241,7 +241,7 @@ async def test_documented_examples_are_served(server):
 
 
 def data_of(text: str) -> list[str]:
-    """That of each event of a stream."""
+    """Return the data of each event of a stream."""
     lines = text.splitlines()
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
@@ -257,13 +257,13 @@ def check_events(
 
 
 class Documented:
-    """Requests of one path, each answer of which is held to the document."""
+    """Requests of one path, whose answers are checked against the document."""
 
     def __init__(self, server: Server, document: dict[str, Any]):
         self._server, self._document, self._judge = server, document, judge(document)
 
     async def ask(self, method: str, path: str, query: str = "", **names: str) -> Any:
-        """The JSON that comes back, or what there is of each event."""
+        """Return the JSON answer, or the data of each event."""
         operation = self._document["paths"][path][method.lower()]
         for parameter in operation["parameters"]:
             given = names.get(parameter["name"])
@@ -357,7 +357,7 @@ async def test_errors_match_the_openapi_document(server, path):
 
 
 def documented_requests() -> list[tuple[str, Any]]:
-    """The path and the body of every curl in the documents."""
+    """Return the path and the body of every curl in the documents."""
     curl = re.compile(r"curl (?:-N )?http://127\.0\.0\.1:8000(/\S+)[^']*'[^']*'[\s\\]*-d '([^']*)'")
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     found = [match for page in pages for match in curl.findall(page.read_text())]
@@ -371,6 +371,6 @@ async def test_documented_requests_match_the_openapi_document(start):
     assert {path for path, _ in requests} >= {"/v1/chat/completions"} and len(requests) >= 3
     for path, body in requests:
         if body.get("model") == "sql":
-            body["model"] = "forge-tiny"  # docs/lora.md's server has an adapter of this name
+            body["model"] = "forge-tiny"  # the server of docs/lora.md has an adapter of this name
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         validator(schema["schema"]).validate(body)

@@ -1,4 +1,4 @@
-"""More than the server can take: full queues, deadlines, little memory, slow and idle clients."""
+"""Overload: full queues, deadlines, little memory, slow and idle clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_full_queue_rejects_with_retry_after(start):
         assert refused.status == 503 and 1 <= int(refused.headers["Retry-After"]) <= 60
     assert (error["type"], error["code"]) == ("server_error", "overloaded")
     assert "4 samples" in error["message"]
-    await anext(waiting[0])  # those that have a token wait no more
+    await anext(waiting[0])  # requests with a token no longer wait
     await asyncio.sleep(0.05)
     assert (await server.post("/v1/completions", SHORT))[0] == 200
 
@@ -225,7 +225,7 @@ async def test_idle_connections_are_cheap_and_block_no_request(start):
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 async def test_ten_thousand_idle_connections_are_cheap():
-    """In a process of its own, so that only its own memory is counted."""
+    """Runs in a process of its own, so that only its memory is counted."""
     count = 10_000
     server.raise_file_limit()
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < count + 100:

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning in a text: the same wherever it is cut."""
+"""Tool calls and reasoning in a text, independent of its splits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tool_parser(form: str, *, whole: bool = True, parallel: bool = True) -> Answ
 
 
 def read(parser: AnswerParser, pieces: list[str]) -> Answer:
-    """Content, reasoning and (name, arguments) of the calls, put together from all events."""
+    """Return content, reasoning and (name, arguments) of the calls, assembled from all events."""
     events = [parser.push(piece) for piece in pieces] + [parser.finish()]
     total = Parts()
     for event in events:
@@ -113,7 +113,7 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama4_pythonic", "[f(a=1)]", "", [("f", '{"a": 1}')]),
 ]  # fmt: skip
 
-# No call at all: the text is the content, but for white space at its ends.
+# Invalid calls, whose text becomes the content, except for white space at its ends.
 MALFORMED: list[tuple[str, str]] = [
     ("hermes", "plain text"),
     ("hermes", "a < b <tool <tool_call"),
@@ -159,7 +159,7 @@ MALFORMED: list[tuple[str, str]] = [
 
 
 def cuts(text: str) -> list[list[str]]:
-    """In two at every place, in single characters, and at random places."""
+    """Split in two at every position, in single characters, and at random positions."""
     rng = random.Random(text)
     ways = [[text[:i], text[i:]] for i in range(len(text) + 1)]
     ways += [[text], list(text)]
@@ -187,7 +187,7 @@ def test_text_without_a_call_is_content(form, text):
 
 @pytest.mark.parametrize(("form", "text"), MALFORMED)
 def test_stream_loses_no_text_outside_calls(form, text):
-    """What it has handed on as arguments it cannot take back: the rest is content."""
+    """Streamed arguments cannot be withdrawn; the rest is content."""
     first = read(tool_parser(form, whole=False), [text])
     for pieces in cuts(text):
         assert read(tool_parser(form, whole=False), pieces) == first, pieces
@@ -202,7 +202,7 @@ def test_stream_loses_no_text_outside_calls(form, text):
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one call"])
 @pytest.mark.parametrize(("form", "text", "content", "calls"), WELL_FORMED)
 def test_truncated_answer_is_the_same_streamed_and_whole(form, text, content, calls, parallel):
-    """Whatever the token limit cuts off, wherever it does."""
+    """Covers every position of the token limit."""
     calls = calls if parallel else calls[:1]
     for end in range(len(text) + 1):
         cut = text[:end]
@@ -336,7 +336,7 @@ HOSTILE = [
 @pytest.mark.parametrize(("form", "begin", "again"), HOSTILE)
 @pytest.mark.parametrize("piece", [3, 10**9])
 def test_parse_time_is_linear_in_the_length(form, begin, again, piece):
-    """Sixteen times the text: about as many times as long, and not 256 times."""
+    """Sixteen times the text must take about 16 times as long, not 256 times."""
 
     def seconds(length: int) -> float:
         text = begin + again * (length // len(again))
@@ -431,7 +431,7 @@ def test_template_may_have_opened_the_reasoning(name, prompt, open):
 )
 def test_reasoning_tokens_end_with_the_reasoning(name, open, tokens, reasoning):
     pieces = [piece.encode() for piece in tokens]
-    for size in range(1, len(tokens) + 1):  # however many come at once
+    for size in range(1, len(tokens) + 1):  # for any number of tokens at once
         counter = ReasoningTokens(
             ReasoningParser(REASONING_FORMS[name], open=open), pieces.__getitem__
         )

@@ -1,4 +1,4 @@
-"""One line for each request, with all that is known of it, as text or as JSON."""
+"""The log line of each request with all its fields, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def lines(caplog) -> Any:
-    """Gives the fields of the lines so far, as JSON has them, and forgets them."""
+    """Return the fields of the lines so far as in JSON, and clear them."""
     caplog.set_level(logging.INFO, NAME)
     form = JsonFormatter()
 
@@ -149,7 +149,7 @@ async def test_log_line_has_only_applicable_fields(server, lines):
 
 
 async def test_unknown_path_cannot_inject_log_text(server, lines, caplog):
-    """Nothing of an unknown path but which of the known ones it begins with or looks like."""
+    """Only the known path that it starts with or resembles is logged."""
     await server.post("/v1/evil%0aline?secret=1", {})
     (line,) = await soon(lines)
     assert line["path"] == "/v1/*" and "nearest" not in line

@@ -1,4 +1,4 @@
-"""Events and metrics without a server, beside the structs and libraries that they stand for."""
+"""Events and metrics without a server, compared with their structs and libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of responses: how much, for how long, and what is shared."""
+"""The store of responses: its size, lifetime, and sharing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kept(store: ResponseStore, name: str, *args, **kwargs) -> StoredResponse:
 
 
 def names(store: ResponseStore, *candidates: str, tenant: str = "") -> str:
-    """Which are there; looking has no effect on what goes next, if it is done for all."""
+    """Return the names that exist; reading all of them does not change the eviction order."""
     found = ""
     for name in candidates:
         try:
@@ -80,7 +80,7 @@ def test_response_bytes_are_bounded():
     assert names(store, *"abcde") == "cde"
     kept(store, "f", size=2 * (BYTES + 1000))
     assert names(store, *"abcdef") == "f"
-    kept(store, "g", size=9 * BYTES)  # which has no room even alone
+    kept(store, "g", size=9 * BYTES)  # too large even alone
     assert names(store, *"abcdefg") == "" and store.num_bytes == 0
 
 
@@ -143,13 +143,13 @@ def test_tenant_does_not_find_anothers_response():
     assert names(store, "a", tenant="two") == "" == names(store, "a")
 
 
-# ---- those of WebSockets -------------------------------------------------------------------------
+# ---- local responses of WebSockets --------------------------------------------------------------
 
 
 def local(
     store: ResponseStore, own: LocalResponses, name: str, previous: Turn | None = None
 ) -> StoredResponse:
-    """A response that only its connection can continue."""
+    """Add a response that only its connection can continue."""
     response = StoredResponse(name, "", Turn(previous, b"[]"), lambda: b"{}", local=own)
     store.begin(response)
     own.add(response)

@@ -56,7 +56,7 @@ class Socket:
         return event
 
     async def events(self) -> list[Event]:
-        """Those of one response, or the error instead."""
+        """Return the events of one response, or the error instead."""
         found = [await self.event()]
         while found[-1]["type"] not in LAST:
             found.append(await self.event())
@@ -69,7 +69,7 @@ class Socket:
         return found
 
     async def ask(self, **more: Any) -> Event:
-        """The last event of the answer to a message."""
+        """Return the last event of the answer to a message."""
         await self.send(create(**more))
         return (await self.events())[-1]
 
@@ -84,7 +84,7 @@ class Socket:
         return {**event["error"], "status": event["status"]}
 
     async def closed(self) -> int | None:
-        """The code that the server closes with; no message comes before."""
+        """Return the server's close code; no message may come before."""
         message = await self.raw.receive(timeout=30)
         assert message.type in (WSMsgType.CLOSE, WSMsgType.CLOSED), message
         return self.raw.close_code
@@ -97,7 +97,7 @@ async def connected(server: Server, **options: Any) -> AsyncIterator[Socket]:
 
 
 async def forgotten(server: Server) -> None:
-    """Waits until no connection is open and nothing is kept."""
+    """Wait until no connection is open and nothing is kept."""
     async with asyncio.timeout(10):
         while server.service.sockets or server.service.responses.num_bytes:
             await asyncio.sleep(0.001)
@@ -116,7 +116,8 @@ def text_of(response: dict[str, Any]) -> str:
     return "".join(part["text"] for item in response["output"] for part in item["content"])
 
 
-# ---- what Open Responses tests -------------------------------------------------------------------
+# ---- the tests of Open Responses
+# -------------------------------------------------------------------
 
 
 async def test_websocket_response_has_the_events_of_a_stream(server):
@@ -349,7 +350,7 @@ async def test_bytes_of_waiting_messages_are_bounded(start):
 
 
 async def test_connection_has_no_total_byte_limit(start):
-    """Bytes on the wire are limited for each body, and not for a whole WebSocket."""
+    """Bytes are limited per body, not per WebSocket."""
     server = await start(Engine.fake(), ServerConfig(limits=Limits(body_bytes=1024)))
     async with connected(server) as socket:
         for _ in range(120):
@@ -465,7 +466,7 @@ async def test_stalled_reader_times_out(start):
 
 
 async def upgraded(server: Server, raw: socket.socket) -> None:
-    """Opens a WebSocket by hand."""
+    """Open a WebSocket by hand."""
     loop = asyncio.get_running_loop()
     host, port = server.url.removeprefix("http://").split(":")
     await loop.sock_connect(raw, (host, int(port)))
@@ -478,13 +479,13 @@ async def upgraded(server: Server, raw: socket.socket) -> None:
 
 
 def masked(payload: bytes) -> bytes:
-    """A text message of a client's, masked with zeros."""
+    """Return a client's text message, masked with zeros."""
     assert 125 < len(payload) < 65536
     return b"\x81\xfe" + len(payload).to_bytes(2, "big") + bytes(4) + payload
 
 
 async def counted(server: Server, method: str) -> dict[str, float]:
-    """How many requests of the method were counted, by status."""
+    """Return the counted requests of the method, by status."""
     async with server.http.get(server.url + "/metrics") as response:
         families = text_string_to_metric_families(await response.text())
     return {
@@ -603,7 +604,7 @@ async def test_frames_of_all_lengths_are_read(size):
         await raw.close()
 
 
-# ---- what a connection remembers -----------------------------------------------------------------
+# ---- local responses -----------------------------------------------------------------------------
 
 
 async def test_connection_keeps_only_its_last_responses(server):

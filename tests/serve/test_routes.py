@@ -1,4 +1,4 @@
-"""The table of routes: aliases, trailing slashes, and the names of paths that are not in it."""
+"""The table of routes: aliases, trailing slashes, and unknown paths."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_unversioned_paths_of_openai_endpoints_exist():
 
 @pytest.mark.parametrize("route", ALIASED, ids=lambda route: route.handler)
 async def test_alias_is_the_same_endpoint(start, route):
-    """The same answers, limits, API keys and lines of the metrics, each path under its own name."""
+    """Compares answers, limits, API keys and metrics, each path under its own name."""
     config = ServerConfig(api_key=(KEY,), limits=Limits(body_bytes=4096))
     server = await start(Engine.fake(max_model_len=256), config)
     headers, shapes = {"X-Api-Key": KEY}, set()
@@ -148,7 +148,7 @@ async def test_clients_cannot_create_metric_labels(server):
     for number in range(40):
         await server.post(f"/v1/{number}/{number}", {})
         await server.post(f"/{number}", {})
-        await server.post(f"/v1/models/a/{number}", {})  # a method that the path does not take
+        await server.post(f"/v1/models/a/{number}", {})  # a method that the path does not support
     counted = {handler for handler, _ in await metrics(server)}
     assert counted <= {"/v1/*", "/*", "/v1/models/{name}", "/metrics"}
 

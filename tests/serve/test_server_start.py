@@ -1,4 +1,4 @@
-"""The start-up order: a bound socket, then a loading engine, then a server that serves."""
+"""The start-up order: a bound socket, a loading engine, a serving server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_health_answers_while_the_engine_loads(capsys):
 
 
 class LateExecutables:
-    """Two executables that compile when the test says so."""
+    """Two executables that compile on command."""
 
     def __init__(self) -> None:
         self.background = BackgroundCompile()
@@ -76,7 +76,7 @@ class LateExecutables:
 
 
 def serving_with(late: LateExecutables) -> tuple[str, asyncio.Task[bool]]:
-    """A server on an engine that is serving and not ready."""
+    """Start a server on an engine that is serving and not ready."""
     parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=1024, check=True)
     parts.late = late.background
     sock = server.bind("127.0.0.1", 0)
@@ -190,7 +190,7 @@ async def test_requests_during_a_drain_get_retry_after():
         await response.content.readany()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.05)
-        for _ in range(2):  # on a connection of its own, each time
+        for _ in range(2):  # on a new connection each time
             async with http.post(url + "/v1/completions", json=body) as refused:
                 assert refused.status == 503
                 assert (await refused.json())["error"]["code"] == "not_ready"
@@ -260,7 +260,7 @@ def test_options_ignored_by_the_fake_device_are_named(caplog):
 async def _until_ready(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> aiohttp.ClientResponse:
-    """The answer to a completion, as soon as the server takes it."""
+    """Return the answer to a completion, as soon as the server accepts it."""
     while True:
         response = await http.post(url + "/v1/completions", json=body)
         if response.status == 200:

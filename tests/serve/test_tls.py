@@ -1,4 +1,4 @@
-"""HTTPS: with a certificate made by the test, and what is said about files that are none."""
+"""HTTPS: with the test's own certificate, and errors of invalid files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of requests, in OpenTelemetry's words, and what it takes to have them."""
+"""Request spans in OpenTelemetry's terms, and their requirements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture
 def spans(server) -> Any:
-    """Waits for so many spans of the server; gives them by name, in the order of their ends."""
+    """Wait for this many spans of the server; return them by name, in the order of their ends."""
     exporter = InMemorySpanExporter()
     server.service.tracing = Tracing(SimpleSpanProcessor(exporter))
 

@@ -1,4 +1,4 @@
-"""Bodies as bytes: what is JSON and still no request, and that no message repeats any of it."""
+"""Request bodies as bytes: valid JSON that is no request, and errors that never quote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes: who gets a thread, what is dropped, and how much of a long text is tokenized."""
+"""Lanes: the assignment of threads, dropped work, and partial tokenization of long texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Held:
-    """A lane whose only thread is busy until `let_go`; what ran after that is in `ran`."""
+    """A lane whose only thread is busy until `let_go`; `ran` has the later calls."""
 
     def __init__(self, lane: Lane):
         self.lane = lane
@@ -41,7 +41,7 @@ class Held:
         await asyncio.to_thread(begun.wait, 60.0)
 
     async def leave(self) -> None:
-        """The client of the call that runs leaves; the call goes on."""
+        """Cancel the client of the running call, which continues."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -125,7 +125,7 @@ def test_pieces_keep_order_and_are_small():
 
 
 class Counting:
-    """A tokenizer's `encode` that adds up what it was given."""
+    """A tokenizer's `encode` that sums up its input."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -177,7 +177,7 @@ def test_truncation_stops_at_the_limit_if_the_text_has_few_tokens():
 
 @pytest.fixture
 def encoded(monkeypatch) -> list[int]:
-    """Characters of each text that is tokenized."""
+    """Record the characters of each text that is tokenized."""
     sizes: list[int] = []
     encode = Tokenizer.encode
 

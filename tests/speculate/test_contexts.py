@@ -1,4 +1,4 @@
-"""The index of contexts against a search of the text, and the pool that shares out room."""
+"""The index of contexts compared with a linear search, and the pool that divides the room."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = st.sampled_from([(1, 2, 4, 8), (1, 2, 3), (2, 3, 5), (3,)])
 def naive(
     texts: list[tuple[list[int], list[int]]], forgotten: int, tail: list[int], lengths: tuple
 ) -> list[list[int]]:
-    """What follows each place, latest first, where the longest context of `tail` stands."""
+    """Return the continuations of the longest matching context of `tail`, latest first."""
     for length in sorted(lengths, reverse=True):
         found: list[list[int]] = []
         position = 0

@@ -1,6 +1,6 @@
-"""The draft model: what it computes, what of it is kept, and the engine with it.
+"""The draft model: its computations, its cache, and the engine with it.
 
-That outputs are the same bits as without is tests/engine/test_speculation.py's.
+tests/engine/test_speculation.py shows that outputs keep their bits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from forge_jax.testing import drafts_always_pay, failing_steps, random_leaves, t
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128
 
 
-# ---- the host's part, on a device that sees every mistake ----------------------------------------
+# ---- the host's part, on a device that checks every mistake --------------------------------------
 
 
 def follow(prefix: int, token: int) -> int:
-    """What the keys and values of a token stand for: all tokens up to it."""
+    """Return what the keys and values of a token represent: all tokens up to it."""
     return hash((prefix, token))
 
 
@@ -59,7 +59,7 @@ def expected_draft(tokens: list[int], length: int) -> list[int]:
 
 
 class FakeDraftModel:
-    """Keeps in each place of its cache what the tokens up to there stand for."""
+    """A draft model whose cache stores the tokens that each position represents."""
 
     def __init__(self, num_blocks: int, *, context: int = MAX_LEN, extend_tokens: int = 24):
         self.kv_shape = SimpleNamespace(num_blocks=num_blocks, block_size=BLOCK)
@@ -98,7 +98,9 @@ class FakeDraftModel:
 
     def _compute(self, row, tokens, start):
         place = [(row.blocks[p // BLOCK], p % BLOCK) for p in range(start + len(tokens))]
-        stored = [self._kv[at] for at in place[:start]]  # KeyError: nobody has written there
+        stored = [
+            self._kv[at] for at in place[:start]
+        ]  # a KeyError means that it was never written
         for (before, _), (prefix, token) in pairwise([(0, 0), *stored]):
             assert prefix == follow(before, token), "the cache holds a mixture"
         prefix = stored[-1][0] if stored else 0
@@ -173,7 +175,7 @@ def test_drafts_follow_the_current_tokens_after_any_rollback(num_blocks, seed):
             assert len(draft.token_ids) <= seq.max_len - len(seq.tokens) - 1
             accepted = rng.randint(0, len(draft.token_ids)) if rng.random() < 0.5 else K
             seq.tokens += draft.token_ids[:accepted]
-            right = rng.random() < 0.3  # all that was drafted, and what would have come next
+            right = rng.random() < 0.3  # accept all drafts, and the next token would match
             seq.tokens.append(expected_draft(seq.tokens, 1)[0] if right else rng.randrange(VOCAB))
     assert drafted > (0.9 if num_blocks == 200 else 0.2) * 0.7 * asked
     for seq in seqs:
@@ -210,11 +212,11 @@ def test_preempted_sequence_keeps_its_cache_until_blocks_are_needed():
     first, second = make_seq("a", 30, random.Random(1)), make_seq("b", 40, random.Random(2))
     assert drafter.propose([first])[0].token_ids
     first.status = Status.QUEUED
-    first.tokens.append(3)  # was still to come when it was preempted
+    first.tokens.append(3)  # not yet known at the preemption
     first.status = Status.DECODING
     assert drafter.propose([first])[0].token_ids
-    assert model.computed == [29]  # nothing anew
-    assert not drafter.propose([first, second])[1].token_ids  # no room beside it
+    assert model.computed == [29]  # nothing recomputed
+    assert not drafter.propose([first, second])[1].token_ids  # no room for both
     first.status = Status.QUEUED
     assert drafter.propose([second])[0].token_ids
     assert not drafter._computed[first.key].blocks
@@ -252,7 +254,7 @@ def test_predicted_confidence_follows_past_confidence():
 
 
 def test_rejection_confidence_is_independent_of_the_draw():
-    """Else how many are verified would, and likely draws would be put out too often."""
+    """Otherwise the number of verified drafts would depend on it and favor likely draws."""
     rng = np.random.default_rng(1)
     told, first = defaultdict(list), []
     for draw in range(3):
@@ -264,7 +266,7 @@ def test_rejection_confidence_is_independent_of_the_draw():
             for temperature in (0.0, 0.8)
         }
         for known in range(3):
-            # What follows the first draft depends on it; what follows the text does not.
+            # The confidence after the first draft depends on it; that after the text does not.
             after = rng if known == draw == 2 else np.random.default_rng(known)
             values = np.concatenate([[[0.25 + known / 8]] * 2, after.random((2, K - 1))], axis=1)
             model.draft = lambda rows, v=values: (np.zeros((2, K), np.int32), v)
@@ -314,12 +316,12 @@ def fill(model: DraftModel, value: float) -> None:
 
 
 def blocks_of(place: int) -> list[int]:
-    """Three blocks of a sequence's own, that lie anywhere."""
+    """Return three blocks of a sequence, in any order."""
     return [(7 * (3 * place + i) + 3) % 40 for i in range(3)]
 
 
 def naive_drafts(model: DraftModel, leaves, seqs: list[list[int]]) -> list[list[int]]:
-    """Greedy, each token by computing everything anew."""
+    """Return greedy drafts, with full recomputation for each token."""
     size, layer, plain = 32, model.kv_shape.layer, model.model
 
     @jax.jit
@@ -359,7 +361,7 @@ def test_drafts_match_the_model_and_read_no_unwritten_cache(made):
         drafted, probabilities = model.draft(rows)
         assert drafted.tolist() == expected
         assert ((probabilities > 1 / VOCAB) & (probabilities <= 1)).all()
-        # The last alone, after what was drafted has been written over some of it.
+        # The last one alone, after some of its drafts were overwritten.
         again, _ = model.draft(
             [r._replace(token_ids=r.token_ids[1:], start=r.start + 1) for r in rows]
         )
@@ -550,7 +552,7 @@ def test_rejection_drafting_survives_failures_and_ends_alone(stories, monkeypatc
     always_verify(core)
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     stats = core.speculator.stats()
-    # It is the target, but for what is beyond the likeliest tokens.
+    # It is the target, except for tokens beyond the most likely ones.
     assert 0.8 * stats.num_draft_tokens < stats.num_accepted_tokens
     assert stats.num_draft_tokens > 30 and llm._parts.compilations() == 0
     count = iter(range(10**6))

@@ -1,4 +1,4 @@
-"""How many drafts: the best of what has been measured, and none where they do not pay."""
+"""The number of drafts: the best by measurements, and none if they do not pay."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ def policy(ahead_s=lambda n: 1.0, waited_s=lambda n: 1.0, sizes=range(1, 257)) -
 
 
 def best(num_sequences, gains, ahead_s, waited_s):
-    """By trying every count."""
+    """Return the best count by trying every one."""
     rates = [num_sequences / ahead_s(num_sequences) * 1.02]
     for count in range(1, len(gains) + 1):
         rates.append((num_sequences + sum(gains[:count])) / waited_s(num_sequences + count))
@@ -74,12 +74,12 @@ def timed(seconds: float = 1.0) -> LengthPolicy:
 
 
 def steps(made: LengthPolicy, count: int, seconds) -> list[int]:
-    """How many drafts each step took, where one with drafts takes `seconds`, and others one."""
+    """Return each step's draft count; a step with drafts takes `seconds`, one without takes 1 s."""
     taken = []
     for _ in range(count):
         made.step(bool(taken and taken[-1]))
         chosen = made.choose(1, [0.5])
-        assert made.choose(1, [0.5]) == chosen  # to ask changes nothing
+        assert made.choose(1, [0.5]) == chosen  # choosing has no side effect
         taken.append(chosen)
         if chosen:
             made.tried(1)
@@ -95,7 +95,7 @@ def test_unprofitable_drafts_are_retried_ever_less_often():
     begun = [i for i in range(len(taken)) if taken[i] and not (i and taken[i - 1])]
     assert all(taken[i : i + TRIAL + 1] == [1] * TRIAL + [0] for i in begun)
     pauses = [later - earlier - TRIAL for earlier, later in itertools.pairwise(begun)]
-    # Before each trial, steps without drafts are timed anew.
+    # Before each trial, steps without drafts are timed again.
     assert begun[1] == FIRST_RETRY - 1 + CONTROL
     wanted = [FIRST_RETRY - TRIAL, 2 * FIRST_RETRY - TRIAL, 4 * FIRST_RETRY - TRIAL]
     assert pauses == pytest.approx(wanted, abs=CONTROL)
@@ -109,20 +109,20 @@ def test_trial_resets_unfavorable_times():
 
 
 def test_steps_without_drafts_are_retimed_for_a_few_steps():
-    made = timed(3.0)  # when it began, all was slow
+    made = timed(3.0)  # everything was slow at the beginning
     taken = steps(made, CONTROL_AFTER + CONTROL + TRIAL + 200, seconds=1.8)
     assert taken[:CONTROL_AFTER] == [1] * CONTROL_AFTER
     assert taken[CONTROL_AFTER:] == [0] * (CONTROL + TRIAL + 200)
 
 
 def cpu_step_s(num_tokens: int) -> float:
-    """Measured on two cores with a model of 1.1 billion parameters: free up to 8 tokens."""
+    """Return the time on two cores with a model of 1.1 billion parameters: free up to 8 tokens."""
     known = {1: 43, 8: 43, 16: 63, 32: 90, 64: 150, 128: 260}
     return float(np.interp(num_tokens, [*known], [*known.values()])) / 1e3
 
 
 def test_many_sequences_verify_few_drafts_if_tokens_are_costly():
-    """All drafts of 16 sequences would take longer than they bring; one or two each pay."""
+    """All drafts of 16 sequences would cost more than they gain; one or two each pay."""
     drafting_s = 0.014
     num_sequences, gains = 16, sorted([0.8**k for k in range(1, 8)] * 16, reverse=True)
 
@@ -147,19 +147,22 @@ def test_many_sequences_verify_few_drafts_if_tokens_are_costly():
         rates.append(rate(count) / plain_rate)
     best_rate = max(rate(count) for count in range(1, len(gains) + 1)) / plain_rate
     assert min(rates[TRIAL:]) > 0.97 * best_rate > 1.1
-    assert sum(rates) / len(rates) > 1.0  # what was tried before did not cost more than it brought
+    assert sum(rates) / len(rates) > 1.0  # earlier trials did not cost more than they gained
 
 
 def test_first_step_after_a_run_of_drafts_is_charged():
-    """It is dispatched when nothing is in flight, and so brings its tokens late."""
-    gains, kept = [0.7, 0.7], [0.1, 0.7]  # of drafts for whose sake a step is waited for, or none
+    """It is dispatched with nothing in flight, so its tokens come late."""
+    gains, kept = (
+        [0.7, 0.7],
+        [0.1, 0.7],
+    )  # gains of drafts that need a synchronous step, and of those that do not
     for rows, wanted in ((1, 0), (20, 2)):
         made = policy(lambda n: 1.0, lambda n: 1.8)
         for _ in range(CONTROL):
             made.alone.record(1, 2.0)
         for step in range(30 * (rows + 1)):
             made.step(bool(step % (rows + 1)))
-        assert made.choose(1, gains) == 2  # nothing is in flight: it is paid anyway
+        assert made.choose(1, gains) == 2  # nothing is in flight, so the cost is paid anyway
         assert made.choose(1, gains, in_flight=True) == wanted
         assert made.choose(1, kept) == 0
 
@@ -221,7 +224,7 @@ def test_request_with_wrong_drafts_gets_fewer_and_another_chance():
 
 
 def test_only_verified_drafts_update_the_acceptance_rate():
-    """Tokens behind the first wrong one were never put to the test."""
+    """Tokens after the first wrong one were never verified."""
     one, several = Acceptance(), Acceptance()
     experience = Experience()
     one.learn((0.5,), 0, experience)

@@ -1,4 +1,4 @@
-"""Prompt lookup against the naive search, and what it may cost."""
+"""Prompt lookup compared with a linear search, and its cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW = st.lists(st.integers(0, 2), max_size=60)
 
 
 def naive(tokens: list[int], max_tokens: int, min_match: int, max_match: int) -> list[int]:
-    """What followed the latest occurrence of the longest n-gram, repeated if it meets the end."""
+    """Return the tokens after the latest longest n-gram, repeated at the end of the text."""
     for length in range(max_match, min_match - 1, -1):
         for at in range(len(tokens) - 1, length - 1, -1):
             if length <= len(tokens) and tokens[at - length : at] == tokens[-length:]:
@@ -138,7 +138,7 @@ def test_changed_token_list_restarts_the_index(lists):
     drafter = NgramDrafter(4)
     for tokens in lists:
         grown = [*tokens, 7, 8]
-        # What was taken in before is told from another text by its last tokens.
+        # Text indexed before is distinguished from another text by its last tokens.
         drafter.propose("key", grown, 0, "")
         assert drafter.propose("key", [5, 6], 0, "") == Draft()
         assert drafter.propose("key", [5, 6, 5], 0, "").token_ids == (6, 5, 6, 5)

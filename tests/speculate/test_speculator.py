@@ -1,4 +1,4 @@
-"""The engine's loop with drafts, on the fake device: the same outputs, in fewer steps."""
+"""The engine's loop with drafts, on the fake device: the same outputs in fewer steps."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ from forge_jax.testing import FailingDevice, drafts_always_pay
 
 
 class Oracle:
-    """Knows every sequence's whole output, and spoils it: `right` of the tokens stay."""
+    """A drafter with every sequence's output, of which a share `right` is unchanged."""
 
     def __init__(self, outputs, *, right: float, length: int, seed: int = 0):
         self.outputs, self.right, self.length = outputs, right, length
@@ -77,7 +77,7 @@ def make_core(drafter=None, *, device=None, **options) -> EngineCore:
 
 
 def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
-    """What became of each sample: tokens, text, logprobs, end."""
+    """Return tokens, text, logprobs and end of each sample."""
     found = {}
     waiting = list(reversed(arriving))
     while waiting or core.has_work:
@@ -106,7 +106,7 @@ def test_drafting_time_counts_even_if_nothing_is_verified(monkeypatch, length):
     monkeypatch.setattr(policy, "plain_s", lambda num_sequences, **_: 1.0)
 
     def choose(num_sequences, updates, *, in_flight=False, **_) -> int:
-        """They seem to be worth waiting for, and turn out not to be."""
+        """Choose drafts that seem worth waiting for, but are not."""
         return int(in_flight)
 
     monkeypatch.setattr(policy, "choose", choose)
@@ -116,7 +116,7 @@ def test_drafting_time_counts_even_if_nothing_is_verified(monkeypatch, length):
 
 
 class TimedDevice:
-    """Steps of a second each, on a clock of its own; a look adds to it what it takes."""
+    """A device whose steps take a second on its own clock, plus the lookups' time."""
 
     def __init__(self, device):
         self._device, self.now_s, self.looked_s = device, 0.0, 0.0
@@ -134,7 +134,7 @@ class TimedDevice:
 
 
 class TimedDrafter:
-    """Looks take their time; the first at each sequence, long: the prompt is taken in."""
+    """A drafter whose lookups take time, most for the first one, which indexes the prompt."""
 
     def __init__(self, drafter, device, *, first_s: float, later_s: float):
         self._drafter, self._device = drafter, device
@@ -153,7 +153,7 @@ class TimedDrafter:
 
 
 def timed_core(outputs, *, right: float, first_s: float, later_s: float):
-    """An engine whose times are virtual, which learns them."""
+    """Return an engine that measures virtual times."""
     core = make_core()
     device = core._device = TimedDevice(core._device)
     oracle = Oracle(outputs, right=right, length=8)
@@ -189,7 +189,7 @@ def test_correct_drafts_are_found_at_any_lookup_cost(first_s, later_s):
     core, device = timed_core(outputs, right=1.0, first_s=first_s, later_s=later_s)
     assert serve(core, long_requests(12), at_once=1) == expected
     assert core.num_steps < 0.25 * plain.num_steps
-    assert device.now_s < 0.35 * plain.num_steps  # with what looking took
+    assert device.now_s < 0.35 * plain.num_steps  # includes the lookups
 
 
 MODES = [{}, {"one_step_ahead": False}, {"prefill_chunk_size": 7, "max_num_batched_tokens": 20}]
@@ -248,6 +248,6 @@ def test_confirmed_predictions_are_not_looked_up_again():
     assert drafter.propose([seq]) == [Draft((5, 6, 7), (0.9,) * 3)] and len(asked) == 1
     assert drafter.propose([seq]) == [Draft((5, 6, 7, 8), (0.9,) * 4)] and len(asked) == 2
     drafter.predict_confidence([seq])
-    seq.tokens.append(9)  # it was to be 5
+    seq.tokens.append(9)  # the prediction was 5
     drafter.propose([seq])
     assert len(asked) == 4

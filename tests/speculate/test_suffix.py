@@ -1,4 +1,4 @@
-"""Suffix decoding against naive counting, what crosses between sequences, and what it may cost."""
+"""Suffix decoding compared with naive counting, isolation between sequences, and its cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_jax.speculate.suffix import SuffixDrafter
 
 
 class Studious(SuffixDrafter):
-    """Takes in at once what others have put out."""
+    """A drafter that indexes other outputs at once."""
 
     def propose(self, key, tokens, prompt_len, salt):
         while self.ingest(1_000_000):
@@ -31,10 +31,10 @@ LENGTHS, PLACES = (16, 8, 4, 2, 1), 16
 def naive(
     texts: list[list[int]], tail: list[int], repeats: bool, max_tokens: int, factor: float
 ) -> tuple[list[int], list[float], float]:
-    """The definition: the latest places of the longest context, the way on that most of them go.
+    """Return the draft by definition: most frequent continuation of the longest context.
 
     Args:
-      texts: oldest first; only what stands after the first token can be found.
+      texts: Oldest first; matches start after the first token.
     """
     places = []
     for length in LENGTHS:
@@ -146,7 +146,7 @@ def test_same_calls_give_the_same_drafts():
 
 
 def session(rng: random.Random, salts: str = "ab", **options) -> list[tuple[str, Draft]]:
-    """Sequences of two salts, grown, asked and ended in a random order; what each ask gave."""
+    """Grow, query and end sequences of two salts in a random order; return each query's result."""
     drafter = Studious(6, **options)
     drafts: list[tuple[str, Draft]] = []
     live: dict[tuple[str, int], list[int]] = {}
@@ -201,7 +201,7 @@ def test_continuation_is_not_found_under_another_salt(context, tail, key, ended)
         asked = drafter.propose(key, query, 0, "b")
         assert not {*asked.token_ids} & ({*secret} - {*query})
     again = drafter.propose("third", [*context, 1000], 0, "a")
-    assert again.token_ids[0] == 1001  # it can be found where it may be
+    assert again.token_ids[0] == 1001  # it is found under its own salt
 
 
 def test_prompt_is_no_draft_for_other_sequences():
@@ -245,7 +245,7 @@ def test_unknown_sequence_leaves_its_output():
     drafter.end("unknown", [1, 2, 3, 4, 5, 6, 7, 8], 3, "")
     assert drafter.num_live == 0
     assert drafter.propose("key", [9, 4, 5, 6], 4, "").token_ids[:2] == (7, 8)
-    assert not drafter.propose("other", [9, 1, 2], 3, "").token_ids  # a prompt is nobody else's
+    assert not drafter.propose("other", [9, 1, 2], 3, "").token_ids  # prompts are private
 
 
 def test_ended_sequence_leaves_only_its_output():
@@ -253,7 +253,7 @@ def test_ended_sequence_leaves_only_its_output():
     drafter.propose("key", [*range(50)], 40, "")
     assert (drafter.num_live, drafter.num_shared) == (50, 0)
     drafter.end("key", [*range(60)], 40, "")
-    context = 16  # tokens that the output stands after, and the mark before them
+    context = 16  # tokens before the output, and their separator
     assert (drafter.num_live, drafter.num_shared) == (0, 20 + context + 1)
 
 
@@ -262,7 +262,7 @@ def test_ended_sequence_leaves_only_its_output():
 def test_forgotten_output_leaves_no_trace_in_drafts(old, new, query):
     drafter, fresh = drafter_that_saw(*old, *new), drafter_that_saw(*new)
     for one in (drafter, fresh):
-        one.propose("key", [], 0, "")  # enters what waits
+        one.propose("key", [], 0, "")  # indexes pending text
     index = drafter._shared.get("")
     if index is None:
         return
@@ -314,7 +314,7 @@ def test_repetitive_text_has_bounded_cost_per_token(period):
         tokens.append(at % period)
         costs.append(lines_executed(lambda: drafter.propose("key", tokens, 0, "")))
     assert sum(costs[-150:]) <= 1.5 * sum(costs[350:500])
-    assert sorted(costs)[-20] <= 2000  # all but the calls that share a piece
+    assert sorted(costs)[-20] <= 2000  # except calls that finish a piece
 
 
 def test_call_cost_is_independent_of_prompt_and_history_length():
@@ -386,7 +386,7 @@ def test_text_without_repetition_gives_no_draft(tokens):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), FEW, st.integers(0, 60), st.booleans())))
 def test_invalid_call_sequences_do_not_crash(calls):
-    """Lists that shrink or change under a key, prompts longer than the list, ends out of order."""
+    """Covers shrinking or changing lists under a key, too long prompts, and ends out of order."""
     drafter = Studious(4, max_catch_up=7)
     for key, tokens, prompt_len, ends in calls:
         if ends:

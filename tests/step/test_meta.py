@@ -1,4 +1,4 @@
-"""Packing of a plan: decodes in columns, or row by row, must make the same bytes."""
+"""Packing of a plan: column decodes and row decodes give the same bytes."""
 
 import random
 

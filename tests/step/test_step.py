@@ -1,4 +1,4 @@
-"""The compiled step on a tiny random model, against dense forwards of whole sequences."""
+"""The compiled step on a tiny random model, compared with dense forwards of whole sequences."""
 
 import contextlib
 
@@ -66,14 +66,14 @@ def compiled(model, leaves):
 
 @pytest.fixture
 def runner(compiled):
-    """The runner with its free blocks full of NaN: nothing may read what nobody wrote."""
+    """Return the runner with NaN in its free blocks, because unwritten values must not be read."""
     compiled.state.kv = tuple(jnp.full_like(layer, jnp.nan) for layer in compiled.state.kv)
     return compiled
 
 
 @pytest.fixture(scope="module")
 def dense_logits(model, leaves):
-    """(tokens) -> f32[len, V]: one forward over the whole sequence, in a cache of its own."""
+    """Return a function from tokens to f32[len, V], by one forward pass in a separate cache."""
     T = 32
 
     @jax.jit
@@ -152,7 +152,7 @@ def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
 
 @contextlib.contextmanager
 def uploads_of(runner, name):
-    """What comes from the host with each call of an executable; anything else that does, raises."""
+    """Record the uploads of an executable's calls; any other upload raises."""
     step, uploads = runner.state.compiled[name], []
 
     def upload_and_call(*args):
@@ -161,7 +161,7 @@ def uploads_of(runner, name):
 
     runner.state.compiled[name] = upload_and_call
     try:
-        with jax.transfer_guard_host_to_device("disallow"):  # refuses what is uploaded unasked
+        with jax.transfer_guard_host_to_device("disallow"):  # rejects implicit uploads
             yield uploads
     finally:
         runner.state.compiled[name] = step
@@ -198,11 +198,11 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(runner, dense_logits):
         if wrong_at < 3:
             drafts[wrong_at] = (drafts[wrong_at] + 1) % (V - 1)
         verify = rows(1, len(PROMPT), [FED_BACK, *drafts], num_rows=4, num_output=1)
-        # A decode row beside it, so that offsets of rows and of sequences differ.
+        # A decode row in the same batch, so that offsets of rows and of sequences differ.
         other = rows(0, 0, [3])
         results = run(runner, [other, verify], [admission(0, [3])])
         assert list(results[1].token_ids) == truth[1 : 2 + wrong_at]
-        # What is fed back next is the last token that counted.
+        # The last accepted token is fed back next.
         after = rows(1, len(PROMPT) + 1 + wrong_at, [FED_BACK], num_output=2 + wrong_at)
         [result] = run(runner, [after])
         assert list(result.token_ids) == greedy(dense_logits, PROMPT + truth[: 2 + wrong_at], 1)
@@ -214,7 +214,7 @@ def test_drafts_count_as_output_in_later_rows_penalties(runner, beside, temperat
     params = SamplingParams(
         temperature=temperature, max_tokens=16, frequency_penalty=2.0, repetition_penalty=1.8
     )
-    # Row by row, and then as drafts: the first two right, and all of them.
+    # Row by row, then as drafts: the first two right, and all of them.
     run(runner, [rows(1, 0, PROMPT)], [admission(1, PROMPT, params=params)])
     truth = []
     for i in range(5):
@@ -229,7 +229,7 @@ def test_drafts_count_as_output_in_later_rows_penalties(runner, beside, temperat
         assert run(runner, [verify, *others], admissions)[0].token_ids == tuple(
             truth[: num_right + 1]
         )
-        # The counts on the device hold what was accepted, and nothing else.
+        # The counts on the device contain exactly the accepted tokens.
         after = rows(1, len(PROMPT) + 1 + num_right, [FED_BACK], num_output=2 + num_right)
         again = run(runner, [after])[0].token_ids
         if num_right < 4:
@@ -245,7 +245,7 @@ def test_non_finite_row_fails_alone(runner):
     beside = run(runner, [rows(s, 0, p) for s, p in prompts.items()], admissions)
     assert [r.fault for r in beside] == [False, False, True, False]
     assert [r for i, r in enumerate(beside) if i != 2] == [r for i, r in enumerate(clean) if i != 2]
-    # Its slot and its blocks serve the next sequence, although NaN stands in them.
+    # Its slot and its blocks serve the next sequence, although they contain NaN.
     [result] = run(runner, [rows(2, 0, [3, 8, 3])], [admission(2, [3, 8, 3])])
     assert result == clean[2]
 
@@ -281,7 +281,7 @@ def test_penalties_follow_their_formulas(runner, dense_logits, penalty):
 
 
 def test_readmission_restores_the_counts(runner, dense_logits):
-    """A preempted sequence comes back with its output in the upload, not through the steps."""
+    """A preempted sequence returns with its output in the upload, not through the steps."""
     params = SamplingParams(temperature=0, max_tokens=16, frequency_penalty=2.0)
     known = [*PROMPT, 11, 11, 4]
     back = admission(5, known, params=params, prompt_len=len(PROMPT))
@@ -369,7 +369,7 @@ def test_sampled_token_depends_only_on_seed_and_position(runner):
 
 
 def masks_of(*rows):
-    """i32[len(rows), 2]: the tokens that each row may sample; None: all."""
+    """Return i32[len(rows), 2]: the tokens that each row may sample; None: all."""
     masks = np.full((len(rows), -(-V // 32)), -1, np.int32)
     for mask, tokens in zip(masks, rows, strict=True):
         if tokens is not None:

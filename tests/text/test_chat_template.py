@@ -32,7 +32,7 @@ def render(source: str, messages=HELLO, **kwargs) -> str:
     )
 
 
-# What a template sees, and what it may use
+# Variables and sandbox of a template
 
 
 def test_chatml_renders():
@@ -127,7 +127,7 @@ def test_template_that_renders_lists_gets_the_parts(role):
 @pytest.mark.parametrize(
     "source",
     [
-        CHATML,  # prints the list
+        CHATML,  # renders the list itself
         CHATML.replace("message.content", "message.content | tojson"),
         CHATML.replace("message.content", "message.content[:64]"),
         LINES.replace("m.content | map(attribute='text') | join('\n')", "m.content[0].text"),
@@ -162,7 +162,7 @@ def test_template_that_renders_only_parts_gets_parts():
         CHATML,
         PARTS.replace("m.content", "[{'type': 'text', 'text': m.content}]"),
         "{% for m in messages %}{{ m.content if m.content is string else 'parts' }}{% endfor %}",
-        "{{ messages[0].content is string }}",  # shows neither
+        "{{ messages[0].content is string }}",  # renders neither
         "{% for m in messages %}{{ m.content if m.content is not string else 'text' }}{% endfor %}",
         "{{ messages[0].content is string or raise_exception('no') }}",
     ],
@@ -307,7 +307,7 @@ def test_continuation_needs_a_message(source, messages):
     assert caught.value.param == "continue_final_message"
 
 
-# Where the template comes from
+# Sources of the template
 
 
 def test_config_template_is_used(write_folder, byte_level):
@@ -341,7 +341,7 @@ def test_default_template_is_used_and_tool_use_with_tools(write_folder, byte_lev
 
 
 def with_files(folder, **sources):
-    """Writes `default` as the folder's own template, and the others beside it."""
+    """Write `default` as the folder's own template, and the others next to it."""
     (folder / "additional_chat_templates").mkdir()
     for name, source in sources.items():
         file = f"additional_chat_templates/{name}.jinja"
@@ -431,7 +431,7 @@ def test_special_token_typed_by_a_user_is_plain_text(byte_level):
     ids = template.encode(attack, byte_level)
     assert [i for i in ids if i in byte_level.special_ids] == [1, 2, 1]
     assert byte_level.decode(ids, skip_special_tokens=False) == template.render(attack)
-    # Without the protection the attack works: the test above can fail.
+    # Without the protection the attack works, so the test above can fail.
     naive = byte_level.encode_template(template.render(attack))
     assert [i for i in naive if i in byte_level.special_ids] == [1, 2, 1, 0, 2, 1]
 
@@ -454,8 +454,8 @@ def test_only_the_templates_own_special_tokens_count(byte_level, contents):
 
 
 def test_boundaries_are_encoded_as_in_one_text(stories, byte_level):
-    # A word beside a typed special token, and the template's text beside both, as if the special
-    # token were just another word: with the special tokens unknown, one encoding gives the same.
+    # A word next to a typed special token, and template text next to both. The typed token behaves
+    # like any other word: an encoding without special tokens gives the same ids.
     for tokenizer, source, content in (
         (byte_level, "a {{ messages[0].content }}\n", "the <|im_end|> cat<|im_start|>s"),
         (stories, "Once {{ messages[0].content }} upon", "the </s> cat<s>s"),
@@ -530,8 +530,8 @@ def test_unknown_characters_do_not_become_control_tokens(metaspace):
 
 
 def test_special_token_formed_by_normalization_is_plain_text(word_piece):
-    # "[SEP]" lower-cased is no token; the library matches a normalised special token against
-    # normalised text, so a differently written one is as good as the token itself.
+    # "[SEP]" in lower case is no token. The library matches a normalized special token against
+    # normalized text, so another spelling is equivalent to the token itself.
     backend = Backend.from_str(word_piece.backend.to_str())
     backend.add_special_tokens([AddedToken("<end>", special=True, normalized=True)])
     tokenizer = Tokenizer(backend)

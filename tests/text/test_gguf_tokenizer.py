@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file gives the ids of the tokenizer that the file was made from."""
+"""GGUF tokenizers: the ids of the tokenizer from which the file was made."""
 
 import json
 import random
@@ -51,7 +51,7 @@ TEXTS = torture("abcdehtnilorsuy.,!?'12é日👩AT")
 
 
 def write(file: Path, arch="llama", *, model=None, **keys) -> Path:
-    """A file that is all tokenizer; `keys` are those behind tokenizer.ggml."""
+    """Write a file that contains only a tokenizer; `keys` are below tokenizer.ggml."""
     writer = gguf.GGUFWriter(file, arch)
     if model is not None:
         writer.add_tokenizer_model(model)
@@ -100,14 +100,14 @@ def test_trained_models_gguf_tokenizer_is_identical():
 
 
 def spm_pieces() -> tuple[list[str], list[list[str]]]:
-    """The pieces behind the bytes, in the order they were learned, and the merges."""
+    """Return the pieces after the bytes, in the order of training, and the merges."""
     data = json.loads((FIXTURES / "stories260k-hf" / "tokenizer.json").read_text())["model"]
     vocab = data["vocab"]
     return sorted(vocab, key=vocab.__getitem__)[259:], data["merges"]
 
 
 def test_gemma_splits_runs_of_spaces_with_placeholder_scores(tmp_path):
-    """No prefix; runs of spaces are spelled as spaces, and come first with a score of -1000."""
+    """There is no prefix; runs of spaces come first, spelled as spaces, with a score of -1000."""
     pieces, merges = spm_pieces()
     head = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "\n\n", "▁▁", "▁▁▁"]
     byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
@@ -166,7 +166,7 @@ def test_phi_strips_spaces_after_its_own_tokens(tmp_path):
     keys = {"add_bos_token": False}
     got = tokenizer_of(spm(tmp_path / "m.gguf", "phi3", extra, **keys))
     plain = tokenizer_of(spm(tmp_path / "n.gguf", "llama", extra, **keys))
-    assert got.vocab_size == 514  # what pads the model's width is no token
+    assert got.vocab_size == 514  # padding to the model's width adds no tokens
     assert got.encode("<|user|> \n on")[0] == 513
     assert (
         got.encode("<|user|> \n on") == got.encode("<|user|>on") != plain.encode("<|user|> \n on")
@@ -211,7 +211,7 @@ def split(pattern):
 
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
-ORIGINALS = {  # as the `tokenizer.json` of a model of that kind has it
+ORIGINALS = {  # from the `tokenizer.json` of a model of that kind
     "llama-bpe": split(LLAMA3),
     "qwen2": split(QWEN2),
     "tekken": split(TEKKEN),
@@ -222,7 +222,7 @@ ORIGINALS = {  # as the `tokenizer.json` of a model of that kind has it
 
 
 def trained(pre: str) -> Backend:
-    """A byte-level BPE as such a model would have it; special tokens stand at the end."""
+    """Return a byte-level BPE like that of such a model, with special tokens at the end."""
     backend = Backend(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     backend.pre_tokenizer = ORIGINALS[pre]
     backend.normalizer = normalizers.NFC() if pre == "qwen2" else None
@@ -261,23 +261,22 @@ def test_byte_level_gguf_tokenizer_is_identical(pre, tmp_path):
     file = write_bpe(tmp_path / "m.gguf", backend, pre)
     got = tokenizer_of(file, backend.get_vocab_size() + 2)
     names = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
-    # Llama 3's and Mistral's put BOS first, where the file does not say.
+    # Llama 3's and Mistral's put BOS first if the file has no setting.
     adds = pre in ("llama-bpe", "tekken")
     assert_equal(got, Tokenizer(backend, names, add_bos_token=adds))
     cut, original = got.backend.pre_tokenizer, ORIGINALS[pre]
-    for text in TEXTS:  # also where the few merges above tell no difference
+    for text in TEXTS:  # includes texts on which the few merges above make no difference
         assert cut.pre_tokenize_str(text) == original.pre_tokenize_str(text), repr(text)
 
 
 def test_pre_tokenizers_differ_on_the_test_texts():
-    """The texts above tell them all apart."""
     cuts = {pre: [str(p.pre_tokenize_str(text)) for text in TEXTS] for pre, p in ORIGINALS.items()}
     assert len({json.dumps(cut) for cut in cuts.values()}) == len(ORIGINALS)
     assert set(ORIGINALS) <= set(PRE_TOKENIZERS)
 
 
 def test_special_tokens_may_come_first(tmp_path):
-    """As in the bundled model, and in SmolLM."""
+    """The bundled model and SmolLM do this."""
     folder = FIXTURES.parent.parent / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
     data = json.loads((folder / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
@@ -314,7 +313,7 @@ def test_file_without_a_tokenizer_has_none(tmp_path):
     assert load_text(write(tmp_path / "m.gguf"), None, 5) == (None, None)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -360,7 +359,7 @@ def test_broken_pieces_are_rejected(tokens, scores, match, tmp_path):
 
 
 def test_chat_starts_with_the_files_bos_if_the_template_has_none(tmp_path):
-    """As in llama.cpp: once, whether or not the template writes it."""
+    """BOS occurs exactly once, with or without BOS in the template, as in llama.cpp."""
     adds = tokenizer_of(spm(tmp_path / "a.gguf", add_bos_token=True))
     plain = tokenizer_of(spm(tmp_path / "b.gguf", add_bos_token=False))
     assert adds.encode_template("hello")[0] == adds.bos_token_id

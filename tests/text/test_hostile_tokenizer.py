@@ -1,4 +1,4 @@
-"""A tokenizer.json from a stranger: an error that names file and field, or bounded encoding."""
+"""Malicious tokenizer.json files: an error that names file and field, or bounded encoding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def nested(component: dict, depth: int) -> dict:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes a folder of a small BPE with the given changes; a change of a text is the text."""
+    """Return a writer of a small BPE with the given changes; a string replaces the text."""
 
     def write(changes=None, model=None, name="tokenizer.json"):
         if not isinstance(changes, str):
@@ -223,7 +223,7 @@ def test_duplicate_token_is_rejected(folder):
 
 
 def test_added_tokens_may_exceed_the_models_rows(folder):
-    """Llama 2 was published like that. Requests with such an id are refused by the engine."""
+    """Llama 2 was published like that. The engine rejects requests with such an id."""
     tokenizer = Tokenizer.from_folder(folder({"added_tokens": [added(5, "<pad>")]}), 5)
     assert tokenizer is not None and tokenizer.encode("<pad>") == [5]
 
@@ -235,7 +235,7 @@ def test_added_tokens_may_exceed_the_models_rows(folder):
 def test_too_large_files_are_not_read(folder, name):
     path = folder()
     with (path / name).open("wb") as stream:
-        stream.truncate(2**40)  # a hole: no disk is needed
+        stream.truncate(2**40)  # a sparse file, which takes no disk space
     with pytest.raises(CheckpointError, match=f"{re.escape(name)} has 1099511627776 bytes"):
         load(path)
 
@@ -335,7 +335,7 @@ ONE = {"ids": [0], "tokens": ["a"]}
 )  # fmt: skip
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_template_with_unknown_tokens_is_rejected(folder, processor, message, wrapped):
-    """The library panics at the first text, and not before."""
+    """The library panics only at the first text."""
     if wrapped:
         processor = {"type": "Sequence", "processors": [processor]}
     with pytest.raises(CheckpointError, match=rf"tokenizer\.json.*{message}"):
@@ -394,7 +394,7 @@ UNITS = ["a", " ", "\n", "ab", "a ", "é", "中", "👍", "'", "a1", "<s>", "\u0
 @pytest.mark.soak
 @pytest.mark.parametrize("pattern", [None, *sorted(patterns.KNOWN)])
 def test_mebibyte_is_encoded_in_bounded_time_off_the_loop(folder, pattern):
-    """In a thread, as the server does it; meanwhile this thread runs."""
+    """Encodes in a thread like the server, while this thread runs."""
     component = {} if pattern is None else {"pre_tokenizer": split(pattern)}
     tokenizer = Tokenizer.from_folder(folder(component))
     assert tokenizer is not None
@@ -434,14 +434,14 @@ def test_many_special_tokens_are_not_tried_one_by_one():
     pattern = _alternatives(f"<|reserved_special_token_{i}|>" for i in range(20_000))
     begin = time.thread_time()
     assert pattern.findall("<|reserved_" * 20_000) == []
-    assert time.thread_time() - begin < 5  # a hundredth of it; one by one takes minutes
+    assert time.thread_time() - begin < 5  # a hundredth of it; matching one by one takes minutes
 
 
-# Nothing of a folder is run
+# Code in a folder is never executed
 
 
 def test_code_in_a_folder_is_not_imported(tmp_path):
-    """`auto_map` and its like name modules beside the weights: they are not even looked at."""
+    """`auto_map` and similar fields name modules in the folder, which are not even read."""
     source = FIXTURES / "stories260k-hf"
     touched = tmp_path / "touched"
     code = f"open({str(touched)!r}, 'w').close()\nclass Evil: pass\n"

@@ -11,7 +11,7 @@ from forge_jax.text import StopStrings
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
-    """What a client receives in all, and the stop string."""
+    """Return the text that a client receives, and the stop string."""
     matcher = StopStrings(stops, include)
     sent = ""
     for piece in pieces:
@@ -23,7 +23,7 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str
 
 
 def naive(stops: list[str], text: str, include: bool) -> tuple[str, str | None]:
-    """The definition: the shortest beginning of the text that ends with a stop string."""
+    """Return the definition's result: the shortest prefix that ends with a stop string."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -64,7 +64,7 @@ def test_special_tokens_come_from_the_config_and_then_from_the_map(write_folder)
 def test_token_marked_special_in_the_config_is_special(write_folder, byte_level_backend):
     backend = byte_level_backend
     end_id = backend.get_vocab_size()
-    backend.add_tokens(["<|end|>"])  # an ordinary one, says tokenizer.json
+    backend.add_tokens(["<|end|>"])  # an ordinary one in tokenizer.json
     tokenizer = Tokenizer.from_folder(write_folder({"eos_token": "<|end|>"}, backend))
     assert tokenizer is not None
     assert tokenizer.eos_token_id == end_id
@@ -91,7 +91,7 @@ def test_extra_special_tokens_have_their_own_names(write_folder):
 
 
 def test_added_tokens_of_the_config_are_added_with_their_flags(write_folder):
-    """As transformers does; a token that would get another id than it says is left out."""
+    """This follows transformers, but a token with another id than declared is left out."""
     added = {
         "2": {"content": "<|im_end|>", "lstrip": True, "rstrip": True, "special": False},
         "331": {"content": "<|tool|>", "special": True},

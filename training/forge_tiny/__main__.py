@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help=f"minutes to train (default: {TrainConfig.minutes:g}, draft {DRAFT_TRAINING.minutes:g})",
+        help="minutes to train "
+        f"(default: {TrainConfig.minutes:g}, draft {DRAFT_TRAINING.minutes:g})",
     )
     parser.add_argument(
         "--documents", type=int, help="documents in the corpus (default: 450000, draft 150000)"

@@ -2,7 +2,8 @@
 
 This module owns packing (documents into fixed rows), the optimizer, the learning-rate schedule and
 the checkpoint. The schedule follows the used share of the time budget, so that a run on a slow
-machine still ends with a rate of zero. `nnx.split` is called once; the jitted step takes flat leaves.
+machine still ends with a rate of zero. `nnx.split` is called once, because the jitted step takes
+flat leaves.
 """
 
 import itertools
