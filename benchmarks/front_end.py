@@ -262,13 +262,13 @@ def progress(row: dict[str, Any]) -> str:
     return (
         f"{row['name']}: {row['requests_per_s']:,.0f} requests/s, "
         f"{row['separate_events_per_s']:,.0f} separate events/s "
-        f"(+ {row['merged_events_per_s']:,.0f} merged), {row['events_per_read']:.2f} a read; "
+        f"(+ {row['merged_events_per_s']:,.0f} merged), {row['events_per_read']:.2f} per read, "
         f"server {row['server_cpu_s'] / row['wall_s']:.2f} cores "
         f"(loop {row['loop_user_cpu_s'] / row['wall_s']:.2f} user "
         f"{row['loop_system_cpu_s'] / row['wall_s']:.2f} system, "
         f"engine {row['engine_cpu_s'] / row['wall_s']:.2f}), "
         f"client {row['client_cpu_s'] / row['wall_s']:.2f}, "
-        f"others {row['other_processes_cpu_s'] / row['wall_s']:.2f}; "
+        f"others {row['other_processes_cpu_s'] / row['wall_s']:.2f}, "
         f"server {row['server_us_per_request']:.0f} us per request"
         + (f", {per_event:.1f} us per event" if per_event else "")
     )

@@ -1,6 +1,6 @@
 """Evaluation harnesses and load generators: their requests, and their reading of the answers.
 
-lm-evaluation-harness runs as itself. guidellm needs torch, so these tests imitate
+lm-evaluation-harness runs unmodified. Because guidellm needs torch, these tests imitate
 `src/guidellm/backends/openai/request_handlers.py` of its version 0.8: the requests to
 `/v1/completions` and `/v1/chat/completions`, and the reading of the events.
 """

@@ -542,7 +542,7 @@ async def test_crash_during_a_drain_only_pauses_it(engine):
     assert engine.num_restarts == 1
 
 
-# ---- an engine process that is frozen ------------------------------------------------------------
+# ---- frozen engine processes ------------------------------------------------------------
 
 
 async def frozen_and_replaced(engine: EngineProcess, work, freeze) -> None:
@@ -621,7 +621,7 @@ def test_timeout_has_a_range():
     assert EngineConfig.from_options(engine_timeout_s=0.0).parallel.engine_timeout_s == 0.0
 
 
-# ---- adapters that are loaded while the process dies --------------------------------------------
+# ---- adapter loads during a process death --------------------------------------------
 
 # A fake engine with adapters that records each load; one adapter kills it.
 TAKES_ADAPTERS = """

@@ -103,7 +103,7 @@ def check_packing(shape, form, paired):
 
 
 def test_packed_sizes_match_the_format():
-    """The formats take two bytes per weight, one plus four per column, or a half plus two per 32."""
+    """The formats take two bytes per weight, one plus four per column, a half plus two per 32."""
     sizes = {}
     for form in FORMATS:
         packing = Packing(form, 4096, 1024)

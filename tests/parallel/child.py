@@ -38,10 +38,10 @@ SHARDS, BLOCK, BLOCKS = 4, 8, 8
 LAYERS = {
     "llama31": 1,  # two query heads of a key/value head on a device, each of those on two devices
     "llama_bias": 1,
-    "qwen2": 1,  # queries, keys and values have biases; the head is the embedding
-    "phi3": 1,  # queries, keys and values are stored as one, and so are gates and ups
+    "qwen2": 1,  # biases of queries, keys and values; the head is tied
+    "phi3": 1,  # fused queries, keys and values, and fused gates and ups
     "olmo2": 1,  # norms over all heads
-    "gemma2": 2,  # one layer with a window, and one without
+    "gemma2": 2,  # a layer with a window, and one without
     "mixtral": 1,
 }
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"

@@ -495,7 +495,7 @@ class Simulation:
         self.faulted.add(scheduled.seq_key)
         return True
 
-    # ---- what comes back -----------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------
 
     def _check_plan(self, plan: StepPlan) -> None:
         self.log.update(repr(plan).encode())

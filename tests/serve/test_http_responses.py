@@ -280,7 +280,7 @@ async def test_unknown_and_redundant_fields_are_ignored(start):
     assert answer["output"][0]["content"][0]["text"] == "x"
 
 
-# ---- what reaches the model ------------------------------------------------------------------
+# ---- the prompt ------------------------------------------------------------------------------
 
 
 def spy_on_template(server: Server) -> list[tuple[Any, dict[str, Any]]]:
@@ -638,7 +638,7 @@ async def test_background_failure_is_reported_in_the_response(start):
     sdk.Response.model_validate(answer)
 
 
-# ---- failures, and clients that leave --------------------------------------------------------
+# ---- failures and disconnects ----------------------------------------------------------------
 
 
 async def test_mid_stream_failure_is_reported_in_events(start):
@@ -671,7 +671,7 @@ async def test_client_disconnect_ends_its_response(start):
     assert answer["status"] == "cancelled" and answer["completed_at"] is None
 
 
-# ---- what is stored -------------------------------------------------------------------------
+# ---- the store ------------------------------------------------------------------------------
 
 
 async def test_unstored_response_is_not_found(start):
