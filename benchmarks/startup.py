@@ -9,9 +9,9 @@ from outside. Imports end with a printed line. A server prints its address, and 
 reports "ready".
 
 The cold cache is a new empty folder each time. Files are in the page cache, and the C++ kernels are
-built, except in the first run, which is not counted. The report of a model in a folder or file also
-has floors (`benchmarks.floors`): the time to read its bytes, to write as much new memory, and to
-copy it.
+built, except in the first run, which is not counted. For models in a folder or file the report has
+floors (`benchmarks.floors`). They are the times to read the bytes, to write as much new memory, and
+to copy it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,10 @@ def compilation_cache():
 
 @pytest.fixture(scope="module", autouse=True)
 def how_much_xla_optimises(request: pytest.FixtureRequest):
-    """Optimize less in `make test`, unless a module chooses `quick_compile` or `full_compile`."""
+    """Set XLA's effort for `quick_compile` and `full_compile` modules.
+
+    Other modules compile as for users, or quickly in `make test`.
+    """
     quick = request.node.get_closest_marker("quick_compile") is not None
     if not quick and request.node.get_closest_marker("full_compile") is None:
         yield

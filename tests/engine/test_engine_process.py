@@ -262,7 +262,7 @@ async def test_rejections_match_those_of_an_engine(engine):
 
 
 async def test_unencodable_request_is_rejected_without_affecting_others(engine):
-    """This also holds if it arrives between two processes, when the successor would receive it."""
+    """It may arrive between two processes, when the successor would receive it."""
     [job] = jobs(1, seed=5)
     for kill in (False, True):
         if kill:

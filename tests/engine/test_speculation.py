@@ -528,7 +528,7 @@ def test_drafts_do_not_change_the_output_in_bfloat16():
 
 @pytest.mark.slow
 def test_rounding_differs_in_the_default_tier():
-    """This shows that the comparison can detect differences."""
+    """The comparison must be able to detect differences."""
     differing, _ = compare(
         make_runner("float32", one_shape=False), random.Random(2).sample(MATRIX, 40)
     )

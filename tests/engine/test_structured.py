@@ -424,7 +424,7 @@ def test_samples_of_a_request_share_a_mask_budget(make_core):
 
 @pytest.mark.parametrize("asked", [{"structured_outputs": GRAMMARS["schema"][0]}, LISTS[1]])
 def test_device_that_ignores_masks_is_detected(make_core, asked):
-    """This shows that the other tests can fail."""
+    """The other tests must be able to fail."""
 
     class Careless:
         def __init__(self, device):

@@ -335,7 +335,7 @@ def test_plain_xla_multiplies_the_values(kind, dtype):
 
 
 def test_vocabulary_is_multiplied_in_parts(monkeypatch):
-    """This is the GPU's way; here the parts are called directly."""
+    """GPUs do so; here the parts are called directly."""
     w = quantized(KINDS["4 bits, two levels"], make(KINDS["4 bits, two levels"], 600, 512))
     x = activations(3, 512)
     whole = quantized_module._in_parts(x, w)

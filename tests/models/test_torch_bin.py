@@ -280,7 +280,7 @@ def test_pickle_program_is_rejected_and_not_run(bin_of, tmp_path, name):
 
 
 def test_attacks_work_on_an_unsafe_reader(tmp_path):
-    """This shows that the test above can fail."""
+    """The test above must be able to fail."""
     import pickle
 
     touched = tmp_path / "touched"
@@ -504,7 +504,7 @@ def test_contradicting_directories_are_rejected(bin_of, at, form):
 
 
 def test_checksums_are_ignored(bin_of):
-    """torch ignores them too, and can be configured to write none."""
+    """They are ignored by torch, too, which can be configured to write none."""
     path = bin_of(program({"x": tensor(ONE, 0, (6,), (1,))}))
     data = path.read_bytes()
     at = data.index(b"PK\x01\x02")

@@ -175,7 +175,7 @@ def test_drafts_follow_the_current_tokens_after_any_rollback(num_blocks, seed):
             assert len(draft.token_ids) <= seq.max_len - len(seq.tokens) - 1
             accepted = rng.randint(0, len(draft.token_ids)) if rng.random() < 0.5 else K
             seq.tokens += draft.token_ids[:accepted]
-            right = rng.random() < 0.3  # accept all drafts, and the next token would match
+            right = rng.random() < 0.3  # the token after them is the expected one
             seq.tokens.append(expected_draft(seq.tokens, 1)[0] if right else rng.randrange(VOCAB))
     assert drafted > (0.9 if num_blocks == 200 else 0.2) * 0.7 * asked
     for seq in seqs:

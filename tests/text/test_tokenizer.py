@@ -91,7 +91,7 @@ def test_extra_special_tokens_have_their_own_names(write_folder):
 
 
 def test_added_tokens_of_the_config_are_added_with_their_flags(write_folder):
-    """This follows transformers, but a token with another id than declared is left out."""
+    """Transformers does the same; a token with another id than declared is left out."""
     added = {
         "2": {"content": "<|im_end|>", "lstrip": True, "rstrip": True, "special": False},
         "331": {"content": "<|tool|>", "special": True},
