@@ -224,7 +224,6 @@ async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def compare(switch: Switch, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return one row for each figure of a switch."""
     sizes = Sizes(context=args.context, num_requests=args.requests)
     vocabulary = Vocabulary.of_model(args.model)
     samples: list[list[tuple[float, ...]]] = [[], []]  # of on and off, by round

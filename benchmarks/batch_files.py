@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Run both sides on every round."""
     options, make = engine_options(args), requests_of(args)
     llm, work = LLM(args.model, **options), make(0)
     asked = sum(request.max_tokens for request in work)

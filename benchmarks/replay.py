@@ -344,7 +344,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
-    """Replay every trace at every rate with every policy."""
     sizes = EngineSizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineSizes)})
     changes = {f.name: getattr(args, f.name) for f in dataclasses.fields(StepCost)}
     changes = {name: value for name, value in changes.items() if value is not None}

@@ -118,13 +118,11 @@ def heading(report: dict[str, Any]) -> str:
 
 
 def cpu(report: dict[str, Any]) -> str:
-    """Return the CPU of a report, with its instruction sets."""
     sets = " ".join(report.get("instruction_sets", ()))
     return f"{report['cpu']} ({sets})" if sets else report["cpu"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

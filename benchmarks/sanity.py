@@ -142,7 +142,6 @@ def _speed(llm: Any, sequences: int, output_len: int, prompt_len: int) -> dict[s
 
 
 def text(line: dict[str, Any]) -> str:
-    """Return the line for people."""
     if "error" in line:
         return f"FAILED  {line['model']}: {line['error']}"
     return (

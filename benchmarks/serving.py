@@ -99,7 +99,6 @@ def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report's table, with the remarks below it."""
     server = report["server"]
     lines = [f"{reports.heading(report)}; {server['model']}, context {server['context']}", ""]
     lines += [f"Latencies in ms, {' / '.join(PERCENTILES)}.", ""]

@@ -508,7 +508,6 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace, names: Sequence[str]) -> dict[str, list[dict[str, Run]]]:
-    """Return the rounds of each part."""
     if ("draft" in names) != (args.draft_model is not None):
         raise BenchmarkError("--draft-model FOLDER and --drafters draft need each other")
     options: dict[str, Any] = {

@@ -221,7 +221,6 @@ def percentile(values: list[int], share: float) -> int:
 
 
 def measure(traced: str) -> dict[str, Any]:
-    """Return all figures as JSON."""
     found: dict[str, Any] = {"packages": {}}
     modules: list[tuple[Path, ast.Module]] = []
     for package, folder in PACKAGES.items():

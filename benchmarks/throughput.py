@@ -120,7 +120,6 @@ def span(samples: Sequence[float]) -> str:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every variant on every round."""
     base, make = engine_options(args), requests_of(args)
     work = make(0)
     asked = sum(r.max_tokens for r in work)

@@ -84,7 +84,6 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def between(page: str, name: str) -> tuple[int, int]:
-    """Return the span of the named table."""
     begin, end = marks(name)
     start = page.index(begin) + len(begin)
     return start, page.index(end, start)

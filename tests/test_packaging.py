@@ -194,7 +194,6 @@ def test_installed_wheel_serves_the_bundled_model(environment, outside):
 
 
 def test_plain_checkout_has_its_version(outside):
-    """There is no package metadata without an installation."""
     paths = [ROOT, ROOT / "kernels", ROOT / "serve", sysconfig.get_path("purelib")]
     code = (
         "import sys; sys.path[:0] = sys.argv[1:];"

@@ -110,7 +110,6 @@ async def planted_soon(*_: Any, **__: Any) -> Any:
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
-    """Count the log lines with the planted exception's traceback."""
     return sum(
         record.levelno == logging.ERROR and bool(record.exc_info) and record.exc_info[0] is Planted
         for record in caplog.records
@@ -221,7 +220,6 @@ LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
 async def end_of(stream) -> Any:
-    """Return the last delta of a stream."""
     async with asyncio.timeout(60):
         return [delta async for deltas in stream for delta in deltas][-1]
 
@@ -278,7 +276,6 @@ async def test_grammar_compilation_error_ends_its_request(engine, monkeypatch, c
 
 
 async def test_abandoned_compilation_error_is_logged(engine, monkeypatch, caplog):
-    """The client left during the compilation."""
     import threading
 
     from forge_jax.grammar import GrammarSpec

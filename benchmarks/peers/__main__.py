@@ -77,7 +77,6 @@ def _run_all(
 
 
 def _about(document: dict[str, Any]) -> str:
-    """Return a line with date, machine and its peaks."""
     peaks = ", ".join(
         f"{name} {rate / 1e9:,.0f}" for name, rate in document["peak_operations_per_s"].items()
     )

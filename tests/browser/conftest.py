@@ -55,7 +55,6 @@ class Server:
             return json.load(response)
 
     def until(self, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> None:
-        """Wait until a condition on the engine's counters is true."""
         end_s = time.monotonic() + timeout_s
         while not holds(stats := self.get("/stats")):
             assert time.monotonic() < end_s, f"it never held: {stats}"
@@ -70,7 +69,6 @@ def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Start a server with the bundled model."""
     flags = ("--num-blocks", "512", "--max-num-seqs", "8")
     yield from _serving(request, *flags)
 

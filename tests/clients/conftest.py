@@ -83,7 +83,6 @@ class Server:
 
 @contextmanager
 def serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
-    """Run a server with these flags on a free port."""
     python = request.config.getoption("--server-python")
     with server_process.serving(python, *flags) as (url, model, process):
         yield Server(url=url, model=model, process=process)

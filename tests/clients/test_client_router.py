@@ -72,7 +72,6 @@ def until(condition) -> None:
 
 
 def ready(router: Server, number: int) -> bool:
-    """Return True if the router has this many healthy workers."""
     try:
         workers = router.get("/workers")["workers"]
     except (urllib.error.URLError, ConnectionError):
@@ -81,7 +80,6 @@ def ready(router: Server, number: int) -> bool:
 
 
 def requests_of(server: Server) -> float:
-    """Return the number of samples that a server has finished."""
     with urllib.request.urlopen(server.url + "/metrics") as response:
         text = response.read().decode()
     return sum(map(float, re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.M)))

@@ -389,7 +389,6 @@ worker.main()
 
 @pytest.fixture
 def brief_pauses(monkeypatch):
-    """Shorten the pauses between launches."""
     sleep = asyncio.sleep
     monkeypatch.setattr(supervisor.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 

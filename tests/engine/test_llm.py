@@ -188,7 +188,6 @@ def test_logit_bias_forces_and_forbids_tokens(llm):
     [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}],
 )
 def test_penalties_follow_their_formulas(llm, penalty):
-    """Compares greedy tokens with the formula on the model's own logprobs."""
     output = one(llm, PROMPT + STORY, max_tokens=30, temperature=0, logprobs=20, **penalty)
     tokens = list(output.outputs[0].token_ids)
     plain = one(llm, PROMPT + STORY, max_tokens=30, temperature=0)

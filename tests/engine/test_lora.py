@@ -99,7 +99,6 @@ def test_loading_and_unloading_adapters_compiles_nothing(llm, folders):
 
 
 def computed(llm) -> dict[str, set[str]]:
-    """Return the scopes that each executable computes."""
     return {
         name: {
             part

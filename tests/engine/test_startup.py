@@ -308,7 +308,6 @@ def compile_something() -> None:
 
 
 def entries(folder: Path) -> dict[str, int]:
-    """Return sizes by name."""
     return {file.name: file.stat().st_size for file in folder.glob(ENTRIES)}
 
 

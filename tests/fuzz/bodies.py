@@ -316,7 +316,6 @@ def _odd_whole(path: str, rng: random.Random) -> Case:
 
 
 def matrix() -> list[Case]:
-    """Return every field with every odd value."""
     return [
         Case(path, dump(put(kind, place.path, odd)).encode("utf-8", "surrogatepass"))
         for path, kind in ENDPOINTS.items()

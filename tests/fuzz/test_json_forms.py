@@ -97,7 +97,6 @@ LARGE = [
 
 
 def named(texts: list[bytes]) -> dict[str, bytes]:
-    """Return the texts by their names in test reports."""
     return {f"{i}-{text[:12]!r}": text for i, text in enumerate(texts)}
 
 

@@ -113,7 +113,6 @@ def refusal(case: Case) -> RequestError | None:
 
 
 def check_truncation(request: GenerationRequest) -> None:
-    """Check the fields of prompt truncation."""
     cuts = not isinstance(request, TokenizeRequest | DetokenizeRequest)
     if cuts and (request.truncate_prompt_tokens or 0) > ABOUT.max_model_len:
         raise RequestError("truncate_prompt_tokens is more than the context")

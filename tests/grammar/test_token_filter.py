@@ -81,7 +81,6 @@ def test_word_is_banned_with_and_without_a_leading_space(text):
 
 
 def test_end_of_the_prompt_does_not_count_towards_a_bad_word():
-    """Only the output's own tokens complete a word, as in vLLM."""
     d, o = TOKENIZER.encode("do", False)
     follower = filter_of(bad_words=["do"]).follower()
     assert o in ids_of(follower.mask())

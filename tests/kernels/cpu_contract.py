@@ -377,7 +377,6 @@ def check_tiles_by_shape() -> None:
 
 
 def digest(case: Case) -> str:
-    """Return a hash of the result's bits."""
     return hashlib.sha256(run(case, make(case)).tobytes()).hexdigest()
 
 

@@ -35,7 +35,6 @@ BF16_ROUNDOFF = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def _kernels_of(request: pytest.FixtureRequest) -> None:
-    """Load the CPU kernels for tests that use them."""
     if getattr(request.node, "callspec", None) and "cpu" in request.node.callspec.params.values():
         request.getfixturevalue("cpu_kernels")
 
@@ -673,7 +672,6 @@ def check_rotate_and_write() -> None:
 
 
 def test_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
-    """The result is the same memory, without temporaries."""
     kv = jnp.zeros((64, 2, 2, 16, 64), jnp.uint16)
     qkv = jnp.ones((4, 6, 64), jnp.bfloat16)
     angles = jnp.zeros((4, 32))
@@ -883,7 +881,6 @@ def test_8_bit_keys_are_rotated_before_rounding():
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
 @pytest.mark.quick_cases(2)
 def test_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
-    """The result is the same memory, for data and scales."""
     form = kv_shape_dtype((512, 2, 2, 16, 64), kv_storage_dtype(kv_dtype, "cpu"))
     kv = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), form)
     k, i32 = jnp.ones((rows, 2, 64), jnp.bfloat16), partial(jnp.ones, dtype=jnp.int32)

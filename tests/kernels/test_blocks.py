@@ -322,7 +322,6 @@ def quantized(blocks: Blocks, values: BlockValues) -> QuantizedWeight:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick_cases(6)
 def test_plain_xla_multiplies_the_values(kind, dtype):
-    """Covers tiles of rows with a remainder, and a single row."""
     blocks = KINDS[kind]
     values = make(blocks, 600, 512)
     w = quantized(blocks, values)

@@ -235,7 +235,6 @@ def test_tiles_are_absent_without_amx(tmp_path):
 
 
 def test_library_times_rows_without_tiles(cpu_kernels):
-    """Covers the half of the measurement that needs no tiles."""
     time = library.library().forge_time_linear
     time.restype = ctypes.c_double
     weights = np.full(64 * 64, 0x3F81, np.uint16)

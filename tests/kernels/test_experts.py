@@ -163,7 +163,6 @@ def test_row_bits_are_independent_of_the_batch(form, dtype, rows):
 
 
 def test_dropped_tokens_are_detected():
-    """The comparison detects an expert with room for only 8 rows."""
     a = make(64, 6, 2, 96, 80)
     nth = np.zeros_like(a.experts)
     for expert in range(6):
@@ -175,7 +174,6 @@ def test_dropped_tokens_are_detected():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_non_finite_values_stay_in_their_row_or_expert(form):
-    """Covers a row, and an expert that no row chose."""
     a = make(20, 6, 2, 24, 16)
     clean, others = run(form, a), np.arange(20) != 3
     x = a.x.copy()

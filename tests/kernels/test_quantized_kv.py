@@ -97,7 +97,6 @@ def test_row_is_independent_of_its_neighbors(dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rounding_twice_equals_rounding_once(dtype):
-    """Covers values that are read from a cache and written again."""
     data, scale = _quantize(rows_of_all_sizes(), dtype)
     again = _quantize(_dequantize(data, scale), dtype)
     np.testing.assert_array_equal(bits(again[0]), bits(data))

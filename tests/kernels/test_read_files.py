@@ -25,7 +25,6 @@ def kernels():
 
 
 def write(folder, pieces):
-    """Write the pieces alternately to two files and return their locations."""
     stretches = []
     for index, piece in enumerate(pieces):
         file = folder / f"{index % 2}.bin"

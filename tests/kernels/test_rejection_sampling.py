@@ -317,8 +317,6 @@ def test_sequences_follow_the_joint_target_distribution(certain_drafts):
 
 @pytest.mark.slow
 def test_noise_shared_between_positions_is_detected(monkeypatch):
-    """The first token's distribution is right even then."""
-
     def same_everywhere(seed, position, purpose):
         return uniform(seed, jnp.zeros_like(position), purpose)
 

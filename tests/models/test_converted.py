@@ -371,7 +371,6 @@ NORM = "norm.weight"
 
 
 def describe(folder, **changes):
-    """Change `.zarray` fields of an array."""
     file = folder / WEIGHTS / NORM / ".zarray"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 

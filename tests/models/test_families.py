@@ -196,7 +196,6 @@ def _kernels(compilation_cache):
 @pytest.mark.parametrize("name", [*sorted({*BY_FAMILY.values()}), "qwen3_moe_step"])
 @pytest.mark.quick_cases(1)
 def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
-    """Covers norms, biases and activations that are computed outside the kernels."""
     stored = read_header(GOLDENS / name / "golden.safetensors")
     ids = np.array(stored["input_ids"].read()).tolist()
     want = np.array(stored["logits"].read())

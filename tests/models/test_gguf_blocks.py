@@ -65,7 +65,6 @@ def alike(tmp_path_factory):
 
 
 def loaded(file, **options) -> LoadedModel:
-    """Load a model as an engine does."""
     config = EngineConfig.from_options(model=str(file), **options)
     spec, device = read_model_spec(config, file), choose_device(config)
     formats = choose_kernels(config, spec, device, read_converted(config, file)).formats
@@ -215,7 +214,6 @@ def test_plain_xla_gives_the_decoded_models_logits(zoo):
 )
 @pytest.mark.slow
 def test_other_families_match_the_decoded_model(name, kind, goldens, tmp_path):
-    """Covers biases, tied embeddings, matrices stored together, other activations."""
     needs_kernels()
     file = write_gguf(goldens / name, tmp_path / "model.gguf", kind)
     model = loaded(file, gguf_weights="packed-exact")
@@ -344,7 +342,6 @@ def test_quantization_rounds_the_decoded_blocks(zoo, quantization, tmp_path):
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("columns", [512, 128, 96, 64, 32])
 def test_column_slices_of_blocks_equal_those_of_the_whole(name, columns):
-    """Covers slices that end within a block."""
     kind, form = Q[name], BY_NAME[name]
     data = random_blocks(np.random.default_rng(kind), kind, 5, 768)
     rows = form.unpacked(data.reshape(5, -1, form.block_bytes))

@@ -81,7 +81,6 @@ def logits_of(model):
 @pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe"])
 @pytest.mark.quick_cases(1)
 def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
-    """Covers fused matrices, biases, post-norms, experts, scaled sums."""
     base = goldens / name
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)

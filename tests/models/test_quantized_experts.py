@@ -430,7 +430,6 @@ def test_quantized_experts_in_one_tensor_are_rejected(tmp_path):
 
 
 def test_step_converts_only_one_expert_tile_to_float():
-    """Compiled from shapes alone for a CPU."""
     if jax.default_backend() != "cpu":
         pytest.skip("a loop over tiles is for CPUs")
     E, d, inner, T = 16, 512, 1024, 8

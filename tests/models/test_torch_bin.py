@@ -121,7 +121,6 @@ def test_types_without_their_own_storage_are_read(tmp_path):
 
 
 def test_file_written_by_torch_is_read(goldens):
-    """See `fixtures/torch/make.py` for its contents."""
     read = read_bin(goldens.parent / "torch" / "pytorch_model.bin")
     stored = read_header(goldens / "llama2" / "model.safetensors")
     layer = {name: t.read() for name, t in stored.items() if name.startswith("model.layers.0.")}

@@ -280,7 +280,6 @@ class Simulation:
         return times * config.max_model_len + max(self.depths) + 1
 
     def check(self) -> None:
-        """Check the invariants between any two calls."""
         pool, scheduler = self.pool, self.scheduler
         pool.check()
         owners = Counter(block for seq in scheduler.running for block in seq.blocks)

@@ -320,7 +320,6 @@ class Chaos:
         await self._until(self._recovers, "recovering")
 
     def _compiled(self) -> list[Path]:
-        """Return the server's entries of compiled executables."""
         return [] if self._cache is None else list(self._cache.glob("*-cache"))
 
     async def _freeze(self, pid: int) -> None:

@@ -66,7 +66,6 @@ class Server:
         return [event.removeprefix("data: ") for event in events]
 
     async def idle(self, timeout_s: float = 5.0) -> None:
-        """Wait until no sequence holds a block."""
         async with asyncio.timeout(timeout_s):
             while self.engine.stats().num_used_blocks or self.engine.stats().num_waiting:
                 await asyncio.sleep(0.001)

@@ -47,7 +47,6 @@ def routes() -> list[tuple[str, str]]:
 
 @pytest.fixture
 async def closed(start):
-    """Start a server with two keys."""
     return await start(Engine.fake(), KEYS)
 
 
@@ -134,7 +133,6 @@ async def test_each_key_opens_every_route(closed):
 
 
 async def test_body_is_not_read_without_a_key(closed):
-    """The answer comes while the body is still arriving."""
     port = int(closed.url.rpartition(":")[2])
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{"
     assert (await _raw(port, head, until=b"\r\n")).split()[1] == b"401"

@@ -449,7 +449,6 @@ def test_terminal_shows_a_bar_with_tokens_and_remaining_time(monkeypatch):
 
 @pytest.fixture
 def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig, Any]]:
-    """Record the configurations with which `batch` would run."""
     calls: list[tuple[EngineConfig, ServerConfig, Any]] = []
     monkeypatch.setattr(running_file, "batch", lambda *args: calls.append(args) or 0)
     return calls

@@ -184,7 +184,6 @@ def test_unsupported_schema_keywords_are_ignored_unless_strict():
 
 
 def test_schema_strings_are_escaped_in_the_grammar():
-    """Covers quotes and line breaks in a schema."""
     odd = {"properties": {'"}\nstart: "x': {"enum": ['\n"', "::="]}}, "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "now", "parameters": odd}}
     held = Held("llama3_json", tools=[tool])

@@ -32,7 +32,6 @@ REQUIRED = (
 
 @pytest.fixture
 def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
-    """Record the configurations with which `serve` would run."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
 
     def serve(engine: EngineConfig, server: ServerConfig, startup: object) -> int:

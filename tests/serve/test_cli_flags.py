@@ -22,7 +22,6 @@ OURS = {flag.flag: flag for section in cli.SECTIONS.values() for flag in flags(s
 
 @pytest.fixture
 def configs(monkeypatch) -> Configs:
-    """Record the configurations with which `serve` would run."""
     calls: Configs = []
 
     def serve(engine: EngineConfig, server: ServerConfig, startup: object) -> int:
@@ -34,7 +33,6 @@ def configs(monkeypatch) -> Configs:
 
 
 def flat(configs: Configs) -> dict[str, Any]:
-    """Return the fields of the one call, by name."""
     [(engine, server)] = configs
     sections = [engine.model, engine.cache, engine.batch, engine.speculation, engine.parallel]
     return {name: value for each in [*sections, server] for name, value in vars(each).items()}

@@ -22,7 +22,6 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 async def exchange(server, *parts: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Send bytes and read until the server closes: status, headers, body."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"".join(parts))

@@ -17,7 +17,6 @@ ASK = {
 
 
 async def asked(server, path="/v1/completions", **headers):
-    """Return the answer to a browser's preflight request."""
     async with server.http.options(server.url + path, headers={**ASK, **headers}) as response:
         return response.status, dict(response.headers)
 

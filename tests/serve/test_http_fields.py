@@ -76,7 +76,6 @@ async def test_answer_without_allowed_tokens_is_an_error(server):
 
 
 async def test_logit_bias_min_tokens_and_eos_take_effect(start):
-    """The model always writes the same short answer."""
     server = await start(scripted_engine("yes"))
     num_tokens = 4  # one byte each, and EOS
     plain = {"prompt": "Hello", "max_tokens": 9, "return_token_ids": True}
@@ -282,7 +281,6 @@ def test_logged_unknown_fields_are_bounded(caplog):
 
 @pytest.fixture
 def streams(monkeypatch) -> list[Any]:
-    """Record the event streams that are created."""
     made: list[Any] = []
 
     def spy(*args: Any, **kwargs: Any) -> Any:

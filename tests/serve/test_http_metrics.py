@@ -47,7 +47,6 @@ async def seen(server: Any, *conditions: tuple[str, ...]) -> dict[tuple[str, ...
 
 @contextlib.asynccontextmanager
 async def long_request(server: Any) -> AsyncIterator[None]:
-    """Keep a long request running."""
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     stream = server.engine.submit(list(range(60)), params, request_id="long")
     await anext(stream)

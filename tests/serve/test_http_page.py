@@ -151,7 +151,6 @@ async def state_of(server: Server, query: str = "", key: str = "") -> dict[str, 
 
 
 async def begin(server: Server, path: str = "/v1/completions", key: str = "", **body: Any) -> Any:
-    """Start a long stream."""
     asked = {"prompt": SECRET, "max_tokens": 900, "ignore_eos": True, "stream": True, **body}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     response = await server.http.post(server.url + path, json=asked, headers=headers)

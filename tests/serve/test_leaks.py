@@ -82,7 +82,6 @@ TURNS_S = 0.2
 
 
 async def held(server) -> dict[str, int]:
-    """Return what this process holds when idle."""
     await server.idle()
     async with asyncio.timeout(60):
         while server.engine.streams:
@@ -101,7 +100,6 @@ async def held(server) -> dict[str, int]:
 
 
 async def held_by(process: psutil.Process, url: str) -> dict[str, int]:
-    """Return what a server process holds when idle."""
     async with aiohttp.ClientSession() as http, asyncio.timeout(60):
         while True:
             async with http.get(url + "/stats") as response:

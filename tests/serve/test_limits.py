@@ -54,7 +54,6 @@ def nested(levels: int) -> Any:
 
 
 def object_of(size: int) -> dict[str, str]:
-    """Return an object of this many bytes of JSON."""
     return {"a": "x" * (size - len('{"a":""}'))}
 
 
@@ -65,7 +64,6 @@ def lark_of(size: int) -> str:
 
 
 def choices_of(size: int) -> list[str]:
-    """Return choices of this many bytes of JSON."""
     number, rest = divmod(size - 2, 200)
     choices = [f"{i:197}" for i in range(number)]
     return [*choices[:-1], choices[-1] + "x" * (rest + 1)] if choices else ["x" * (rest - 2)]

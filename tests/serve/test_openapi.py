@@ -241,7 +241,6 @@ async def test_documented_examples_are_served(server):
 
 
 def data_of(text: str) -> list[str]:
-    """Return the data of each event of a stream."""
     lines = text.splitlines()
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 

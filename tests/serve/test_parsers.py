@@ -202,7 +202,6 @@ def test_stream_loses_no_text_outside_calls(form, text):
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one call"])
 @pytest.mark.parametrize(("form", "text", "content", "calls"), WELL_FORMED)
 def test_truncated_answer_is_the_same_streamed_and_whole(form, text, content, calls, parallel):
-    """Covers every position of the token limit."""
     calls = calls if parallel else calls[:1]
     for end in range(len(text) + 1):
         cut = text[:end]

@@ -479,7 +479,6 @@ async def upgraded(server: Server, raw: socket.socket) -> None:
 
 
 def masked(payload: bytes) -> bytes:
-    """Return a client's text message, masked with zeros."""
     assert 125 < len(payload) < 65536
     return b"\x81\xfe" + len(payload).to_bytes(2, "big") + bytes(4) + payload
 

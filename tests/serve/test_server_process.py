@@ -31,7 +31,6 @@ def body(i: int) -> dict:
 
 
 async def text(server, i: int) -> tuple[str, list, dict]:
-    """Return text, logprobs and usage of a stream."""
     events = await server.events("/v1/completions", body(i))
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]

@@ -33,7 +33,6 @@ def policy(ahead_s=lambda n: 1.0, waited_s=lambda n: 1.0, sizes=range(1, 257)) -
 
 
 def best(num_sequences, gains, ahead_s, waited_s):
-    """Return the best count by trying every one."""
     rates = [num_sequences / ahead_s(num_sequences) * 1.02]
     for count in range(1, len(gains) + 1):
         rates.append((num_sequences + sum(gains[:count])) / waited_s(num_sequences + count))

@@ -77,7 +77,6 @@ def make_core(drafter=None, *, device=None, **options) -> EngineCore:
 
 
 def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
-    """Return tokens, text, logprobs and end of each sample."""
     found = {}
     waiting = list(reversed(arriving))
     while waiting or core.has_work:

@@ -141,7 +141,6 @@ PROMPT = [5, 9, 2, 40, 7, 7, 13, 1, 30]
 
 
 def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
-    """Four steps are dispatched before the first is read."""
     pending = [runner.dispatch(StepPlan(1, (admission(0, PROMPT),), (rows(0, 0, PROMPT),)))]
     for i in range(3):
         step = rows(0, len(PROMPT) + i, [FED_BACK], num_output=i + 1)

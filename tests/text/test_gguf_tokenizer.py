@@ -276,7 +276,6 @@ def test_pre_tokenizers_differ_on_the_test_texts():
 
 
 def test_special_tokens_may_come_first(tmp_path):
-    """The bundled model and SmolLM do this."""
     folder = FIXTURES.parent.parent / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
     data = json.loads((folder / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
