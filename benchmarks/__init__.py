@@ -1,1 +1,3 @@
-"""Benchmarks: each is a module to run, `python -m benchmarks.smoke`. See README.md here."""
+"""Benchmarks, each a module to run, such as `python -m benchmarks.smoke`. See
+`benchmarks/README.md`.
+"""

@@ -1,9 +1,9 @@
-"""What does each switch bring? Each on and off alone, on a workload where it should matter.
+"""Compare the engine with each option on and off, on a workload where the option should matter.
 
     python -m benchmarks.ablation [--switch NAME ...] [--rounds 5] [--output FILE.json]
 
-Two engines in this process, which differ in one switch, take turns on the same requests. A switch
-that this version of the engine does not have is a row that says so.
+Two engines in this process differ in one switch and take turns on the same requests. If this
+version of the engine does not have a switch, its row names the missing option.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _latency(kind: str, at: str, group: str = ALL) -> Callable[[Run, Submitter],
 OUTPUT = Figure(name="output tokens/s", better="higher", of=_output_rate)
 TTFT = Figure(name="TTFT p50, ms", better="lower", of=_latency("ttft_ms", "p50"), digits=1)
 DECODER_ITL = Figure(
-    name="ITL p99 of those who decode, ms",
+    name="ITL p99 of decoding sequences, ms",
     better="lower",
     of=_latency("itl_ms", "p99", "decoder"),
     digits=1,
@@ -73,7 +73,7 @@ LONG_TTFT = Figure(
     digits=1,
 )
 AT_ONCE = Figure(
-    name="sequences at once in the same memory",
+    name="concurrent sequences in the same memory",
     better="higher",
     of=lambda _, submitter: submitter.most_running,
 )
@@ -87,12 +87,12 @@ class Switch:
     off: Options
     workload: Maker
     figures: tuple[Figure, ...]
-    on: Options = field(default_factory=dict)  # beside the default; nothing: the default itself
+    on: Options = field(default_factory=dict)  # added to the defaults; empty: the default itself
     labels: tuple[str, str] = ("on", "off")
 
 
 def all_at_once(workload: Maker) -> Maker:
-    """The same requests without their arrival times."""
+    """Return the same requests without arrival times."""
 
     def make(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
         made = workload(sizes, vocabulary, seed, round_)
@@ -102,7 +102,7 @@ def all_at_once(workload: Maker) -> Maker:
 
 
 def many(workload: Maker, times: int) -> Maker:
-    """More requests than fit into the cache at once."""
+    """Return a workload with `times` as many requests, more than fit into the cache at once."""
 
     def make(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
         more = dataclasses.replace(sizes, num_requests=times * sizes.num_requests)
@@ -112,9 +112,9 @@ def many(workload: Maker, times: int) -> Maker:
 
 
 def switches(context: int) -> tuple[Switch, ...]:
-    """All that are compared through an engine, for sequences of up to `context` tokens."""
+    """Return all switches that compare engines, for sequences of up to `context` tokens."""
     block_size = 16 if jax.default_backend() == "cpu" else 64
-    cache_tokens = 16 * context  # what 16 sequences of the whole context need
+    cache_tokens = 16 * context  # enough for 16 sequences of the whole context
     return (
         Switch(
             name="one_step_ahead",
@@ -122,7 +122,7 @@ def switches(context: int) -> tuple[Switch, ...]:
             workload=workloads.baseline,
             figures=(OUTPUT,),
         ),
-        Switch(  # a step has to hold whole prompts where they are not cut
+        Switch(  # without chunking, a step must hold whole prompts
             name="chunked_prefill",
             on={"max_num_batched_tokens": context // 4, "itl_target_ms": 0},
             off={"max_num_batched_tokens": context, "chunked_prefill": False},
@@ -149,7 +149,7 @@ def switches(context: int) -> tuple[Switch, ...]:
             figures=(AT_ONCE, OUTPUT),
             labels=("paged", "contiguous"),
         ),
-        Switch(  # a static batch is what one step can hold of the prompts: room for 16
+        Switch(  # a static batch holds what one step can hold of the prompts: room for 16
             name="batching",
             on={"max_num_seqs": 16},
             off={
@@ -183,12 +183,15 @@ NAMES = tuple(switch.name for switch in switches(1024))
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = reports.parser(
-        "ablation", "What does each switch bring?", model="forge-tiny", rounds=5
+        "ablation", "Compare the engine with each option on and off.", model="forge-tiny", rounds=5
     )
     parser.add_argument("--switch", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--requests", type=int, default=48, help="per run (default 48)")
     parser.add_argument(
-        "--context", type=int, default=1024, help="longest prompt plus output (default 1024)"
+        "--context",
+        type=int,
+        default=1024,
+        help="longest prompt plus output, in tokens (default 1024)",
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -214,14 +217,13 @@ async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:
             try:
                 rows += await compare(switch, args)
                 continue
-            except ConfigError as error:  # the switch is there, but not for this model
+            except ConfigError as error:  # the switch exists, but not for this model
                 skipped = str(error)
         rows.append({"switch": switch.name, "skipped": skipped})
     return rows
 
 
 async def compare(switch: Switch, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each figure of a switch."""
     sizes = Sizes(context=args.context, num_requests=args.requests)
     vocabulary = Vocabulary.of_model(args.model)
     samples: list[list[tuple[float, ...]]] = [[], []]  # of on and off, by round
@@ -237,7 +239,7 @@ async def compare(switch: Switch, args: argparse.Namespace) -> list[dict[str, An
             done = await run(sides[i].submit, workload)
             _check(done, workload)
             samples[i].append(tuple(figure.of(done, sides[i]) for figure in switch.figures))
-    gc.collect()  # the engines' device memory, before the next ones are made
+    gc.collect()  # free the engines' device memory before the next ones are made
     about = {"workload": warm_up.name, "options": [dict(option) for option in options]}
     columns = [list(zip(*side, strict=True)) for side in samples]
     return [
@@ -258,14 +260,14 @@ async def _engine(args: argparse.Namespace, options: Options) -> AsyncIterator[S
 
 
 def _check(done: Run, workload: Workload) -> None:
-    """All of the work has been done, or the figures mean nothing."""
+    """Raise `BenchmarkError` unless all of the work was done."""
     errors = {m.error for m in done.measured if m.error is not None}
     if errors:
         raise BenchmarkError(f"{workload.name}: {'; '.join(sorted(errors))}")
     tokens = sum(m.completion_tokens for m in done.measured)
     asked = sum(r.max_tokens for r in workload.requests)
     if tokens != asked:
-        raise BenchmarkError(f"{workload.name}: {tokens} output tokens came, not {asked}")
+        raise BenchmarkError(f"{workload.name}: {tokens} output tokens instead of {asked}")
 
 
 def _row(switch: Switch, figure: Figure, on: list[float], off: list[float]) -> dict[str, Any]:
@@ -295,7 +297,7 @@ def markdown(report: dict[str, Any]) -> str:
         rows.append((row["switch"], row["figure"], *sides, ratio, row["better"]))
     lines = [
         f"{reports.heading(report)}; {report['model']}, context {report['context']}, "
-        f"{report['requests']} requests per run; medians of {report['rounds']} rounds",
+        f"{report['requests']} requests per run, medians of {report['rounds']} rounds",
         "",
         reports.table(("switch", "figure", "with", "against", "ratio", "better"), rows),
     ]

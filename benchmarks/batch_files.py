@@ -1,11 +1,11 @@
-"""What does a file of requests cost beside the engine itself? The same prompts in the same process,
-through `forge-jax batch`'s code and through `LLM.generate`, taking turns.
+"""Measure the cost of a batch file beyond the engine itself.
 
     python -m benchmarks.batch_files [--model forge-tiny] [--rounds 5] [--output FILE.json]
 
-A turn of the file's begins with its first look at the input, and ends with the output closed. Both
-sides must put out the same number of tokens. CPU seconds are the process's, in all of its threads:
-where others use the machine they say more than the wall does.
+The code of `forge-jax batch` and `LLM.generate` take turns on the same prompts in the same process.
+A turn of the batch file starts when the input is opened and ends when the output is closed. Both
+sides must output the same number of tokens. CPU seconds cover all threads of the process. If other
+programs use the machine, they are more reliable than wall time.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ MAX_LINE_BYTES = 1 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "What does a batch file cost beside the engine itself?"
+    description = "Measure the cost of a batch file beyond the engine itself."
     args = offline_parser("batch_files", description, 256, 32, 512).parse_args(argv)
     return reports.publish("batch_files", args, lambda: compare(args), markdown)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs both sides on every round."""
     options, make = engine_options(args), requests_of(args)
     llm, work = LLM(args.model, **options), make(0)
     asked = sum(request.max_tokens for request in work)
@@ -90,7 +89,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _FileSide:
-    """Files of requests on an engine of this process."""
+    """Batch files on an engine of this process."""
 
     def __init__(self, engine: Engine, runner: asyncio.Runner, folder: Path):
         self._runner, self._folder = runner, folder
@@ -99,7 +98,7 @@ class _FileSide:
         self._count = 0
 
     def start(self) -> None:
-        """Starts the engine, and waits until nothing is compiled any more."""
+        """Start the engine and wait until nothing is compiling."""
 
         async def start() -> None:
             self._engine.start()
@@ -112,7 +111,7 @@ class _FileSide:
         self._runner.run(self._engine.stop())
 
     def seconds(self, requests: Sequence[Request]) -> float:
-        """How long a file of them takes; all of their tokens must come."""
+        """Return the seconds for a batch file of `requests`; raise unless all tokens came."""
         self._count += 1
         source = self._folder / f"in-{self._count}.jsonl"
         target = self._folder / f"out-{self._count}.jsonl"

@@ -1,18 +1,20 @@
-"""How fast are the C++ kernels on this CPU, beside plain XLA and beside the memory?
+"""Measure the C++ kernels on this CPU against plain XLA and the memory bandwidth.
 
     python -m benchmarks.cpu_kernels [--shapes M S] [--parts linear attention] [--gguf Q8_0 ...]
         [--rounds 5] [--output FILE.json]
 
-Linear layers: all matrices of some decoder layers (M: TinyLlama-1.1B's, S: SmolLM2-135M's; random
-weights, more than a cache holds), chained as the decoder chains them, with norms, SwiGLU and
-residuals. GB/s are bytes of weights over time, so at one row the best that can be
-is the memory's own rate, which is measured in each round. Attention: decode rows and chunks of
-prompts, in all layers; GB/s are bytes of the keys and values of the contexts.
+Linear layers: all matrices of some decoder layers, chained as in the decoder, with norms, SwiGLU
+and residuals. The shapes are TinyLlama-1.1B's (M) and SmolLM2-135M's (S). The weights are random
+and exceed every cache. GB/s are bytes of weights over time. At one row, the upper bound is the
+memory bandwidth, which is measured in each round.
 
-With `--gguf`, instead of the linear layers, matrices in the blocks of these types, with activations
-rounded to int8 (`--gguf-weights packed`) and not (`packed-exact`), in turns.
+Attention: decode rows and prompt chunks, in all layers. GB/s are bytes of the contexts' keys and
+values.
 
-Takes about six minutes; nothing else should run meanwhile.
+`--gguf` replaces the linear layers with matrices in blocks of these types. Activations rounded to
+int8 (`--gguf-weights packed`) and unrounded ones (`packed-exact`) take turns.
+
+Takes about six minutes on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ ROWS = (1, 8, 16, 32, 512)
 PARTS = ("linear", "attention")
 BLOCK = 16
 EPS = 1e-5
-LAYER_BYTES = 350_000_000  # of bfloat16 weights: as many layers as that are run through
+LAYER_BYTES = 350_000_000  # of bfloat16 weights, which sets the number of layers
 KV_BYTES = 500_000_000
 Leaf = dict[str, Weight]
 
 
 def main() -> int:
-    parser = reports.parser("cpu_kernels", "How fast are the C++ kernels on this CPU?", rounds=5)
+    parser = reports.parser("cpu_kernels", "Measure the C++ kernels on this CPU.", rounds=5)
     parser.add_argument("--shapes", nargs="+", choices=("M", "S"), default=("M", "S"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--gguf", nargs="+", default=[], metavar="TYPE", choices=TYPES)
@@ -98,7 +100,7 @@ def _memory() -> float:
 
 
 def measure_linear(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of the layers by format and rows; the formats take turns."""
+    """Return the seconds of the layers by format and rows; the formats take turns."""
     forms = ("xla", *FORMATS)
     plain = _layers(shape)
     weights = {form: [_packed(layer, form) for layer in plain] for form in forms}
@@ -140,7 +142,7 @@ def _timed(
 
 
 def _layers(shape: Shape) -> list[dict[str, np.ndarray]]:
-    """bf16 matrices [N, K] of as many layers as `LAYER_BYTES` allow."""
+    """Return bf16 matrices [N, K] of as many layers as `LAYER_BYTES` allows."""
     d, inner = shape.hidden_size, shape.intermediate_size
     head_dim = d // shape.num_attention_heads
     qkv = d + 2 * shape.num_key_value_heads * head_dim
@@ -193,12 +195,12 @@ def _call(run: Callable[..., jax.Array], *arrays: Any) -> Callable[[], jax.Array
 def measure_blocks(
     name: str, shape: Shape, types: Sequence[str], rounds: int
 ) -> list[dict[str, Any]]:
-    """Seconds of the layers by type and rows; both ways to multiply take turns."""
+    """Return the seconds of the layers by type and rows; both ways to multiply take turns."""
     plain = _layers(shape)
     results = []
     for kind in types:
         layer = {key: _in_blocks(w, kind, paired=key == "gate_up") for key, w in plain[0].items()}
-        # Each layer is memory of its own.
+        # Each layer gets memory of its own.
         exact = [jax.tree.map(jnp.array, layer) for _ in plain]
         sides = {f"{kind}, packed-exact": exact, f"{kind}, packed": _rounding(exact)}
         base = f"{kind}, packed-exact"
@@ -219,7 +221,7 @@ def _in_blocks(w: np.ndarray, kind: str, *, paired: bool) -> PackedWeight:
 
 
 def _rounding(layers: list[Leaf]) -> list[Leaf]:
-    """The same memory, multiplied with rows that are rounded to int8."""
+    """Return weights in the same memory that multiply rows rounded to int8."""
 
     def one(w: Weight) -> Weight:
         assert isinstance(w, PackedWeight) and isinstance(w.packing, BlockPacking)
@@ -233,7 +235,7 @@ def _rounding(layers: list[Leaf]) -> list[Leaf]:
 
 @dataclass(frozen=True)
 class Attended:
-    """One step's attention: `seqs` sequences of `rows` queries each, which end at `context`."""
+    """Attention of one step: `seqs` sequences with `rows` queries each, which end at `context`."""
 
     seqs: int
     rows: int
@@ -260,7 +262,7 @@ ATTENDED = (
 
 
 def measure_attention(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a layer; each call reads another layer's cache."""
+    """Return the seconds per layer; each call reads another layer's cache."""
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     head_dim = shape.hidden_size // heads
     results = []
@@ -341,7 +343,7 @@ def tables(report: dict[str, Any]) -> str:
         f"{report['date']}, {reports.cpu(report)}, {report['threads']} threads, {report['isa']}, "
         f"jax {report['versions']['jax']}; memory {memory['median']:.1f} GB/s "
         f"(best {memory['best']:.1f})",
-        "Linear layers: GB/s of weights (GFLOP/s; times plain XLA in bfloat16, or packed-exact)",
+        "Linear layers: GB/s of weights (GFLOP/s; speedup over XLA in bfloat16, or packed-exact)",
         reports.table(
             ("shape", "format", *(f"{rows} rows" for rows in ROWS)),
             _grid(
@@ -358,7 +360,7 @@ def tables(report: dict[str, Any]) -> str:
             lambda r: f"{r['us_per_layer']:,.0f} ({r['gb_per_s']:.1f}; {_speedup(r):.1f}x)",
         )
         parts += [
-            "Attention: us a layer (GB/s of keys and values; times plain XLA)",
+            "Attention: us per layer (GB/s of keys and values; speedup over plain XLA)",
             reports.table(("shape", "case", "plain XLA", "C++ kernels"), cells),
         ]
     return "\n\n".join(parts)

@@ -1,10 +1,10 @@
-"""What the deterministic tier promises and costs: flipped tokens, tokens/s and TTFT by tier.
+"""Measure the cost of the deterministic tier: flipped tokens, tokens/s and TTFT by tier.
 
     python -m benchmarks.determinism [--model forge-tiny] [--steps 64] [--output FILE.json]
 
 All engines run in this process and take turns, so that they see the same machine. A sequence is
-flipped if it gets another token in company, or in chunks, than it gets alone; only its first such
-token counts, for what follows is another text.
+flipped if a token differs between running alone and running in a batch or in chunks. Only the first
+such token counts, because the text after it has another prefix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forge_serve.bench.in_process import ready
 
 WORDS = "the dog saw a small red house by the river and ran to tell his old friend".split()
 NUMBERS = itertools.count()
-WORKLOADS = {  # name -> (requests at once, words of a prompt, output tokens)
+WORKLOADS = {  # name -> (concurrent requests, words of a prompt, output tokens)
     "one request": (1, 20, 64),
     "8 requests": (8, 20, 64),
     "32 requests": (32, 20, 64),
@@ -43,13 +43,26 @@ class Tier:
 
 def main() -> int:
     parser = reports.parser(
-        "determinism", "What does the deterministic tier cost?", model="forge-tiny", rounds=7
+        "determinism", "Measure the cost of the deterministic tier.", model="forge-tiny", rounds=7
     )
-    parser.add_argument("--steps", type=int, nargs="+", default=[64], help="tokens of its steps")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[64],
+        help="tokens of the deterministic tier's steps (default 64)",
+    )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--kernels", choices=("auto", "xla"), default="auto")
-    parser.add_argument("--sequences", type=int, default=48, help="compared for flipped tokens")
-    parser.add_argument("--tokens", type=int, default=128, help="of each compared sequence")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=48,
+        help="sequences compared for flipped tokens (default 48)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="tokens of each compared sequence (default 128)"
+    )
     args = parser.parse_args()
 
     def measure_all() -> dict[str, Any]:
@@ -74,7 +87,7 @@ async def measure(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
             for tier in tiers:
                 prompts = [text(words, 1000 * round_ + i) for i in range(requests)]
                 timing = await timed(tier.engine, prompts, tokens)
-                if round_:  # the first one warms up
+                if round_:  # the first round warms up
                     samples[name][tier.name].append(timing)
     for tier in tiers:
         await tier.engine.stop()
@@ -97,7 +110,7 @@ async def start(name: str, **options: Any) -> Tier:
 
 
 def text(words: int, seed: int) -> str:
-    """A prompt of so many words that begins like no other."""
+    """Return a prompt of `words` words whose beginning is unique."""
     return " ".join([str(seed), *(WORDS[(seed + i * i) % len(WORDS)] for i in range(words))])
 
 
@@ -107,7 +120,7 @@ def text(words: int, seed: int) -> str:
 @dataclass(frozen=True)
 class Timing:
     tokens_per_s: float
-    ttft_s: float  # the median of the requests
+    ttft_s: float  # median over the requests
 
 
 async def timed(engine: Engine, prompts: list[str], tokens: int) -> Timing:
@@ -142,7 +155,7 @@ def summary(timings: list[Timing]) -> dict[str, float]:
 
 
 async def flipped(engine: Engine, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Each sequence alone, then all of them at once: greedy, and at temperature 1."""
+    """Run each sequence alone, then all at once: greedy, and at temperature 1."""
     found = {}
     for temperature in (0.0, 1.0):
         prompts = [text(5 + 7 * (i % 30), i) for i in range(args.sequences)]
@@ -193,7 +206,7 @@ def table(report: dict[str, Any]) -> str:
             for name, tiers in figures["workloads"].items()
             for tier, t in tiers.items()
         ]
-        header = (dtype, "tier", "tokens/s", "TTFT", "of the default's tokens/s")
+        header = (dtype, "tier", "tokens/s", "TTFT", "tokens/s to the default's")
         parts.append(reports.table(header, rows))
         rows = [
             (

@@ -1,10 +1,10 @@
-"""What the drafters of speculative decoding cost the host, and how much of a text they foresee.
+"""Measure the host time of the drafters and the acceptance rate of their drafts.
 
     python -m benchmarks.drafters [--only cost step acceptance] [--text FILE] [--output FILE.json]
 
-Acceptance is replayed: the text stands for what the model puts out. No model runs. The texts are
-this repository's own documents and sources, so that figures of different commits differ a little,
-and what the bundled model was trained on. Takes about a minute.
+Acceptance is replayed without a model: the text stands for the model's output. The texts are the
+training text of the bundled model and this repository's documents and sources. Figures of different
+commits therefore differ a little. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -41,19 +41,23 @@ Report = dict[str, Any]
 
 
 class Sample(NamedTuple):
-    """A sequence: what is given, and what the model is taken to put out."""
+    """A sequence: its prompt, and the output assumed for the model."""
 
     prompt: list[int]
     output: list[int]
 
 
 def main() -> int:
-    parser = reports.parser("drafters", "What do drafters cost, and what do they foresee?")
+    parser = reports.parser("drafters", "Measure the host time and acceptance rate of drafters.")
     sections = ("cost", "step", "acceptance")
     parser.add_argument(
         "--only", nargs="+", choices=sections, default=sections, help="default: all"
     )
-    parser.add_argument("--text", type=Path, help="a text to try besides those of this repository")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="another text file to draft, in addition to those of this repository",
+    )
     args = parser.parse_args()
     return reports.publish("drafters", args, lambda: measure(args.only, args.text), tables)
 
@@ -87,7 +91,7 @@ def _cost(name: str, kind: str, text: list[int]) -> Report:
 
 
 def _cost_at(name: str, text: list[int]) -> Report:
-    """Takes in all but the last 64 tokens of a text as a prompt, then those one by one."""
+    """Prefill all but the last 64 tokens of a text, then add those one by one."""
     tail = min(64, len(text) // 2)
     prompt = text[: len(text) - tail]
     calls_s, single_s, end_s = [], [], []
@@ -124,7 +128,7 @@ def _cost_at(name: str, text: list[int]) -> Report:
 
 
 def _step(name: str, text: list[int]) -> Report:
-    """One token more and one draft for each of many sequences: what a step waits for."""
+    """Time one more token and one draft for each of many sequences, as a step does."""
     reports.progress(f"a step of {SEQUENCES} sequences with {name}")
     drafter = DRAFTERS[name](8)
     starts = [i * 300 % (len(text) - 1200) for i in range(SEQUENCES)]
@@ -171,23 +175,24 @@ def acceptance(samples_of: dict[str, list[Sample]]) -> list[Report]:
 
 
 def play(drafter: TextDrafter, samples: list[Sample], one_salt: bool = True) -> Report:
-    """One sequence after the other; each step puts out what was accepted and one token more.
+    """Replay one sequence after the other; each step outputs the accepted drafts and one more
+    token.
 
-    Without `one_salt` every sequence has a salt of its own.
+    If `one_salt` is false, every sequence has a salt of its own.
     """
     steps = drafted = accepted = 0
     outcomes: dict[str, list[bool]] = defaultdict(list)
     for key, (prompt, output) in enumerate(samples):
         salt = "" if one_salt else str(key)
         tokens, done = list(prompt), 0
-        for _ in range(len(prompt) // 512):  # a long prompt is taken in over several calls
+        for _ in range(len(prompt) // 512):  # a long prompt is indexed over several calls
             drafter.propose(key, tokens, len(prompt), salt)
         while done < len(output):
             draft = drafter.propose(key, tokens, len(prompt), salt)
             right = 0
             for token, confidence in zip(*draft, strict=True):
                 if done + right == len(output) - 1:
-                    break  # the token that a step puts out anyway
+                    break  # the token that a step outputs anyway
                 hit = token == output[done + right]
                 outcomes[f"{int(confidence * 10) / 10:.1f}"].append(hit)
                 if not hit:
@@ -205,7 +210,7 @@ def play(drafter: TextDrafter, samples: list[Sample], one_salt: bool = True) -> 
         "tokens_per_step": round((steps + accepted) / steps, 3),
         "drafted_per_step": round(drafted / steps, 3),
         "accepted_share": round(accepted / drafted, 3) if drafted else None,
-        # Of the tokens of this confidence (0.1: 0.1 to 0.2) that were reached: how many were right.
+        # How many of the reached tokens of this confidence were right (0.1: 0.1 to 0.2).
         "right_by_confidence": {
             key: {"count": len(hits), "share": round(sum(hits) / len(hits), 3)}
             for key, hits in sorted(outcomes.items())
@@ -229,7 +234,7 @@ def workloads(encode: Callable[[str], list[int]], text: Path | None) -> dict[str
 
 
 def _cut(encode: Callable[[str], list[int]], texts: list[str], count: int) -> list[Sample]:
-    """From anywhere in the texts: 200 tokens given, the next 1000 put out."""
+    """Return samples from random places: 200 tokens of prompt, the next 1000 of output."""
     tokens = [encode(text) for text in texts]
     samples = [
         Sample(ids[at : at + 200], ids[at + 200 : at + 1200])
@@ -240,7 +245,7 @@ def _cut(encode: Callable[[str], list[int]], texts: list[str], count: int) -> li
 
 
 def _edits(encode: Callable[[str], list[int]], texts: list[str], count: int) -> list[Sample]:
-    """A text is given and put out again, with one word in 50 left out and one in 33 another."""
+    """Return samples that repeat a text with one word in 50 omitted and one in 33 replaced."""
     rng = random.Random(0)
     samples = []
     for text in texts:
@@ -257,7 +262,7 @@ def _edits(encode: Callable[[str], list[int]], texts: list[str], count: int) -> 
 def _chats(
     encode: Callable[[str], list[int]], documents: Iterator[Any], count: int
 ) -> list[Sample]:
-    """Questions of the bundled model's training text, and their answers."""
+    """Return questions of the bundled model's training text with their answers."""
     chats = (document.turns for document in documents if len(document.turns) > 1)
     return [
         Sample(encode(turns[-2][1] + "\n"), encode(turns[-1][1])) for turns in islice(chats, count)

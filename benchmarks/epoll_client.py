@@ -1,7 +1,8 @@
-"""A load generator that costs little: raw sockets on one epoll, in the calling thread.
+"""A load generator with little overhead: raw sockets on one epoll, in the calling thread.
 
-Keep-alive connections send requests in a closed loop. Of most answers it only counts events; every
-so many are kept whole, for the caller to check. It speaks just enough HTTP for the one server.
+Keep-alive connections send requests in a closed loop. Some answers are kept whole for the caller to
+check; of all others only the events are counted. The HTTP support is minimal and matches the one
+server.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from forge_serve.bench.errors import BenchmarkError
 
 EVENT = b"data: {"
 LAST_CHUNK = b"\r\n0\r\n\r\n"
-TAIL_BYTES = len(EVENT) - 1  # an event that is split over two reads is still counted, and once
+TAIL_BYTES = len(EVENT) - 1  # an event split over two reads is still counted, and once
 READ_BYTES = 1 << 16
 
 
 class BadAnswerError(BenchmarkError):
-    """The server said something that this client did not expect."""
+    """The server sent something that this client does not expect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """One request to send: its bytes, and what a correct answer has."""
+    """One request to send: its bytes and the expected answer."""
 
     request: bytes
-    text: str  # of the answer
+    text: str  # expected text of the answer
     tokens: int
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What was counted between the end of the warm-up and the end of the load."""
+    """Counts between the end of the warm-up and the end of the load."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0  # of this process
     reads: int = 0
-    events: int = 0  # of all kinds but [DONE], also of answers that were not complete at the end
-    begun: int = 0  # answers whose first byte came
+    events: int = 0  # except [DONE], including those of answers that were incomplete at the end
+    begun: int = 0  # answers whose first byte arrived
     latencies_s: list[float] = field(default_factory=list)  # of complete answers
     complete_events: int = 0  # of complete answers
     complete_tokens: int = 0
@@ -69,7 +70,7 @@ class _Connection:
             raise BadAnswerError("a request did not fit the socket's buffer")
 
     def take(self, data: bytes) -> bool:
-        """Counts what has been read; whether the answer is complete."""
+        """Count the events in `data` and return True if the answer is complete."""
         if self.kept is not None:
             self.kept.append(data)
         data = self.tail + data
@@ -94,12 +95,12 @@ def drive(
     sample_every: int,
     on_window: Callable[[], None],
 ) -> Tally:
-    """Sends `bodies` in turn over `concurrency` connections, without a pause.
+    """Send `bodies` in turn over `concurrency` connections, without a pause.
 
-    `on_window` is called as the warm-up ends and again as the load ends.
+    `on_window` is called when the warm-up ends and again when the load ends.
 
     Raises:
-      BadAnswerError: an answer is not 200, or a connection was closed.
+      BadAnswerError: An answer is not 200, or a connection was closed.
     """
     connections = {}
     for _ in range(concurrency):
@@ -173,7 +174,7 @@ def _is_whole(data: bytes) -> bool:
 
 
 def http_request(path: str, body: dict[str, Any]) -> bytes:
-    """The bytes of a POST with a JSON body on a keep-alive connection."""
+    """Return the bytes of a POST with a JSON body on a keep-alive connection."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -183,10 +184,10 @@ def http_request(path: str, body: dict[str, Any]) -> bytes:
 
 
 def check_stream(body: Body, answer: bytes) -> None:
-    """Reads a streamed answer to the last byte: HTTP chunks, events, JSON, text and ending.
+    """Check a whole streamed answer: HTTP chunks, events, JSON, text and ending.
 
     Raises:
-      BadAnswerError: something is not as it must be.
+      BadAnswerError: The answer is malformed or differs from the expected text.
     """
     head, _, rest = answer.partition(b"\r\n\r\n")
     _expect(b"Transfer-Encoding: chunked" in head, "is not chunked", answer)
@@ -200,28 +201,28 @@ def check_stream(body: Body, answer: bytes) -> None:
         rest = rest[length + 2 :]
         if not length:
             break
-    _expect(not rest, "goes on after its end", answer)
+    _expect(not rest, "continues after its end", answer)
     *events, after = payload.split(b"\n\n")
     _expect(after == b"" and events[-1] == b"data: [DONE]", "does not end with [DONE]", answer)
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
     _expect(len({chunk["id"] for chunk in chunks}) == 1, "has several ids", answer)
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     text = "".join(choice.get("text") or _content(choice) for choice in choices)
-    _expect(text == body.text, "has another text than the answer that was not streamed", answer)
+    _expect(text == body.text, "has another text than the unstreamed answer", answer)
     reasons = [choice["finish_reason"] for choice in choices]
     _expect(reasons[-1] == "length" and not any(reasons[:-1]), "ends otherwise", answer)
     _expect(len(choices) <= body.tokens + 1, "has more events than tokens", answer)
 
 
 def check_whole(body: Body, answer: bytes) -> None:
-    """Reads an answer that was not streamed.
+    """Check an answer that was not streamed.
 
     Raises:
-      BadAnswerError: something is not as it must be.
+      BadAnswerError: The text or the token count differs from the expected one.
     """
     _, _, data = answer.partition(b"\r\n\r\n")
     text, tokens = text_and_tokens(json.loads(data))
-    _expect(text == body.text and tokens == body.tokens, "is another one than before", answer)
+    _expect(text == body.text and tokens == body.tokens, "differs from an earlier one", answer)
 
 
 def text_and_tokens(answer: dict[str, Any]) -> tuple[str, int]:

@@ -1,11 +1,14 @@
-"""How fast this machine moves bytes, at best: what reading weights is held against.
+"""Upper bounds of this machine's byte rates, to compare with reading weights.
 
     python -m benchmarks.floors FILE
 
-Prints JSON: bytes per second, by as many threads as there are cores, of reading FILE into memory
-that is used again and again (from the page cache or the disk, wherever FILE is), of copying memory
-that is in use, and of writing to as much new memory as FILE has bytes. In a process of its own,
-since new memory is only new once.
+Prints bytes per second as JSON, with one thread per core, for three operations:
+
+- reading FILE into reused memory, from the page cache or the disk
+- copying memory in use
+- writing as much new memory as FILE has bytes
+
+Runs in a process of its own, because new memory is only new once.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ FLOORS = {
     "copy": "(as many bytes, copied)",
 }
 PIECE = 4 << 20  # bytes
-COPIED = 256 << 20  # too much for a cache
+COPIED = 256 << 20  # bytes, more than a cache holds
 
 
 def measure(file: Path) -> dict[str, float]:
-    """Bytes per second by kind."""
+    """Return bytes per second by kind."""
     size = file.stat().st_size
     return {"file": read_file(file), "new_memory": write_new(size), "copy": copy()}
 
 
 def seconds_at_best(path: Path) -> dict[str, float]:
-    """By kind, for all bytes of a model: measured with its largest file, in a process."""
+    """Return the seconds by kind for all bytes of a model, from its largest file."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     sizes = {file: file.stat().st_size for file in files}
     command = [sys.executable, "-m", "benchmarks.floors", str(max(files, key=sizes.__getitem__))]

@@ -1,15 +1,17 @@
-"""How much does the HTTP front end carry? Requests/s and separate events/s on a fake device.
+"""Measure the HTTP front end: requests/s and separate events/s on a fake device.
 
     python -m benchmarks.front_end [--seconds 5] [--only NAME] [--output FILE.json]
 
-The fake device costs next to nothing, so what is measured is the server: HTTP, protocol, tokeniser,
-scheduler, detokeniser, events, sockets. The load generator (`epoll_client`) runs on the same
-machine, and its own CPU time is reported. A separate event is one `data: {...}` with one token of
-one choice; an event that carries several tokens is counted apart, as merged: of a request with T
-tokens and E events at most T - E are, and so many are counted.
+The fake device costs next to nothing, so the server is measured: HTTP, protocol, tokenizer,
+scheduler, detokenizer, events and sockets. The load generator (`epoll_client`) runs on the same
+machine, and its CPU time is reported.
 
-Every hundredth answer is read to its last byte and compared with the answer that the same request
-got without streaming. Exits with 1 where one differs.
+A separate event is one `data: {...}` with one token of one choice. Events with several tokens are
+reported as merged. A request with T tokens and E events has at most T - E of them, and this maximum
+is reported.
+
+Every hundredth answer is compared with the same request's unstreamed answer. If one differs, the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Scenario:
     stream: bool
     concurrency: int
     tokens: int = 32
-    step_ms: float = 0.0  # 0: the device is never waited for
+    step_ms: float = 0.0  # 0: the device returns at once
 
     @property
     def name(self) -> str:
@@ -93,14 +95,16 @@ EVENTS = [
 
 
 def main() -> int:
-    parser = reports.parser("front_end", "How much does the HTTP front end carry?")
-    parser.add_argument("--seconds", type=float, default=5.0, help="load of each scenario")
-    parser.add_argument("--only", default="", help="scenarios whose name has this in it")
+    parser = reports.parser("front_end", "Measure the HTTP front end on a fake device.")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="seconds of load per scenario (default 5)"
+    )
+    parser.add_argument("--only", default="", help="run only scenarios whose name contains NAME")
     args = parser.parse_args()
 
     scenarios = [s for s in REQUESTS + EVENTS if args.only in s.name]
     if not scenarios:
-        parser.error(f"--only {args.only!r}: no scenario has this in its name")
+        parser.error(f"--only {args.only!r}: no scenario name contains this")
     return reports.publish("front_end", args, lambda: measure_all(scenarios, args.seconds), table)
 
 
@@ -147,7 +151,7 @@ def measure(server: Server, scenario: Scenario, seconds: float) -> dict[str, Any
 
 
 def make_bodies(url: str, scenario: Scenario) -> list[Body]:
-    """Requests of 32 prompt tokens, seeded, each with the text that answers it."""
+    """Return seeded requests with 32 prompt tokens, each with its expected text."""
     rng = random.Random(0)
     asked = []
     for seed in range(NUM_BODIES):
@@ -199,9 +203,10 @@ def figures(scenario: Scenario, tally: Tally) -> dict[str, Any]:
 
 
 def cpu_figures(pid: int, begin: CpuTimes, end: CpuTimes, tally: Tally) -> dict[str, Any]:
-    """CPU seconds of the server: the event loop is its main thread, the engine its busiest other.
+    """Return the server's CPU seconds: the event loop is its main thread, the engine its busiest
+    other.
 
-    Threads that began or ended meanwhile are not counted; none does under load.
+    Threads that start or end meanwhile are not counted; none does under load.
     """
     spent = {
         thread: tuple(b - a for a, b in zip(begin.threads_s[thread], times, strict=True))
@@ -226,7 +231,7 @@ def cpu_figures(pid: int, begin: CpuTimes, end: CpuTimes, tally: Tally) -> dict[
 @dataclass(frozen=True, kw_only=True)
 class CpuTimes:
     threads_s: dict[int, tuple[float, float]]  # (user, system) of each thread of the server
-    machine_s: float  # all that the machine's cores were busy
+    machine_s: float  # busy time of all cores of the machine
 
     @classmethod
     def now(cls, pid: int) -> CpuTimes:
@@ -243,7 +248,7 @@ class CpuTimes:
 
 
 def wait_until_idle(url: str) -> None:
-    """Until what the last scenario left behind has been aborted."""
+    """Wait until the requests left from the last scenario are aborted."""
     while True:
         with urllib.request.urlopen(f"{url}/stats", timeout=30) as response:
             stats = json.load(response)
@@ -257,23 +262,23 @@ def progress(row: dict[str, Any]) -> str:
     return (
         f"{row['name']}: {row['requests_per_s']:,.0f} requests/s, "
         f"{row['separate_events_per_s']:,.0f} separate events/s "
-        f"(+ {row['merged_events_per_s']:,.0f} merged), {row['events_per_read']:.2f} a read; "
+        f"(+ {row['merged_events_per_s']:,.0f} merged), {row['events_per_read']:.2f} per read, "
         f"server {row['server_cpu_s'] / row['wall_s']:.2f} cores "
         f"(loop {row['loop_user_cpu_s'] / row['wall_s']:.2f} user "
         f"{row['loop_system_cpu_s'] / row['wall_s']:.2f} system, "
         f"engine {row['engine_cpu_s'] / row['wall_s']:.2f}), "
         f"client {row['client_cpu_s'] / row['wall_s']:.2f}, "
-        f"others {row['other_processes_cpu_s'] / row['wall_s']:.2f}; "
-        f"server {row['server_us_per_request']:.0f} us a request"
-        + (f", {per_event:.1f} us an event" if per_event else "")
+        f"others {row['other_processes_cpu_s'] / row['wall_s']:.2f}, "
+        f"server {row['server_us_per_request']:.0f} us per request"
+        + (f", {per_event:.1f} us per event" if per_event else "")
     )
 
 
 def table(report: dict[str, Any]) -> str:
     header = (
-        "load", "tokens out", "requests/s", "separate events/s", "merged/s", "events a read",
-        "latency p50 / p99, ms", "server us a request", "us an event", "client us a request",
-        "us an event", "cores: server / client / others",
+        "load", "tokens out", "requests/s", "separate events/s", "merged/s", "events per read",
+        "latency p50 / p99, ms", "server us per request", "us per event", "client us per request",
+        "us per event", "cores: server / client / others",
     )  # fmt: skip
     rows = []
     for row in report["scenarios"]:

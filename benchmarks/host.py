@@ -1,8 +1,8 @@
-"""What the host costs a step: phases of a tick, the queue, the real dispatch, a process's CPU.
+"""Measure the host's cost per step: phases of a tick, the queue, the dispatch, a process's CPU.
 
     python -m benchmarks.host [--only phases queue step process] [--steps 1000] [--output FILE.json]
 
-Takes about three minutes. Nothing else should run on the machine meanwhile.
+Takes about three minutes. Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from forge_jax.testing import FakeDevice
 from forge_serve.bench.metrics import percentile
 
 SEQUENCES = (1, 64, 256)
-STEP_TIME_S = 0.01  # of the fake device: the event loop has its turn meanwhile
+STEP_TIME_S = 0.01  # of the fake device; the event loop runs meanwhile
 HOST_PHASES = ("schedule", "pack", "commit", "text", "deliver")
 WAITING = (0, 100, 10_000)
 STREAMS = 64
@@ -54,11 +54,13 @@ Report = dict[str, Any]
 
 
 def main() -> int:
-    parser = reports.parser("host", "What does the host cost a step?")
+    parser = reports.parser("host", "Measure the host's cost per step.")
     parser.add_argument(
         "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default: all"
     )
-    parser.add_argument("--steps", type=int, default=1000, help="that each figure is taken over")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="steps that each figure covers (default 1000)"
+    )
     args = parser.parse_args()
     return reports.publish(
         "host", args, lambda: {name: SECTIONS[name](args.steps) for name in args.only}, tables
@@ -100,7 +102,7 @@ class _PackingDevice:
 
 
 class _Recorder(PhaseTimes):
-    """Keeps every single time, by tick."""
+    """A recorder that keeps each individual time, by tick."""
 
     def __init__(self, device: _PackingDevice):
         super().__init__()
@@ -120,7 +122,7 @@ class _Recorder(PhaseTimes):
 
 
 def phases(steps: int) -> list[Report]:
-    """The host's part of a tick, by itself and in an engine whose streams are read."""
+    """Measure the host's part of a tick, alone and in an engine whose streams are read."""
     found = []
     for num_sequences in SEQUENCES:
         for churn in (False, True):
@@ -132,10 +134,10 @@ def phases(steps: int) -> list[Report]:
 
 
 def _measure_alone(num_sequences: int, steps: int, *, churn: bool) -> Report:
-    """Tick after tick, with an event loop that does nothing with what it is handed.
+    """Measure tick after tick, with an event loop that discards its updates.
 
-    Without `churn` all sequences decode from the first step to the last; with it, who has finished
-    is followed by the next.
+    If `churn` is false, all sequences decode from the first step to the last. Otherwise a new
+    sequence replaces each finished one.
     """
     parts, device = _fake_parts(step_time_s=0.0)
     core = parts.core
@@ -156,13 +158,13 @@ def _measure_alone(num_sequences: int, steps: int, *, churn: bool) -> Report:
             for deltas in outputs.values() if churn else ():
                 if deltas[-1].finish_reason is not None:
                     add()
-            del outputs  # an engine's event loop frees them, which is no part of a tick
+            del outputs  # an engine's event loop frees them, outside of a tick
     load = "come and go" if churn else "decode"
     return {"sequences": num_sequences, "load": load, **_summary(recorder.ticks[-steps:])}
 
 
 async def _measure_served(num_sequences: int, steps: int) -> Report:
-    """In an engine thread, while the event loop reads all streams; a step takes 10 ms.
+    """Measure in an engine thread while the event loop reads all streams; a step takes 10 ms.
 
     The host's caches are cold after the pause, and the interpreter lock is shared.
     """
@@ -196,7 +198,7 @@ async def _measure_served(num_sequences: int, steps: int) -> Report:
 
 
 def _request(rng: random.Random, name: str, max_tokens: int | None) -> Request:
-    """About 64 tokens of a prompt and, by default, about 128 of output."""
+    """Return a request of about 64 prompt tokens and, by default, about 128 output tokens."""
     return Request(
         request_id=name,
         prompt_token_ids=[rng.randrange(300) for _ in range(rng.randint(32, 96))],
@@ -219,7 +221,7 @@ def _summary(ticks: list[dict[str, float]]) -> Report:
 
 @contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop that runs in a thread of its own."""
+    """Yield a loop that runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -230,7 +232,7 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _fake_parts(*, step_time_s: float) -> tuple[EngineParts, _PackingDevice]:
-    """A fake engine with room for all, whose device packs."""
+    """Return a fake engine with room for all sequences, whose device packs its inputs."""
     config = EngineConfig.from_options(num_blocks=32_768, block_size=16)
     parts = assemble_fake(config, step_time_s=step_time_s, max_model_len=4096, check=False)
     fake = parts.core._device
@@ -244,7 +246,7 @@ def _fake_parts(*, step_time_s: float) -> tuple[EngineParts, _PackingDevice]:
 
 
 def queue(steps: int) -> list[Report]:
-    """schedule() and add() by policy, with nobody waiting and with many."""
+    """Measure schedule() and add() by policy, with an empty and with a long queue."""
     found = []
     policies: tuple[Policy, ...] = ("fcfs", "priority", "prefix")
     for policy in policies:
@@ -256,9 +258,9 @@ def queue(steps: int) -> list[Report]:
 
 
 def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Report:
-    """256 sequences run, and no more can: for lack of slots, or of blocks.
+    """Measure with 256 running sequences and no room for more, for lack of slots or of blocks.
 
-    For lack of blocks: there are free ones, and the first in the queue needs more than those.
+    For lack of blocks: some are free, but the first request in the queue needs more than those.
     """
     running, block_size, prompt_len, steps = 256, 16, 64, min(steps, 500)
     per_sequence = -(-(prompt_len + steps + WARM_UP_STEPS) // block_size) + 1
@@ -335,7 +337,7 @@ def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Repor
 
 
 def real_step(steps: int) -> list[Report]:
-    """Where the dispatch and the read of a decode step of the bundled model spend their time."""
+    """Measure the parts of the dispatch and the read of the bundled model's decode step."""
     from forge_jax.engine.builder import assemble
 
     reports.progress("loading forge-tiny")
@@ -371,7 +373,7 @@ def _measure_step(parts: EngineParts, num_sequences: int, steps: int) -> Report:
 
 @contextmanager
 def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
-    """Times the parts of the runner's `dispatch` and `read`."""
+    """Time the parts of the runner's `dispatch` and `read`."""
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         values = times.setdefault(name, [])
@@ -405,7 +407,9 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
 
 
 def process_cpu(steps: int) -> list[Report]:
-    """CPU of a server process in percent of a core: idle, and with streams of 10 ms a step."""
+    """Measure a server process's CPU in percent of a core: idle, and with streams at 10 ms per
+    step.
+    """
     found = []
     for name, arguments in (
         ("fake device", ["--fake", "--fake-step-time-ms", f"{1e3 * STEP_TIME_S:.0f}"]),
@@ -423,14 +427,14 @@ def process_cpu(steps: int) -> list[Report]:
 
 
 def _cpu_percent(process: psutil.Process, seconds: float) -> float:
-    """Of one core, over the next `seconds`."""
+    """Return percent of one core over the next `seconds`."""
     before, start = sum(process.cpu_times()[:2]), time.perf_counter()
     time.sleep(seconds)
     return 100 * (sum(process.cpu_times()[:2]) - before) / (time.perf_counter() - start)
 
 
 async def _busy(url: str, process: psutil.Process) -> Report:
-    """Measures while 64 clients read streams."""
+    """Measure while 64 clients read streams."""
     body = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
     async def client(session: aiohttp.ClientSession) -> None:
@@ -508,7 +512,7 @@ def tables(report: Report) -> str:
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
-    """In microseconds."""
+    """Return p50 and p99 in microseconds."""
     return {f"p{p}": round(1e6 * percentile(seconds, p), 1) for p in (50, 99)}
 
 

@@ -1,4 +1,4 @@
-"""Times short functions in turn: A B A B ..., so that a slow moment of the machine meets all."""
+"""Timing of short functions in turn, A B A B ..., so that slow moments affect all of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-SAMPLE_S = 0.02  # one sample is as many calls as take about this long
+SAMPLE_S = 0.02  # each sample repeats the call for about this long
 
 
 def median_seconds(
     sides: Mapping[str, Callable[[], Any]], rounds: int, sample_s: float = SAMPLE_S
 ) -> dict[str, float]:
-    """Seconds of a call of each, the median over `rounds`; each is called once before, unmeasured.
+    """Return the median seconds per call of each side over `rounds`, after one unmeasured call.
 
-    What a function returns is waited for.
+    The results of each function are awaited.
     """
     calls = {}
     for name, function in sides.items():

@@ -1,7 +1,8 @@
-"""Rounds floats to the K and IQ4 types of GGUF, which the package gguf only reads.
+"""Rounding of floats to the K and IQ4 types of GGUF, which the gguf package can only read.
 
-To the nearest, with scales from the largest values of each group: simpler than llama.cpp, which
-searches for better scales. So what a type loses here is an upper bound; the blocks are as valid.
+Values are rounded to nearest, with scales from the largest values of each group. The losses
+measured here are upper bounds, because llama.cpp searches for better scales. The blocks are equally
+valid.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ SIZE = 256
 
 
 def rounded_rows(values: np.ndarray, kind: str) -> np.ndarray:
-    """f32[n, K] -> u8[n, bytes of a row], of any type: others are left to the package gguf."""
+    """Round f32[n, K] to u8[n, bytes of a row] of any type, also those of the gguf package."""
     if kind in KINDS:
         return quantize(values, kind)
     import gguf
@@ -23,7 +24,7 @@ def rounded_rows(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def quantize(values: np.ndarray, kind: str) -> np.ndarray:
-    """f32[n, K] -> u8[n, bytes of a row], K a multiple of 256."""
+    """Round f32[n, K] to u8[n, bytes of a row]; K is a multiple of 256."""
     blocks = values.astype(np.float32).reshape(-1, SIZE)
     return np.concatenate(KINDS[kind](blocks), axis=1).reshape(len(values), -1)
 
@@ -31,7 +32,7 @@ def quantize(values: np.ndarray, kind: str) -> np.ndarray:
 def _with_minima(
     x: np.ndarray, group: int, most: int, most_scale: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x[B, 256] -> (values u8[B, 256], scales and minima u8[B, G], bytes of both factors)."""
+    """Round x[B, 256] to (values u8[B, 256], scales and minima u8[B, G], bytes of both factors)."""
     groups = x.reshape(len(x), -1, group)
     low = np.minimum(groups.min(axis=2), 0)
     scale, minimum = (np.maximum(groups.max(axis=2), 0) - low) / most, -low
@@ -48,7 +49,7 @@ def _with_minima(
 
 
 def _in_steps(part: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """f32[B, G] -> (f16[B], whole numbers up to `most` as f32[B, G])."""
+    """Round f32[B, G] to (f16[B], integers up to `most` as f32[B, G])."""
     factor = (np.abs(part).max(axis=1) / most).astype(np.float16)
     wide = _wide(factor)
     return factor, np.rint(np.divide(part, wide, out=np.zeros_like(part), where=wide > 0))
@@ -57,7 +58,7 @@ def _in_steps(part: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 def _without_minima(
     x: np.ndarray, half: int, most_scale: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x[B, 256] in groups of 16 -> (values + half u8[B, 256], scales i8[B, 16], factors)."""
+    """Round x[B, 256] in groups of 16 to (values + half u8[B, 256], scales i8[B, 16], factors)."""
     groups = x.reshape(len(x), -1, 16)
     at = np.abs(groups).argmax(axis=2)[..., None]
     d, scales = _in_steps(np.take_along_axis(groups, at, 2)[..., 0] / -half, most_scale)
@@ -84,14 +85,14 @@ def _q2_k(x: np.ndarray) -> list[np.ndarray]:
 
 
 def _in_twos(values: np.ndarray) -> np.ndarray:
-    """u8[B, 256] -> u8[B, 64]: of each half four values that are 32 apart in a byte."""
+    """Pack u8[B, 256] to u8[B, 64]: in each half, a byte holds four values that are 32 apart."""
     parts = (values & 3).reshape(len(values), 2, 4, 32)
     shifted = parts << np.array([0, 2, 4, 6], np.uint8)[:, None]
     return np.bitwise_or.reduce(shifted, axis=2).reshape(len(values), 64)
 
 
 def _in_bits(bits: np.ndarray) -> np.ndarray:
-    """u8[B, 256] of 0 and 1 -> u8[B, 32]: of eight that are 32 apart in a byte."""
+    """Pack 0 and 1 in u8[B, 256] to u8[B, 32]: a byte holds eight values that are 32 apart."""
     shifted = bits.reshape(len(bits), 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(shifted, axis=1)
 
@@ -106,14 +107,14 @@ def _q3_k(x: np.ndarray) -> list[np.ndarray]:
 
 
 def _sixes(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """u8[B, 8] of 6 bits each -> u8[B, 12]."""
+    """Pack u8[B, 8] of 6 bits each to u8[B, 12]."""
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     return np.concatenate([first, second, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], axis=1)
 
 
 def _nibbles(values: np.ndarray) -> np.ndarray:
-    """u8[B, 256] -> u8[B, 128]: two values that are 32 apart in a byte."""
+    """Pack u8[B, 256] to u8[B, 128]: a byte holds two values that are 32 apart."""
     pairs = (values & 15).reshape(len(values), 4, 2, 32)
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(values), 128)
 
@@ -136,13 +137,13 @@ def _q6_k(x: np.ndarray) -> list[np.ndarray]:
     return [low, _in_twos(values >> 4), scales.view(np.uint8), factors]
 
 
-# What the 16 numbers of the IQ4 types stand for, and half way from each to the next.
+# The 16 values of the IQ4 types, and the midpoints between neighbors.
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 _IQ4_BORDERS = (_IQ4[1:] + _IQ4[:-1]) / 2
 
 
 def _sixteenths(groups: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """f32[B, G, 32] with f32[B, G] -> u8[B * G, 16]: of 32 the first half in the low bits."""
+    """Round f32[B, G, 32] by f32[B, G] to u8[B * G, 16]: low bits hold the first half."""
     wide = step[..., None]
     scaled = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
     numbers = np.searchsorted(_IQ4_BORDERS, scaled).astype(np.uint8).reshape(-1, 2, 16)
@@ -150,7 +151,7 @@ def _sixteenths(groups: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def _largest(groups: np.ndarray) -> np.ndarray:
-    """f32[B, G, 32] -> f32[B, G]: with it, the largest of a group is -127."""
+    """Return the step f32[B, G] by which the largest value of each group becomes -127."""
     at = np.abs(groups).argmax(axis=2)[..., None]
     return np.take_along_axis(groups, at, 2)[..., 0] / _IQ4[0]
 

@@ -1,9 +1,10 @@
-"""What does a KV cache in 8 bits give and cost? Memory, perplexity and decode tokens/s by kv dtype.
+"""Compare KV cache types by memory, perplexity and decode tokens/s.
 
     python -m benchmarks.kv_dtype [--model FOLDER] [--dtype auto] [--output FILE.json]
 
-forge-tiny is scored on documents of its kinds from a seed that it was not trained on, any other
-model on texts of its own, drawn in float32 at temperature 1. Speed is measured in turns.
+forge-tiny is scored on documents like its training text, from a seed that it was not trained on.
+Any other model is scored on its own texts, drawn in float32 at temperature 1. Speed is measured in
+turns.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from training.forge_tiny.corpus import documents
 from training.forge_tiny.tokenizer import encode
 
 BUNDLED = "forge-tiny"
-SEED = 20261120  # forge-tiny's corpus is of seed 0
-SEQUENCES, OUTPUT = 8, 96  # that decode at once, and tokens of each
+SEED = 20261120  # forge-tiny's corpus has seed 0
+SEQUENCES, OUTPUT = 8, 96  # concurrent sequences, and tokens of each
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of("kv_dtype", "What does a KV cache in 8 bits give and cost?")
-    parser.add_argument("--dtype", default="auto", help="of the model (default auto)")
+    parser = parser_of("kv_dtype", "Compare KV cache types by memory, perplexity and speed.")
+    parser.add_argument("--dtype", default="auto", help="dtype of the model (default auto)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 768], help="of decoding")
     args = parser.parse_args(argv)
     return reports.publish("kv_dtype", args, lambda: compare(load(args), args), markdown)
@@ -42,12 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
     parser = reports.parser(name, description, model=BUNDLED, rounds=7)
-    parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
+    parser.add_argument(
+        "--texts", type=int, default=2000, help="number of scored texts (default 2000)"
+    )
     return parser
 
 
 def load(args: argparse.Namespace) -> dict[str, LLM]:
-    """The model with each type of cache."""
+    """Return the model with each cache type."""
     sizes = {"dtype": args.dtype, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256}
     return {kind: LLM(args.model, kv_dtype=kind, **sizes) for kind in get_args(KVDType)}
 
@@ -86,7 +89,7 @@ def compare(engines: dict[str, LLM], args: argparse.Namespace) -> dict[str, Any]
 
 
 def perplexity(exact: np.ndarray, lost: np.ndarray) -> dict[str, float]:
-    """Figures from f64[tokens]: exact log-probabilities, and what each lost by rounding."""
+    """Return figures from f64[tokens]: exact log-probabilities, and their losses by rounding."""
     return {"perplexity": math.exp(-np.mean(exact - lost)), **more_perplexity(lost)}
 
 
@@ -102,13 +105,13 @@ def texts_of(args: argparse.Namespace) -> list[list[int]]:
 
 
 def held_out(count: int) -> list[list[int]]:
-    """Token ids of documents of forge-tiny's kinds that it was not trained on."""
+    """Return token ids of documents like forge-tiny's training text, but with another seed."""
     tokenizer = Tokenizer.from_file(str(resolve(BUNDLED) / "tokenizer.json"))
     return [ids for ids, _ in encode(tokenizer, documents(SEED, count))]
 
 
 def own_texts(model: str, count: int) -> list[list[int]]:
-    """What the model says by itself, with the prompt of one token before it."""
+    """Return texts that the model generates, each after a prompt of one token."""
     llm = LLM(model, dtype="float32", max_num_seqs=32, max_num_batched_tokens=256)
     first = llm.tokenizer.encode("") if llm.tokenizer is not None else []
     params = [
@@ -120,13 +123,13 @@ def own_texts(model: str, count: int) -> list[list[int]]:
 
 
 def log_likelihoods(llm: LLM, texts: list[list[int]]) -> np.ndarray:
-    """f64[tokens]: the log-probability of each token of each text but its first."""
+    """Return f64[tokens]: the log-probability of each token of each text except its first."""
     outputs = llm.generate(texts, SCORED, progress=False)
     return np.array([entry.logprob for o in outputs for entry in o.prompt_logprobs or ()])
 
 
 def tokens_per_s(engines: Mapping[str, LLM], context: int, rounds: int) -> dict[str, list[float]]:
-    """Of decoding, each engine in turn; the prompts are in the prefix cache by then."""
+    """Return decode rates, each engine in turn; the prompts are in the prefix cache by then."""
     params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     prompts = [[5 + (7 * i + 3 * j) % 200 for j in range(context)] for i in range(SEQUENCES)]
     samples: dict[str, list[float]] = {kv_dtype: [] for kv_dtype in engines}
@@ -134,7 +137,7 @@ def tokens_per_s(engines: Mapping[str, LLM], context: int, rounds: int) -> dict[
         for kv_dtype, llm in engines.items():
             begin_s = time.perf_counter()
             llm.generate(prompts, params, progress=False)
-            if round_:  # the first one fills the caches
+            if round_:  # the first round fills the caches
                 samples[kv_dtype].append(SEQUENCES * OUTPUT / (time.perf_counter() - begin_s))
     return samples
 
@@ -157,7 +160,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     return (
         f"{reports.heading(report)}; {report['model']} in {report['dtype']}; perplexity over "
-        f"{report['scored_tokens']:,} tokens; {report['sequences']} sequences decode at once, "
+        f"{report['scored_tokens']:,} tokens; {report['sequences']} concurrent sequences, "
         f"medians of {report['rounds']} rounds\n\n{reports.table(header, rows)}"
     )
 

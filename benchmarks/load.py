@@ -1,22 +1,24 @@
-"""How long does it take until the weights are there? From safetensors, GGUF and converted folders.
+"""Measure the time to load weights from safetensors, GGUF and converted folders.
 
     python -m benchmarks.load [--shape M] [--rounds 5] [--cache warm|cold] [--memory used|new]
                               [--output FILE.json]
 
-One model with random weights in bfloat16, written in each form. Every time is of a fresh process,
-in which everything has been imported and the device is up: from the call that reads to the last
-leaf on the device, checks included. The floor is `safetensors.numpy.load_file` alone, which makes
-numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors and the blocks of
-GGUF files are packed as they are read, and of a converted folder nothing is left to do. "mapped"
-leaves its files where they are in the page cache.
+One model with random bfloat16 weights is written in each format. Each time is that of a new process
+which has imported everything and started the device. It covers the call that reads, up to the last
+leaf on the device, checks included.
 
-Each round reads all forms in turn, beginning with another one, and measures how fast the machine
-reads the file, writes to new memory and copies (`benchmarks.floors`). By default each process takes
-memory and gives it back before its reading: what a virtual machine's host takes to find memory is
-not measured. With `--memory new` it is, as in a start on such a machine.
-Warm: before each process the files are read, unmeasured. Cold:
-they are dropped from the page cache (`POSIX_FADV_DONTNEED`), on file systems that heed it; what
-caches lie below the file system is not known.
+The floor is `safetensors.numpy.load_file` alone, which makes numpy arrays and no leaves. "packed"
+is for the CPU kernels: safetensors and GGUF blocks are packed while they are read, and a converted
+folder is packed already. "mapped" leaves the files in the page cache.
+
+Each round reads all formats in turn, starting with the next one. It also measures how fast the
+machine reads the file, writes to new memory and copies (`benchmarks.floors`). Each process
+allocates and frees memory before it reads, by default. This excludes the time that the host of a
+virtual machine takes to find memory. `--memory new` includes it, as in a start on such a machine.
+
+Warm: before each process the files are read, unmeasured. Cold: the files are dropped from the page
+cache (`POSIX_FADV_DONTNEED`) on file systems that support it. Caches below the file system remain
+unknown.
 """
 
 from __future__ import annotations
@@ -60,11 +62,11 @@ GGUF_NAMES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A form of the model, and how it is read."""
+    """A format of the model, and how it is read."""
 
     name: str
-    path: str  # in the folder of the benchmark
-    kernels: str  # as the flag
+    path: str  # in the benchmark's folder
+    kernels: str  # value of `--kernels`
     mapped: bool = False
 
 
@@ -82,11 +84,15 @@ GGUF_FILES = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf"}  # by the type of their
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = reports.parser("load", "How long until the weights are there?", rounds=5)
+    parser = reports.parser("load", "Measure the time to load weights by format.", rounds=5)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="M")
     parser.add_argument("--cache", choices=("warm", "cold"), default="warm")
     parser.add_argument("--memory", choices=("used", "new"), default="used")
-    parser.add_argument("--folder", type=Path, help="where the files are written; they are kept")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder for the model files, which are kept (default: a temporary one)",
+    )
     parser.add_argument("--child", nargs=2, metavar=("NAME", "PATH"), help="internal")
     args = parser.parse_args(argv)
     if args.child:
@@ -104,7 +110,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     cases = [case for case in CASES if case.name not in left_out]
     rounds, floors = [], []
     for index in range(args.rounds):
-        first = index % len(cases)  # no case always follows the same one
+        first = index % len(cases)  # so that no case always follows the same one
         order = [*cases[first:], *cases[:first]]
         title = f"round {index + 1} of {args.rounds}"
         rounds.append(_round(folder, order, args.cache, args.memory, title))
@@ -122,7 +128,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def write_forms(folder: Path, shape: str) -> dict[str, str]:
-    """Writes what is not there yet; the names of cases that cannot be, and why."""
+    """Write the missing formats and return the cases that cannot be written, with reasons."""
     source, left_out = folder / "safetensors", {}
     if not source.exists():
         write_model(source, SHAPES[shape])
@@ -146,12 +152,12 @@ def write_forms(folder: Path, shape: str) -> dict[str, str]:
 
 
 def write_gguf(source: Path, target: Path, kind: str = "BF16", *, vocabulary: bool = False) -> None:
-    """Write the same Llama; its matrices are rounded to the type `kind`.
+    """Write the same Llama as GGUF, with its matrices rounded to the type `kind`.
 
-    The package gguf rounds, or `benchmarks.k_quants` to types with blocks of 256. Matrices whose
-    rows are no blocks of the type are bfloat16. Rows of queries and keys are in llama.cpp's order,
-    in which neighbours are rotated together. The vocabulary of `benchmarks.random_model` is added
-    with `vocabulary`.
+    The gguf package rounds, or `benchmarks.k_quants` for types with blocks of 256. Matrices whose
+    rows are not whole blocks of the type become bfloat16. Rows of queries and keys have llama.cpp's
+    order, in which neighbors are rotated together. `vocabulary` adds that of
+    `benchmarks.random_model`.
     """
     import gguf
 
@@ -217,7 +223,7 @@ def _add_vocabulary(writer: Any, source: Path, config: dict[str, Any]) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" -> "blk.3.ffn_up.weight"."""
+    """Return GGUF's name: "model.layers.3.mlp.up_proj.weight" -> "blk.3.ffn_up.weight"."""
     part = name.removesuffix(".weight")
     if not part.startswith("model.layers."):
         return f"{GGUF_NAMES[part]}.weight"
@@ -226,7 +232,7 @@ def gguf_name(name: str) -> str:
 
 
 def read_once(case: Case, memory: str = "used") -> dict[str, float]:
-    """Reads the form once, in this process: seconds, and bytes of what came out of it."""
+    """Read the format once in this process and return its seconds and the bytes of the result."""
     read = _floor(case) if case.name == FLOOR else _leaves(case)
     if memory == "used":
         touch_memory(2 * sum(file.stat().st_size for file in files_of(Path(case.path))))
@@ -237,10 +243,10 @@ def read_once(case: Case, memory: str = "used") -> dict[str, float]:
 
 
 def touch_memory(num_bytes: int) -> None:
-    """Takes memory, writes to it and gives it back.
+    """Allocate memory, write to it and free it.
 
-    On a virtual machine the host may have to find each page that nobody has used for seconds. That
-    takes longer than all reading, and whom it befalls depends on who ran before.
+    On a virtual machine the host may have to find each page that was unused for seconds. This takes
+    longer than the whole read, and the processes before decide which one pays.
     """
     import numpy as np
 
@@ -298,7 +304,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def drop(file: Path) -> None:
-    """Drops a file from the page cache, what has not been written yet after writing it."""
+    """Drop a file from the page cache, after syncing it."""
     number = os.open(file, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -314,7 +320,7 @@ def _read_all(file: Path) -> None:
 
 
 def _python(*arguments: str) -> str:
-    """What a fresh Python prints; its own log is shown if it fails."""
+    """Return the output of a new Python process; raise with the end of its log if it fails."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     if done.returncode:
         last = "\n".join(done.stderr.splitlines()[-5:])
@@ -323,7 +329,7 @@ def _python(*arguments: str) -> str:
 
 
 def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By case: seconds, their ratio to the floor of the same round, and GB/s of what comes out."""
+    """Return by case: seconds, their ratio to the round's floor, and GB/s of the result."""
 
     def figures(name: str) -> Iterator[tuple[float, float, float]]:
         for one in rounds:

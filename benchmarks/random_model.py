@@ -6,9 +6,9 @@ A Hugging Face folder: config.json, model.safetensors in bfloat16, and a tokeniz
 dense model does not depend on its values, so nothing has to be downloaded.
 
 The vocabulary is made for measuring. After three special tokens and the 256 bytes, every token is a
-space and some letters, so a text has as many tokens as spaces, and any prompt can be given as
-text as well as by ids. The output rows of the special tokens and the bytes are zero: greedy
-decoding never ends, and each sampled token is visible in the text.
+space and some letters. A text therefore has as many tokens as spaces, and any prompt can be given
+as text or as ids. The output rows of the special tokens and the bytes are zero.
+Greedy decoding therefore never ends, and each sampled token is visible in the text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-NUM_RESERVED = len(SPECIAL_TOKENS) + 256  # tokens that no prompt has and greedy decoding avoids
+NUM_RESERVED = len(SPECIAL_TOKENS) + 256  # in no prompt, and avoided by greedy decoding
 WEIGHT_STD = 0.02
-SPACE = "Ġ"  # how byte-level vocabularies write the space
+SPACE = "Ġ"  # the space in byte-level vocabularies
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ SHAPES = {
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
-    """Makes `folder` and fills it. The same seed gives the same bytes."""
+    """Create and fill `folder`; the same seed gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", _config(shape))
     _write_json(folder / "tokenizer.json", _tokenizer(shape.vocab_size))
@@ -73,14 +73,14 @@ def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
 
 
 def prompt_text(token_ids: list[int], vocab_size: int) -> str:
-    """The text of which the tokenizer makes `token_ids`; none of them may be a reserved one."""
+    """Return the text that tokenizes to `token_ids`, none of which may be reserved."""
     assert min(token_ids) >= NUM_RESERVED
     names = vocabulary(vocab_size)
     return "".join(names[i] for i in token_ids).replace(SPACE, " ")
 
 
 def vocabulary(size: int) -> list[str]:
-    """Token id to token: the special ones, the bytes, then " a" to " z", " aa", " ab" ..."""
+    """Return the tokens by id: the special ones, the bytes, then " a" to " z", " aa", " ab" ..."""
     reserved = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())]
     if size <= NUM_RESERVED:
         raise ValueError(f"the vocabulary must be larger than {NUM_RESERVED}, not {size}")
@@ -95,7 +95,7 @@ def _words() -> Iterator[str]:
 
 
 def _tensors(shape: Shape, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and values: bf16[N, K] matrices as in the checkpoints of Llama, norms of ones."""
+    """Yield names and values: bf16[N, K] matrices as in Llama checkpoints, norms of ones."""
     random = np.random.default_rng(seed)
     d, ffn, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     q, kv = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
@@ -143,7 +143,7 @@ def _config(shape: Shape) -> dict[str, object]:
 
 
 def _tokenizer(vocab_size: int) -> dict[str, object]:
-    """A byte-level BPE whose merges spell each word letter by letter."""
+    """Return a byte-level BPE whose merges spell each word letter by letter."""
     names = vocabulary(vocab_size)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
@@ -197,7 +197,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A model folder with random weights.")
+    parser = argparse.ArgumentParser(description="Write a model folder with random weights.")
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--output", type=Path, required=True, help="the folder to write")
     parser.add_argument("--seed", type=int, default=0)

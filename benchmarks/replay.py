@@ -1,9 +1,9 @@
-"""How does the scheduler serve an hour of real traffic? Traces on a modelled device, by policy.
+"""Replay traces of real traffic through the scheduler on a modeled device, by policy.
 
     python -m benchmarks.replay --trace azure_conv.csv mooncake.jsonl [--rates 1 2 4 8]
 
-The scheduler and its block pool are the engine's own. The device computes nothing (`virtual.py`),
-and time is virtual: nobody waits, and the same arguments give the same figures on every machine.
+The scheduler and its block pool are the engine's own. The device computes nothing (`virtual.py`).
+Time is virtual, so a replay does not wait, and equal arguments give equal figures on every machine.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class EngineSizes:
 
 
 class Prompt(Sequence[int]):
-    """Token ids by blocks, each of which is one id throughout: a trace has millions of tokens.
+    """Token ids in blocks of one repeated id, because a trace has millions of tokens.
 
-    Prompts with the same leading blocks have the same leading tokens, and no others.
+    Prompts share exactly the tokens of their equal leading blocks.
     """
 
     __slots__ = ("_blocks", "_length")
@@ -96,19 +96,19 @@ class Arrival:
     prompt: Prompt
     output_len: int
     urgent: bool
-    decode_s: float  # how long its output takes on an idle device, after the first token
+    decode_s: float  # time for its output on an idle device, after the first token
 
 
 @dataclass(kw_only=True)
 class Served(Measured):
-    """What was measured of a request; times in virtual seconds since it arrived."""
+    """The measurements of a request; times are virtual seconds since its arrival."""
 
-    alone_s: float = 0.0  # on an idle device that has as much of its prompt in the cache
+    alone_s: float = 0.0  # on an idle device with the same part of the prompt cached
     waited_s: float | None = None  # until its first step was dispatched
-    longest_gap_s: float = 0.0  # between two of its tokens
+    longest_gap_s: float = 0.0  # longest inter-token latency
 
     def gained(self, after_s: float) -> None:
-        """A token came; only the longest gap is kept, for a trace has millions."""
+        """Record a token; only the longest latency is kept, because a trace has millions."""
         if self.last_s is None:
             self.ttft_s = after_s
         else:
@@ -122,13 +122,13 @@ class Served(Measured):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of one replay."""
+    """The outcome of one replay."""
 
     served: list[Served]
     device: VirtualDevice
     scheduler: Scheduler
     virtual_s: float  # from the first arrival to the last token
-    queue_peak: int  # sequences that waited after a step had been scheduled
+    queue_peak: int  # largest number of waiting sequences after a schedule
     blocks_peak: int  # in use
 
 
@@ -140,16 +140,16 @@ def arrivals(
     urgent_share: float,
     seed: int,
 ) -> list[Arrival]:
-    """The requests of a trace. Who is urgent is drawn at random, by `seed`."""
+    """Return the requests of a trace; `seed` decides at random which are urgent."""
     rng = random.Random(f"{seed}:urgent")
     own = 1 + max((i for entry in entries for i in entry.hash_ids), default=0)
     made = []
     for index, entry in enumerate(entries):
         input_len, output_len = fitted(entry, sizes.context)
         num_blocks = -(-input_len // TRACE_BLOCK)
-        # Token 0 is what the device samples.
+        # Token 0 is the one that the device samples.
         blocks = [1 + hash_id for hash_id in entry.hash_ids[:num_blocks]]
-        blocks += [1 + own + index] * (num_blocks - len(blocks))  # as nobody else's
+        blocks += [1 + own + index] * (num_blocks - len(blocks))  # unique to this request
         made.append(
             Arrival(
                 arrival_s=entry.arrival_s,
@@ -173,12 +173,13 @@ def play(
     itl_target_s: float = 0.0,
     on_finished: Callable[[], object] = lambda: None,
 ) -> Outcome:
-    """Serves the requests, `rate` times as fast as they came, until the last one has its end.
+    """Serve all requests, `rate` times as fast as they came.
 
-    With `itl_target_s` above 0, steps in which sequences decode have an inter-token latency target.
+    If `itl_target_s` is above 0, steps with decoding sequences have an inter-token latency
+    target.
 
-    As the engine does, one step ahead: step t + 1 is scheduled and dispatched while t runs, and
-    then t is read. Whoever arrives in between is in step t + 2 at the earliest.
+    Like the engine, this runs one step ahead: step t + 1 is scheduled and dispatched while t runs,
+    and then t is read. A request that arrives in between is in step t + 2 at the earliest.
     """
     clock = VirtualClock()
     device = VirtualDevice(cost.step_s, clock)
@@ -271,7 +272,7 @@ def _request(request_id: str, arrival: Arrival, arrival_s: float) -> schedule.Re
 
 
 def summarise(outcome: Outcome, slo: Slo) -> dict[str, Any]:
-    """All figures of one replay, ready for JSON; every time is virtual."""
+    """Return all figures of one replay, ready for JSON; every time is virtual."""
     served, device, scheduler = outcome.served, outcome.device, outcome.scheduler
     pool = scheduler.pool
     steps, span_s = device.num_steps, outcome.virtual_s
@@ -310,10 +311,10 @@ def _latencies(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def fairness(served: Sequence[Served]) -> dict[str, float]:
-    """How evenly delay is shared, by slowdown: the time taken over the time it takes alone (>= 1).
+    """Return how evenly delay is shared, by slowdown: time taken over time alone (>= 1).
 
-    `jain` is Jain's index of the speeds (1 / slowdown): 1 if all are slowed down alike, 1 / n if
-    one gets everything. Short and long are the quarters of least and most time alone.
+    `jain` is Jain's index of the speeds (1 / slowdown): 1 if all slow down equally, 1 / n if one
+    request gets everything. Short and long are the quarters with the least and the most time alone.
     """
     speeds = [1 / m.slowdown for m in served]
     ordered = [m.slowdown for m in sorted(served, key=lambda m: m.alone_s)]
@@ -328,7 +329,7 @@ def fairness(served: Sequence[Served]) -> dict[str, float]:
 
 
 def rounded(value: Any) -> Any:
-    """Every float of a report with six digits."""
+    """Round every float of a report to six digits."""
     if isinstance(value, Mapping):
         return {name: rounded(part) for name, part in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -343,12 +344,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
-    """Every trace at every rate with every policy."""
     sizes = EngineSizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineSizes)})
     changes = {f.name: getattr(args, f.name) for f in dataclasses.fields(StepCost)}
     changes = {name: value for name, value in changes.items() if value is not None}
     if any(not (value >= 0 and math.isfinite(value)) for value in changes.values()):
-        raise BenchmarkError("what a step costs must be finite and not negative")
+        raise BenchmarkError("the costs of a step must be finite and not negative")
     cost = dataclasses.replace(DEVICES[args.device], **changes)
     if any(not (rate > 0 and math.isfinite(rate)) for rate in args.rates):
         raise BenchmarkError("--rates must be greater than 0")
@@ -400,7 +400,9 @@ def _about(
 
 
 def _seen_before(entries: Sequence[TraceEntry], requests: Sequence[Arrival]) -> int:
-    """Prompt tokens in leading blocks of earlier prompts: what an endless cache could save."""
+    """Return prompt tokens in leading blocks of earlier prompts, which an infinite cache would
+    save.
+    """
     seen: set[int] = set()
     total = 0
     for entry, request in zip(entries, requests, strict=True):
@@ -448,9 +450,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"{name.removesuffix('_ms').upper()} {ms:g} ms" for name, ms in report["slo"].items()
     )
     lines = [
-        f"{reports.heading(report)}; modelled device {report['device']}, {engine['num_blocks']} "
+        f"{reports.heading(report)}; modeled device {report['device']}, {engine['num_blocks']} "
         f"blocks of {engine['block_size']}, {engine['max_num_seqs']} sequences and "
-        f"{engine['max_num_batched_tokens']} tokens a step; virtual time; SLO: {slo}",
+        f"{engine['max_num_batched_tokens']} tokens per step; virtual time; SLO: {slo}",
     ]
     for about in report["traces"]:
         rows = [row for row in report["rows"] if row["trace"] == about["trace"]]
@@ -459,7 +461,7 @@ def markdown(report: dict[str, Any]) -> str:
             "",
             f"{about['trace']}: {about['requests']:,} requests in {about['span_s']:,.0f} s, "
             f"{about['prompt_tokens']:,} prompt and {about['output_tokens']:,} output tokens; "
-            f"{seen:.0%} of the prompt tokens are in blocks that an earlier prompt has",
+            f"{seen:.0%} of the prompt tokens are in blocks of an earlier prompt",
             "",
             reports.table(HEADER, [_cells(row) for row in rows]),
         ]
@@ -504,28 +506,38 @@ def _of(row: dict[str, Any], name: str, percentile: str, digits: int = 0) -> str
 
 def _parser() -> argparse.ArgumentParser:
     parser = reports.parser(
-        "replay", "Request traces through the scheduler on a modelled device, in virtual time."
+        "replay",
+        "Replay request traces through the scheduler on a modeled device, in virtual time.",
     )
     what = parser.add_argument_group("what is sent")
     what.add_argument(
         "--trace", type=Path, nargs="+", required=True, help="Azure CSV or Mooncake JSON lines"
     )
-    what.add_argument("--max-requests", type=int, help="of each trace; default: all")
     what.add_argument(
-        "--rates", type=float, nargs="+", default=[1, 2, 4, 8], help="times the trace's own"
+        "--max-requests", type=int, help="maximum number of requests per trace (default: all)"
     )
     what.add_argument(
-        "--urgent-share", type=float, default=0.2, help="of requests with the better priority"
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        help="factors of the trace's own rate (default 1 2 4 8)",
+    )
+    what.add_argument(
+        "--urgent-share",
+        type=float,
+        default=0.2,
+        help="share of requests with the better priority (default 0.2)",
     )
     what.add_argument("--seed", type=int, default=0)
     engine = parser.add_argument_group("the engine")
     engine.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     for name, default, text in (
-        ("max-num-seqs", 256, "sequences that run at the same time"),
+        ("max-num-seqs", 256, "concurrent sequences"),
         ("max-num-batched-tokens", 2048, "of one step"),
-        ("num-blocks", 13_000, "of the KV cache"),
+        ("num-blocks", 13_000, "blocks of the KV cache"),
         ("block-size", 64, "tokens of a block"),
-        ("context", 131_072, "tokens, prompt and output: requests are cut to it"),
+        ("context", 131_072, "tokens of prompt and output, to which requests are truncated"),
     ):
         engine.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     engine.add_argument(
@@ -533,23 +545,23 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         nargs="+",
         default=[0.0],
-        help="as the server's; 0: off (default)",
+        help="inter-token latency target in ms, as for the server; 0: off (default)",
     )
     engine.add_argument(
         "--aging-s",
         type=float,
         default=SchedulerConfig.aging_s,
-        help="after which a waiting request goes before all prefixes "
+        help="seconds after which a waiting request precedes all prefix matches "
         f"({SchedulerConfig.aging_s:g})",
     )
-    device = parser.add_argument_group("what a step costs: a model")
+    device = parser.add_argument_group("costs of a step in the device model")
     device.add_argument("--device", choices=DEVICES, default="h200-8b", help="the preset")
     for field in dataclasses.fields(StepCost):
         flag = f"--{field.name.replace('_', '-')}"
         device.add_argument(
             flag, type=float, help=f"{field.metadata['doc']}; default: the preset's"
         )
-    slo = parser.add_argument_group("what counts as good")
+    slo = parser.add_argument_group("goodput limits")
     slo.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="default 1000")
     slo.add_argument("--slo-tpot-ms", type=float, default=50.0, help="default 50")
     return parser

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: arguments, turns and ratios, reports in JSON and Markdown."""
+"""Code shared by all benchmarks: arguments, turns and ratios, reports in JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parser(
         prog=f"python -m benchmarks.{benchmark}", description=description
     )
     if model is not None:
-        made.add_argument("--model", default=model, help=f"what to run (default {model})")
+        made.add_argument("--model", default=model, help=f"model to run (default {model})")
     if rounds is not None:
         made.add_argument("--rounds", type=int, default=rounds, help=f"default {rounds}")
     made.add_argument("--output", type=Path, help="write the report here as JSON")
@@ -45,7 +45,7 @@ def options(
 
 
 def engine_config_error(**options: Any) -> str | None:
-    """Return the reason for which this engine refuses the options; None if it takes them."""
+    """Return the reason why this engine rejects the options, or None if it accepts them."""
     try:
         EngineConfig.from_options(**options)
     except ConfigError as error:
@@ -64,12 +64,12 @@ def turns[T](sides: Sequence[T], rounds: int, name: str | None = None) -> Iterat
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median of the ratios within rounds: a slow moment meets both sides of a round."""
+    """Return the median of the ratios within rounds, because a slow moment affects both sides."""
     return median([x / y for x, y in zip(values, base, strict=True)])
 
 
 def new(benchmark: str, **body: Any) -> dict[str, Any]:
-    """A report: which benchmark, date, machine and versions, then its own figures."""
+    """Return a report: benchmark, date, machine and versions, then its own figures."""
     return {"benchmark": benchmark, **machine.describe(), **body}
 
 
@@ -111,20 +111,18 @@ def progress(text: str) -> None:
 
 
 def heading(report: dict[str, Any]) -> str:
-    """One line: when and where."""
+    """Return one line with the date and the machine."""
     versions = report["versions"]
     stack = f", jax {versions['jax']}" if "jax" in versions else ""
     return f"{report['date']}, {cpu(report)}, {report['cores']} cores{stack}"
 
 
 def cpu(report: dict[str, Any]) -> str:
-    """The CPU of a report, with its instruction sets."""
     sets = " ".join(report.get("instruction_sets", ()))
     return f"{report['cpu']} ({sets})" if sets else report["cpu"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

@@ -1,11 +1,11 @@
-"""Do these models work? One line for each: it loads, answers, and how fast.
+"""Check that models load and answer, and measure their speed: one line each.
 
     python -m benchmarks.sanity [MODEL ...] [--quantization int8] [--output FILE.json]
 
-A MODEL is what `forge-jax serve` takes, or a folder that holds such folders and .gguf files. The
-bundled model is always among them. Each runs in a process of its own, so what one leaves behind or
-dies of does not touch the others. The time until it is ready is that of weights and compilation,
-which may be cached. Exits with 1 if one does not work.
+A MODEL is any argument of `forge-jax serve`, or a folder of model folders and .gguf files. The
+bundled model is always included. Each model runs in a process of its own, so a crash does not
+affect the others. The time until ready covers weights and compilation, which may be cached. Exits
+with 1 if a model does not work.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ DEPTH = 3  # of folders that are searched
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = reports.parser("sanity", "Do these models work?")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="or folders that hold some")
+    parser = reports.parser("sanity", "Check that models load and answer.")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="models, or folders that contain some"
+    )
     reports.options(
         parser,
         ("--sequences", int, 8, "at once"),
         ("--output-len", int, 64, "tokens of each"),
         ("--dtype", str, "auto", "of the model"),
     )
-    parser.add_argument("--quantization", help="round the matrices to this; default: as they are")
+    parser.add_argument(
+        "--quantization", help="quantize the matrices to this type (default: unchanged)"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the process of one model
     args = parser.parse_args(argv)
     if args.one is not None:
@@ -56,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def found(given: str) -> list[str]:
-    """The models that a name stands for: it, or what lies in the folder."""
+    """Return the models that an argument names: itself, or those in the folder."""
     path = Path(given)
     if not path.is_dir() or (path / "config.json").exists():
         return [given]
     models = sorted(map(str, _models(path, DEPTH)))
-    return models or [given]  # which then says what is wrong with it
+    return models or [given]  # the model's process reports the error
 
 
 def _models(folder: Path, depth: int) -> Iterator[Path]:
@@ -73,7 +77,7 @@ def _models(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _in_a_process(model: str, argv: Sequence[str]) -> dict[str, Any]:
-    """What `try_model` says, or how its process ended."""
+    """Return the result of `try_model`, or how its process ended."""
     command = [sys.executable, "-m", "benchmarks.sanity", "--one", model, *argv]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S)
@@ -81,12 +85,12 @@ def _in_a_process(model: str, argv: Sequence[str]) -> dict[str, Any]:
         return {"error": f"no answer in {TIME_LIMIT_S} s"}
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or ["nothing"]
-        return {"error": f"its process ended with {done.returncode}; it said: {said[-1]}"}
+        return {"error": f"its process ended with {done.returncode}; last line: {said[-1]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def try_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Loads a model, has it answer, and measures; or why that is not possible."""
+    """Load a model, generate an answer and measure, or return the error."""
     from forge_jax import LLM, SamplingParams
     from forge_jax.errors import ForgeError
 
@@ -118,7 +122,7 @@ def try_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _speed(llm: Any, sequences: int, output_len: int, prompt_len: int) -> dict[str, float]:
-    """Tokens a second in decodes, and in prompts; the faster of two, for the first warms up."""
+    """Return tokens/s of decodes and of prompts, the better of two runs: the first warms up."""
     from forge_jax import SamplingParams
 
     seconds: dict[int, float] = {}
@@ -138,7 +142,6 @@ def _speed(llm: Any, sequences: int, output_len: int, prompt_len: int) -> dict[s
 
 
 def text(line: dict[str, Any]) -> str:
-    """One line of a person's report."""
     if "error" in line:
         return f"FAILED  {line['model']}: {line['error']}"
     return (

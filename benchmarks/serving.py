@@ -1,11 +1,11 @@
-"""How fast does a server answer? Workloads against any OpenAI-compatible server.
+"""Measure workloads against any OpenAI-compatible server.
 
     python -m benchmarks.serving --workload all                   # our own, the bundled model
     python -m benchmarks.serving --url http://127.0.0.1:8000 --workload baseline --rate 8
     python -m benchmarks.serving --trace azure.csv --trace-scale 0.1 --max-requests 200
 
-Without --url it starts a server of its own. Exits with 1 if a request failed. README.md says what
-the figures mean and how to compare two servers.
+If --url is missing, it starts a server of its own. Exits with 1 if a request failed. README.md
+explains the figures and how to compare two servers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import Slo, refusal, summarise
 from forge_serve.bench.workload import WARM_UP, Sizes, Vocabulary, Workload
 
-Make = Callable[[int], Workload]  # of a round
+Make = Callable[[int], Workload]  # from the index of a round
 Traces = Mapping[Path, Sequence[TraceEntry]]
 ALL = "all"
 THROUGHPUT = ("workload", "answered", "requests/s", "output tokens/s", "all tokens/s")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def measure(
     server: Server, make: Make, *, warm_up: int = 4, slo: Slo | None = None, progress: bool = False
 ) -> dict[str, Any]:
-    """Runs one workload after a warm-up of its first requests; returns its entry of the report."""
+    """Run one workload after a warm-up of its first requests and return its entry of the report."""
     workload = make(0)
     entry = {
         "workload": workload.name,
@@ -81,10 +81,12 @@ async def measure(
 
 
 def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What the server's counters say of one run."""
+    """Return the changes of the server's counters during one run."""
     during = {name: after[name] - before.get(name, 0) for name in after}
     if "compilations_after_ready" in after:
-        during["compilations_after_ready"] = after["compilations_after_ready"]  # since its start
+        during["compilations_after_ready"] = after[
+            "compilations_after_ready"
+        ]  # since the server's start
     if during.get("prefix_cache_queries"):
         hits = during.get("prefix_cache_hits", 0)
         during["prefix_cache_hit_rate"] = hits / during["prefix_cache_queries"]
@@ -97,7 +99,6 @@ def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report's table, and below it what it does not show."""
     server = report["server"]
     lines = [f"{reports.heading(report)}; {server['model']}, context {server['context']}", ""]
     lines += [f"Latencies in ms, {' / '.join(PERCENTILES)}.", ""]
@@ -109,7 +110,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _rows(entry: dict[str, Any]) -> Iterator[list[str]]:
-    """A workload's row of the table, and one for each of its groups of requests."""
+    """Yield a workload's row of the table, and one for each of its groups of requests."""
     yield [
         entry["workload"],
         f"{entry['completed']} of {entry['requests']}",
@@ -134,7 +135,7 @@ def _spread(spread: dict[str, float] | None) -> str:
 
 
 def _remarks(entry: dict[str, Any]) -> list[str]:
-    """What the tables do not show."""
+    """Return the facts that the tables do not show."""
     if "unsupported" in entry:
         return [f"unsupported by this server ({entry['unsupported']})"]
     remarks = [entry["load"]]
@@ -151,15 +152,15 @@ def _remarks(entry: dict[str, Any]) -> list[str]:
         remarks.append(f"{entry['output_tokens']} tokens came in {entry['events']} events")
     if entry["output_tokens"] < entry["output_tokens_asked"]:
         remarks.append(
-            f"{entry['output_tokens']} of {entry['output_tokens_asked']} output tokens asked for"
+            f"{entry['output_tokens']} of {entry['output_tokens_asked']} requested output tokens"
         )
     if "json_valid" in entry:
         remarks.append(f"{entry['json_valid']} of {entry['completed']} answers were JSON objects")
     if entry["requests_without_usage"]:
-        remarks.append("the server gives no usage: tokens are counted as events")
+        remarks.append("the server reports no usage: events are counted as tokens")
     late = entry["client_late_ms"]
     if late is not None and late["p99"] > 50:
-        remarks.append(f"the client was late: p99 {late['p99']:.0f} ms")
+        remarks.append(f"the client sent late: p99 {late['p99']:.0f} ms")
     facts = {**entry["facts"], **entry["server"]}
     if facts:
         remarks.append(", ".join(f"{name} {_short(value)}" for name, value in facts.items()))
@@ -172,7 +173,7 @@ def _short(value: float) -> str:
 
 
 def _failed(entry: dict[str, Any]) -> bool:
-    """Only structured output is something that a server may well lack."""
+    """Return True if a request failed; an unsupported structured output is no failure."""
     if "unsupported" in entry:
         return entry["workload"] != "structured"
     return bool(entry["errors"])
@@ -231,9 +232,9 @@ async def _run_all(
 def _sizes(args: argparse.Namespace, server: Server) -> Sizes:
     context = args.context or server.context
     if context is None:
-        raise BenchmarkError("the server does not say how long its context is: pass --context")
+        raise BenchmarkError("the server does not report its context length: pass --context")
     if server.endpoint == "chat" or server.prompts == "text":
-        server.vocabulary.text(server.vocabulary.ids[:2])  # is there a tokenizer?
+        server.vocabulary.text(server.vocabulary.ids[:2])  # raises if there is no tokenizer
         context -= workloads.TEMPLATE_TOKENS
     return Sizes(
         context=context,
@@ -246,12 +247,12 @@ def _sizes(args: argparse.Namespace, server: Server) -> Sizes:
 def _makers(
     args: argparse.Namespace, vocabulary: Vocabulary, sizes: Sizes, traces: Traces
 ) -> list[Make]:
-    """What was asked for, checked, as functions of the round."""
+    """Return the requested workloads, checked, as functions of the round."""
     names = args.workload or ([] if args.trace else [ALL])
     if ALL in names:
         names = list(workloads.WORKLOADS)
     if (args.input_len or args.output_len) and names != ["baseline"]:
-        raise BenchmarkError("--input-len and --output-len are for --workload baseline alone")
+        raise BenchmarkError("--input-len and --output-len need --workload baseline")
 
     def loaded(make: Make) -> Make:
         def make_loaded(round_: int) -> Workload:
@@ -263,7 +264,7 @@ def _makers(
                 seed=args.seed,
             )
 
-        make_loaded(0)  # a wrong flag shows before anything runs
+        make_loaded(0)  # report a wrong flag before anything runs
         return make_loaded
 
     def named(name: str) -> Make:
@@ -284,7 +285,7 @@ def _makers(
 
 
 def _first(workload: Workload, count: int) -> Workload:
-    """Its first requests, all at once."""
+    """Return a workload's first requests, all at once."""
     requests = tuple(
         dataclasses.replace(request, arrival_s=0.0, after=None)
         for request in workload.requests[:count]
@@ -293,26 +294,33 @@ def _first(workload: Workload, count: int) -> Workload:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = reports.parser("serving", "How fast does a server answer?")
+    parser = reports.parser("serving", "Measure workloads against any OpenAI-compatible server.")
     server = parser.add_argument_group("server")
-    server.add_argument("--url", help="a server that runs already; default: start our own")
-    server.add_argument("--model", help="its name at --url, or what to serve (default forge-tiny)")
-    server.add_argument("--api-key", help="sent as a bearer token")
-    server.add_argument("--serve-args", default="", help="flags for the server that is started")
+    server.add_argument("--url", help="URL of a running server (default: start one)")
+    server.add_argument(
+        "--model", help="name of the model at --url, or the model to serve (default forge-tiny)"
+    )
+    server.add_argument("--api-key", help="API key, sent as a bearer token")
+    server.add_argument("--serve-args", default="", help="flags for the started server")
     server.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     server.add_argument(
-        "--prompts", choices=("ids", "text"), default="ids", help="of completions; chats are text"
+        "--prompts",
+        choices=("ids", "text"),
+        default="ids",
+        help="form of completion prompts; chats are always text",
     )
     server.add_argument(
-        "--tokenizer", type=Path, help="tokenizer.json or its folder, for prompts as text"
+        "--tokenizer", type=Path, help="tokenizer.json or its folder, for text prompts"
     )
-    server.add_argument("--context", type=int, help="tokens of a sequence; default: as it says")
+    server.add_argument(
+        "--context", type=int, help="context length in tokens (default: reported by the server)"
+    )
     server.add_argument("--temperature", type=float, default=0.0)
     server.add_argument(
         "--no-ignore-eos",
         dest="ignore_eos",
         action="store_false",
-        help="for servers that do not take the field ignore_eos",
+        help="for servers that reject the field ignore_eos",
     )
 
     what = parser.add_argument_group("workload")
@@ -323,27 +331,36 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"{', '.join(workloads.WORKLOADS)}, or {ALL} of them (default: {ALL})",
     )
-    what.add_argument("--requests", type=int, default=64, help="of each workload (default 64)")
+    what.add_argument("--requests", type=int, default=64, help="requests per workload (default 64)")
     what.add_argument("--input-len", type=int, help="tokens, of baseline")
     what.add_argument("--output-len", type=int, help="tokens, of baseline")
     what.add_argument("--seed", type=int, default=0)
     what.add_argument(
         "--trace", type=Path, nargs="+", default=[], help="Azure CSV or Mooncake JSON lines"
     )
-    what.add_argument("--trace-scale", type=float, default=1.0, help="times the trace's time")
-    what.add_argument("--max-requests", type=int, help="of a trace; default: all")
+    what.add_argument(
+        "--trace-scale", type=float, default=1.0, help="factor of the trace's times (default 1)"
+    )
+    what.add_argument(
+        "--max-requests", type=int, help="maximum number of requests per trace (default: all)"
+    )
 
     load = parser.add_argument_group("load", "default: each workload's own")
     load.add_argument("--rate", type=float, help="requests/s, Poisson; inf: all at once")
     load.add_argument(
-        "--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1: Poisson"
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="gamma shape of the arrival intervals; 1: Poisson (default)",
     )
-    load.add_argument("--concurrency", type=int, help="requests at once (closed loop)")
-    load.add_argument("--warm-up", type=int, default=4, help="requests before each (default 4)")
+    load.add_argument("--concurrency", type=int, help="concurrent requests (closed loop)")
+    load.add_argument(
+        "--warm-up", type=int, default=4, help="warm-up requests before each workload (default 4)"
+    )
 
     for name, of in (
-        ("ttft", "the time to the first token"),
-        ("itl", "the longest gap between events"),
+        ("ttft", "TTFT"),
+        ("itl", "the longest inter-token latency"),
         ("tpot", "the mean time per output token"),
         ("e2e", "the whole request"),
     ):

@@ -1,4 +1,4 @@
-"""Starts `forge-jax serve` as a process of its own, waits until it is ready, ends it."""
+"""`forge-jax serve` as a process of its own: start it, wait until it is ready, stop it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Started:
-    """A server that is ready: everything has been compiled."""
+    """A ready server that has compiled everything."""
 
     url: str
-    serving_s: float  # from the start of its process until it first took requests
+    serving_s: float  # from the start of its process until it first accepted requests
     ready_s: float
     pid: int
 
@@ -36,10 +36,10 @@ class Started:
 def serving(
     arguments: Sequence[str] = (), *, timeout_s: float = 300.0
 ) -> Iterator[tuple[str, float]]:
-    """Yields (url, seconds from start to ready). Its log goes to a file and is not kept.
+    """Yield (url, seconds from start to ready); the server's log goes to a temporary file.
 
     Raises:
-      BenchmarkError: the server ended, or was not ready in time; with the end of its log.
+      BenchmarkError: The server ended or was not ready in time; with the end of its log.
     """
     with started(arguments, timeout_s=timeout_s) as server:
         yield server.url, server.ready_s
@@ -47,7 +47,7 @@ def serving(
 
 @contextmanager
 def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Iterator[Started]:
-    """As `serving`, with both times."""
+    """Yield the server with both times, otherwise like `serving`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -78,9 +78,9 @@ def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Itera
 
 
 class _Output(threading.Thread):
-    """Reads what a server prints, so that it never waits for a reader, and forgets it.
+    """A thread that drains a server's output, so that the server never blocks.
 
-    The first line is where it serves: it takes requests from then on.
+    The first line has the address: from then on the server accepts requests.
     """
 
     def __init__(self, stdout: IO[bytes]):
@@ -100,7 +100,7 @@ class _Output(threading.Thread):
 
 
 def health(url: str) -> str | None:
-    """The state of the server at `url` in its own words; None while nobody answers with 200."""
+    """Return the state that the server at `url` reports, or None unless it answers 200."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return json.load(response)["status"]

@@ -1,9 +1,9 @@
-"""Does it serve? 32 concurrent streaming chats on the bundled model, and what is left behind.
+"""Check a server with 32 concurrent streaming chats on the bundled model.
 
     python -m benchmarks.smoke [--url URL] [--requests 32] [--max-tokens 64] [--output FILE.json]
 
-Without --url it starts a server of its own. Exits with 1 if a request failed, something was
-compiled after ready, or a block is still in use when all is quiet.
+If --url is missing, it starts a server of its own. Exits with 1 if a request failed, something was
+compiled after ready, or a block is still in use after the last request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTLE_S = 2.0
 
 def main() -> int:
     parser = reports.parser("smoke", "Does it serve?")
-    parser.add_argument("--url", help="a server that runs already; default: start one")
+    parser.add_argument("--url", help="URL of a running server (default: start one)")
     parser.add_argument("--model", default="forge-tiny", help="what to serve")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -77,7 +77,7 @@ def measure(url: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
         }
         for i in range(num_requests)
     ]
-    asyncio.run(run_all(url, bodies[:4]))  # connections, page cache
+    asyncio.run(run_all(url, bodies[:4]))  # opens connections and fills the page cache
     results, wall_s = asyncio.run(run_all(url, bodies))
     stats = _quiet_stats(url)
     return {"max_tokens": max_tokens, **summarise(results, wall_s)} | {
@@ -103,7 +103,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _quiet_stats(url: str) -> dict[str, Any]:
-    """The server's counters once nothing runs, or after `SETTLE_S`."""
+    """Return the server's counters once nothing runs, or after `SETTLE_S`."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         stats = _get(url, "/stats")
@@ -116,8 +116,8 @@ def _get(url: str, path: str) -> Any:
     try:
         with urllib.request.urlopen(url + path, timeout=10) as response:
             return json.load(response)
-    except OSError as error:  # an HTTPError is one too
-        raise BenchmarkError(f"no server that is ready at {url}: {error}") from error
+    except OSError as error:  # includes HTTPError
+        raise BenchmarkError(f"no server is ready at {url}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -1,31 +1,31 @@
-"""What do drafts bring? The same requests with and without them, in turns, in this process.
+"""Compare the same requests with and without drafts, in turns, in this process.
 
     python -m benchmarks.speculation --questions FILE.jsonl [--model forge-tiny] [--rounds 5]
         [--drafters ngram suffix draft] [--draft-model FOLDER] [--parts questions replay load]
         [--output FILE.json]
 
-A step of the bundled model takes 0.25 ms: drafts cannot save much of that. A model that
-`python -m training.forge_tiny.widen` makes answers the same, at the cost of a larger one.
-`--questions` is a file in Spec-Bench's form (Xia et al. 2024, arXiv:2401.07851): a JSON object a
-line with `question_id`, `category` and `turns`. Five parts:
+A step of the bundled model takes 0.25 ms, of which drafts cannot save much. A model from
+`python -m training.forge_tiny.widen` gives the same answers at the cost of a larger one.
 
-- usual: what the bundled model was made for, stories, facts, sums, extraction, from the grammars of
-  its training text with a seed of its own, one at a time, at temperature 0.7. `suffix` learns from
-  earlier answers, so the first half of the rounds and the second are told apart.
-- batch: the same requests at each of `--loads`, and at each of `--temperatures`.
-- questions: every question once, one at a time, greedy, what the model says of itself. Each round
-  has other questions, so that nothing is drafted from an earlier answer to the same one.
-- replay: texts that repeat what is in their prompt, edits of a document and JSON extracted from
-  sentences, one at a time. A small model cannot write these, so the step's own choice is replaced
-  by the recorded token: everything is computed as ever, sampling too, and drafts are verified
-  against the record.
-- load: questions at each of `--loads` and `--temperatures`, by default 0.7 with 1, 4, 16 and 64 at
-  once, for the slowdown that drafts bring at their worst: the 95% interval of the median ratio, by
+`--questions` is a file in Spec-Bench's format (Xia et al. 2024, arXiv:2401.07851): JSON lines with
+`question_id`, `category` and `turns`. There are five parts:
+
+- usual: the bundled model's own tasks (stories, facts, sums, extraction) from the grammars
+  of its training text with another seed. They run one at a time, at temperature 0.7. `suffix`
+  remembers earlier answers, so the two halves of the rounds are reported separately.
+- batch: the same requests at each of `--loads` and `--temperatures`.
+- questions: every question once, one at a time, greedy, with the model's own answers. Each round
+  has other questions, so no draft comes from an earlier answer to the same one.
+- replay: texts that repeat their prompt, one at a time: edits of a document, and JSON extracted
+  from sentences. A small model cannot write these, so the recorded token replaces the sampled
+  one. Everything is computed as usual, and drafts are verified against the record.
+- load: questions at each of `--loads` and `--temperatures`, by default 0.7 with 1, 4, 16 and 64
+  at once. It measures the worst slowdown by drafts: the 95% interval of the median ratio, by
   bootstrap over the rounds.
 
-Outputs must be equal with and without drafts where the tier is deterministic; in the default one
-the share of requests that differ is reported. With `--draft-verification rejection` all differ that
-are random.
+In the deterministic tier, outputs must be equal with and without drafts. In the default tier, the
+share of differing requests is reported. All random requests differ with
+`--draft-verification rejection`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from training.forge_tiny.corpus import documents
 
 PARTS = ("usual", "batch", "questions", "replay", "load")
 DEFAULT_PARTS = ("usual", "questions", "replay", "load")
-USUAL = 200  # requests of a round
-LEAST_LOAD = 48  # the same
-USUAL_SEED = 77_777  # none that it was trained with
+USUAL = 200  # requests per round
+LEAST_LOAD = 48  # requests per round
+USUAL_SEED = 77_777  # not used in training
 LOADS = (1, 4, 16, 64)
-ANSWER = 160  # most tokens of an answer
-RECORD = 192  # of a replayed text
+ANSWER = 160  # maximum tokens of an answer
+RECORD = 192  # tokens of a replayed text
 OFF = "off"
 DRAFTING = ("draft_verification", "max_draft_tokens", "draft_model")  # options of sides that draft
 
@@ -77,20 +77,20 @@ DRAFTING = ("draft_verification", "max_draft_tokens", "draft_model")  # options 
 
 
 def read_questions(path: Path) -> list[str]:
-    """The first turn of each question.
+    """Return the first turn of each question.
 
     Raises:
-      BenchmarkError: it is no such file.
+      BenchmarkError: The file has another format.
     """
     try:
         lines = path.read_text().splitlines()
         return [json.loads(line)["turns"][0] for line in lines if line.strip()]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise BenchmarkError(f"--questions {path}: not in Spec-Bench's form ({error})") from error
+        raise BenchmarkError(f"--questions {path}: not in Spec-Bench's format ({error})") from error
 
 
 def chat_prompt(parts: EngineParts, question: str, room: int) -> list[int]:
-    """The token ids of a chat with one question, which is cut where it leaves no room."""
+    """Return the token ids of a chat with one question, truncated to the room."""
     assert parts.tokenizer is not None and parts.chat_template is not None
     while True:
         text = parts.chat_template.render([{"role": "user", "content": question}])
@@ -117,14 +117,14 @@ def question_requests(
 
 @dataclass(frozen=True)
 class Record:
-    """A text to replay: the words of the prompt, and what is answered."""
+    """A text to replay: the prompt, and the recorded answer."""
 
     prompt: str
     answer: str
 
 
 def edits(documents: Sequence[str], count: int, rng: random.Random) -> list[Record]:
-    """A document, and the same with one word put for another wherever it stands."""
+    """Return documents with their edited versions, in which one word is replaced everywhere."""
     records = []
     for document in rng.sample([d for d in documents if len(d) > 400], count):
         document = document[: rng.randint(350, 500)]
@@ -136,7 +136,7 @@ def edits(documents: Sequence[str], count: int, rng: random.Random) -> list[Reco
 
 
 def extractions(count: int, rng: random.Random) -> list[Record]:
-    """Sentences about people, and the same as JSON."""
+    """Return sentences about people, with the same facts as JSON."""
     first = (
         "Anna Boris Carla David Elena Felix Greta Hugo Irina Jonas Karin Leon Maria Nils".split()
     )
@@ -178,7 +178,7 @@ def replay_requests(parts: EngineParts, records: Sequence[Record], tag: str) -> 
 
 
 class Records:
-    """The tokens that requests are to give, by seed and position; for the step as constants."""
+    """The tokens to output, by seed and position, as constants of the step."""
 
     def __init__(self, parts: EngineParts, records: Sequence[Record]):
         assert parts.tokenizer is not None
@@ -193,7 +193,7 @@ class Records:
 
     @contextlib.contextmanager
     def instead_of_samples(self) -> Iterator[None]:
-        """Steps that are traced meanwhile put the recorded tokens in the place of their own."""
+        """Make steps traced meanwhile output the recorded tokens instead of their samples."""
         sample = step_file.sampling.sample
         seeds, tokens = jnp.asarray(self.seeds), jnp.asarray(self.tokens)
 
@@ -219,7 +219,7 @@ class Run:
     """One side's answers to the requests of a round."""
 
     wall_s: float
-    decode_s: float  # from the first to the last token of each request, all together
+    decode_s: float  # from the first to the last token of each request, summed
     steps: int
     drafts: int
     draft_tokens: int
@@ -232,7 +232,7 @@ class Run:
 
 
 def serve(parts: EngineParts, requests: Sequence[Request], at_once: int) -> Run:
-    """Answers them in order, `at_once` at any time, in this thread."""
+    """Answer the requests in order, up to `at_once` concurrently, in this thread."""
     core, before = parts.core, _counters(parts.core)
     waiting, live = list(reversed(requests)), 0
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -305,7 +305,7 @@ class Sides:
 
 
 def summary(rounds: Sequence[dict[str, Run]], name: str) -> dict[str, Any]:
-    """The figures of one side over all rounds; times are ratios to no drafts within a round."""
+    """Return the figures of one side; times are ratios to no drafts within a round."""
     runs = [round_[name] for round_ in rounds]
     off = [round_[OFF] for round_ in rounds]
     ratios = [plain.wall_s / run.wall_s for plain, run in zip(off, runs, strict=True)]
@@ -331,7 +331,7 @@ def summary(rounds: Sequence[dict[str, Run]], name: str) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """The 95% interval of the median, by bootstrap."""
+    """Return the 95% interval of the median, by bootstrap."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
@@ -341,7 +341,7 @@ def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
 
 
 def run_questions(sides: Sides, questions: Sequence[str], rounds: int) -> list[dict[str, Run]]:
-    """The first two questions warm up and are not measured: `suffix` would know the answers."""
+    """Run the questions, without measuring the first two, which `suffix` would remember."""
     parts = sides.parts[OFF]
     serve_warm_up(sides, question_requests(parts, questions[:2], 0.0, "warm"))
     questions = questions[2:]
@@ -353,7 +353,7 @@ def run_questions(sides: Sides, questions: Sequence[str], rounds: int) -> list[d
 
 
 def usual_questions() -> Iterator[str]:
-    """What the bundled model was made for, without an end."""
+    """Yield endless questions for the bundled model's own tasks."""
     for batch in itertools.count():
         for document in documents(USUAL_SEED + batch, 4000):
             if document.turns[0][0] == "user":
@@ -381,10 +381,10 @@ def run_load(
     temperature: float = 0.7,
     least: int = LEAST_LOAD,
 ) -> list[dict[str, Run]]:
-    """Each round has at least `least` requests, and three for each at once.
+    """Run rounds of at least `least` requests, and at least three per concurrent one.
 
     Args:
-      draw: gives so many questions. Those of the warm-up are not measured.
+      draw: Returns this many questions. The warm-up questions are not measured.
     """
     parts, rng, count = sides.parts[OFF], random.Random(at_once), max(least, 3 * at_once)
 
@@ -435,12 +435,12 @@ def run_replay(
                     i = int(request_id.rpartition("-")[2])
                     wanted = recorded.tokens[i][recorded.tokens[i] >= 0]
                     if tuple(wanted) != ids:
-                        raise BenchmarkError(f"{request_id} is not what was recorded")
+                        raise BenchmarkError(f"{request_id} differs from the record")
     return done
 
 
 HEADER = (
-    *("part", "drafts", "speed-up", "95% interval", "decoding", "tokens/s", "tokens a step"),
+    *("part", "drafts", "speed-up", "95% interval", "decoding", "tokens/s", "tokens per step"),
     *("accepted", "length", "differing"),
 )
 
@@ -464,26 +464,32 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = reports.parser("speculation", "What do drafts bring?", model="forge-tiny", rounds=5)
+    parser = reports.parser(
+        "speculation", "Compare requests with and without drafts.", model="forge-tiny", rounds=5
+    )
     parser.add_argument(
-        "--questions", type=Path, help="in Spec-Bench's form; all parts but usual and batch need it"
+        "--questions",
+        type=Path,
+        help="file in Spec-Bench's format; all parts but usual and batch need it",
     )
     parser.add_argument("--drafters", nargs="+", default=["ngram", "suffix"])
-    parser.add_argument("--draft-model", type=str, help="of the drafter `draft`")
+    parser.add_argument("--draft-model", type=str, help="model folder of the drafter `draft`")
     parser.add_argument("--max-draft-tokens", type=int, default=7)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=DEFAULT_PARTS)
-    parser.add_argument("--load-rounds", type=int, default=20, help="of load and batch")
+    parser.add_argument(
+        "--load-rounds", type=int, default=20, help="rounds of load and batch (default 20)"
+    )
     parser.add_argument("--loads", type=int, nargs="+", default=LOADS)
     parser.add_argument("--temperatures", type=float, nargs="+", default=(0.7,))
     parser.add_argument(
         "--requests",
         type=int,
-        help="of a round, at least (default: usual 200, load and batch 48; these never less than "
-        "three times the load)",
+        help="requests per round, at least (default: usual 200, load and batch 48; "
+        "at least three times the load)",
     )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--draft-verification", choices=get_args(Verification), default="coupled")
-    parser.add_argument("--limit", type=int, help="use only so many of the questions")
+    parser.add_argument("--limit", type=int, help="maximum number of questions")
     args = parser.parse_args(argv)
     names = [OFF, *args.drafters]
 
@@ -502,9 +508,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace, names: Sequence[str]) -> dict[str, list[dict[str, Run]]]:
-    """The rounds of each part."""
     if ("draft" in names) != (args.draft_model is not None):
-        raise BenchmarkError("--draft-model FOLDER belongs to --drafters draft: give both or none")
+        raise BenchmarkError("--draft-model FOLDER and --drafters draft need each other")
     options: dict[str, Any] = {
         "model": args.model,
         "deterministic": args.deterministic,

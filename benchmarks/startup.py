@@ -1,15 +1,17 @@
-"""How long does a start take? To the first answer and to full speed, beside the bare imports.
+"""Measure the time from a start to the first answer and to full speed, next to bare imports.
 
     python -m benchmarks.startup [--model forge-tiny] [--rounds 5] [--kinds warm cold]
                                  [--output FILE.json]
 
-Each round starts, one after the other: Python with the imports that a server needs, and a server
-with a warm and with a cold compilation cache. All times are from the start of a process, as another
-sees them: for the imports until it says that they are done, for a server until it says where it
-serves, and until `/health` says "ready". The cold cache is an empty folder each time. Files are in
-the page cache, and the C++ kernels have been built, in every case but the first, which is not
-counted. Of a model in a folder or file the report also has the floors: how long the machine takes
-to read its bytes, to write to as much new memory, and to copy them (`benchmarks.floors`).
+Each round starts three processes in turn: Python with a server's imports, a server with a warm
+compilation cache, and one with a cold cache. All times count from the start of a process, as seen
+from outside. Imports end with a printed line. A server prints its address, and `/health` later
+reports "ready".
+
+The cold cache is a new empty folder each time. Files are in the page cache, and the C++ kernels are
+built, except in the first run, which is not counted. For models in a folder or file the report has
+floors (`benchmarks.floors`). They are the times to read the bytes, to write as much new memory, and
+to copy it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from benchmarks.floors import FLOORS, seconds_at_best
 from benchmarks.serving_process import started
 from forge_serve.bench.errors import BenchmarkError
 
-# What the server imports of others, and JAX's backend, which it cannot do without either.
+# The server's third-party imports, and JAX's backend, which it also needs.
 IMPORTS = (
     "jax, flax.nnx, numpy, ml_dtypes, aiohttp.web, uvloop, msgspec, prometheus_client, "
     "tokenizers, jinja2, psutil, tqdm"
@@ -40,9 +42,11 @@ KINDS = ("warm", "cold")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = reports.parser("startup", "How long does a start take?", model="forge-tiny", rounds=5)
+    parser = reports.parser(
+        "startup", "Measure the time that a start takes.", model="forge-tiny", rounds=5
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of caches")
-    parser.add_argument("--serve-args", default="", help='more flags, as "--max-num-seqs 8"')
+    parser.add_argument("--serve-args", default="", help='more flags, such as "--max-num-seqs 8"')
     args = parser.parse_args(argv)
     arguments = [args.model, *args.serve_args.split()]
 
@@ -56,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(
     arguments: Sequence[str], num_rounds: int, kinds: Sequence[str] = KINDS
 ) -> dict[str, Any]:
-    """All rounds, and their medians; seconds."""
+    """Return all rounds and their medians, in seconds."""
     rounds, floors = [], []
     with tempfile.TemporaryDirectory() as warm:
-        start(arguments, warm)  # fills it
+        start(arguments, warm)  # fills the cache
         for index in range(num_rounds):
             figures: dict[str, Any] = {"imports_s": bare_imports()}
             if "warm" in kinds:
@@ -75,7 +79,7 @@ def measure(
 
 
 def start(arguments: Sequence[str], cache_folder: str) -> dict[str, Any]:
-    """Starts a server with this compilation cache, and ends it when it is ready."""
+    """Start a server with this compilation cache and stop it when it is ready."""
     with started([*arguments, "--compile-cache", cache_folder]) as server:
         with urllib.request.urlopen(f"{server.url}/stats", timeout=10) as response:
             phases = json.load(response)["startup_seconds"]
@@ -88,13 +92,13 @@ def start(arguments: Sequence[str], cache_folder: str) -> dict[str, Any]:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that the process has had at once, mapped files included (Linux)."""
+    """Return the peak memory of the process, mapped files included (Linux)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def bare_imports() -> float:
-    """Seconds from the start of a process until it has imported what a server imports."""
+    """Return seconds from the start of a process until the server's imports are done."""
     begin_s = time.perf_counter()
     with subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -104,7 +108,7 @@ def bare_imports() -> float:
 
 
 def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure over the rounds; `serving_per_imports` is of the ratios within a round."""
+    """Return the medians of each figure; `serving_per_imports` is of the ratios within a round."""
     result: dict[str, Any] = {"imports_s": statistics.median(r["imports_s"] for r in rounds)}
     for kind in (kind for kind in KINDS if kind in rounds[0]):
         result[kind] = {

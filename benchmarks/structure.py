@@ -2,8 +2,8 @@
 
     python -m benchmarks.structure [--output FILE.json] [--trace NAME]
 
-Prints one table per question. Nothing is imported or run. Import cycles come from grimp, with
-imports for type checkers left out. Cyclomatic complexity comes from ruff. `--trace` counts the
+Prints one table per question. The code is neither imported nor run. Import cycles come from grimp,
+with imports for type checkers left out. Cyclomatic complexity comes from ruff. `--trace` counts the
 product files that name a parameter (default: temperature), which shows how far it travels.
 """
 
@@ -110,7 +110,7 @@ def _assigned(methods: Iterable[ast.AST]) -> set[str]:
 
 
 def names_in(tree: ast.Module) -> set[str]:
-    """Every identifier that a module uses, and every string that is one."""
+    """Return every identifier that a module uses, and every string that is one."""
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -122,7 +122,7 @@ def names_in(tree: ast.Module) -> set[str]:
 
 
 def private_accesses(tree: ast.Module) -> int:
-    """Attributes with one leading underscore, of anything but self and cls."""
+    """Count attributes with one leading underscore, except on self and cls."""
     return sum(
         isinstance(node, ast.Attribute)
         and re.match(r"_[a-z]", node.attr) is not None
@@ -132,7 +132,7 @@ def private_accesses(tree: ast.Module) -> int:
 
 
 def patches(tree: ast.Module) -> int:
-    """Calls of `monkeypatch.setattr` and `patch.object`."""
+    """Count calls of `monkeypatch.setattr` and `patch.object`."""
     return sum(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -142,7 +142,7 @@ def patches(tree: ast.Module) -> int:
 
 
 def knots(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one node, largest first (Tarjan)."""
+    """Return strongly connected components of more than one node, largest first (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -170,7 +170,7 @@ def knots(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def import_edges() -> dict[str, set[str]]:
-    """What each module of the three packages imports of them, imports for type checkers aside."""
+    """Return each module's imports among the three packages, without those for type checkers."""
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     return {
         module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules
@@ -178,7 +178,7 @@ def import_edges() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    """The entry at the top of its package that a module is in."""
+    """Return the top-level entry of its package that a module is in."""
     return ".".join(module.split(".")[:2])
 
 
@@ -192,7 +192,7 @@ def between_rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def complexities(folders: Iterable[Path]) -> list[int]:
-    """The cyclomatic complexity of every function, from ruff."""
+    """Return the cyclomatic complexity of every function, from ruff."""
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--ignore-noqa"]
     command += ["--select", "C901", "--config", "lint.mccabe.max-complexity=0"]
     command += ["--output-format", "json", *map(str, folders)]
@@ -204,7 +204,7 @@ def complexities(folders: Iterable[Path]) -> list[int]:
 
 
 def entries(folder: Path) -> int:
-    """Modules and folders at the top of a package, `__init__.py` and data aside."""
+    """Count modules and folders at the top of a package, without `__init__.py` and data."""
     hidden = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
     return sum(
         path.name not in hidden and (path.suffix == ".py" or any(path.glob("*.py")))
@@ -221,7 +221,6 @@ def percentile(values: list[int], share: float) -> int:
 
 
 def measure(traced: str) -> dict[str, Any]:
-    """All figures, as JSON."""
     found: dict[str, Any] = {"packages": {}}
     modules: list[tuple[Path, ast.Module]] = []
     for package, folder in PACKAGES.items():
@@ -286,8 +285,10 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="write the figures as JSON too")
-    parser.add_argument("--trace", default="temperature", metavar="NAME", help="the name to follow")
+    parser.add_argument("--output", type=Path, help="also write the figures as JSON")
+    parser.add_argument(
+        "--trace", default="temperature", metavar="NAME", help="the parameter name to count"
+    )
     given = parser.parse_args()
     found = measure(given.trace)
     show(found)

@@ -1,11 +1,11 @@
-"""What does structured output cost? Compilation, masks, and throughput beside free text.
+"""Measure structured output: compilation, masks, and throughput relative to free text.
 
     python -m benchmarks.structured --text FILE [FILE ...] [--vocab-size 32768] [--output FILE.json]
 
-Compilation and masks are measured with a byte-level BPE that is trained on the text, on JSON
-schemas drawn from a seed, in one thread; a mask is that of a state reached by tokens which are
-drawn from the masks before. Throughput is the bundled model's: constrained streams and free ones
-take turns, and bring the same numbers of tokens from the same prompts.
+Compilation and masks are measured in one thread, with a byte-level BPE trained on the text and with
+JSON schemas drawn from a seed. A mask belongs to a state that tokens drawn from earlier masks have
+reached. Throughput is the bundled model's: constrained and free streams take turns and output equal
+numbers of tokens from equal prompts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ QUANTILES = (50, 90, 99, 100)
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = reports.parser(
-        "structured", "What does structured output cost?", model="forge-tiny", rounds=5
+        "structured", "Measure the cost of structured output.", model="forge-tiny", rounds=5
     )
     parser.add_argument(
-        "--text", type=Path, nargs="+", required=True, help="files to train a vocabulary on"
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="files on which the vocabulary is trained",
     )
     parser.add_argument("--vocab-size", type=int, default=32768, help="default 32768")
     parser.add_argument("--schemas", type=int, default=200, help="default 200")
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(files: Sequence[Path], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of the words in these files."""
+    """Return a byte-level BPE trained on the words of these files."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -78,13 +82,13 @@ def train(files: Sequence[Path], vocab_size: int) -> Tokenizer:
     backend.train_from_iterator((file.read_text(errors="replace") for file in files), trainer)
     if backend.get_vocab_size() < vocab_size // 2:
         raise BenchmarkError(
-            f"the text gives a vocabulary of {backend.get_vocab_size()} tokens only: pass more"
+            f"the text gives a vocabulary of {backend.get_vocab_size()} tokens only: pass more text"
         )
     return Tokenizer(backend, {"eos_token": END})
 
 
 def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema as services have them: objects of named fields, lists of objects, choices."""
+    """Return a typical service's schema: objects of named fields, lists of objects, choices."""
     kinds = ("string", "integer", "number", "boolean", "enum", "object", "array")
     kind = "object" if depth == 0 else rng.choice(kinds[: 7 if depth < 4 else 5])
     match kind:
@@ -116,7 +120,7 @@ def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def grammars(tokenizer: Tokenizer, count: int, seed: int) -> dict[str, Any]:
-    """Times of compilation and of masks, in one thread."""
+    """Time compilations and masks, in one thread."""
     rng = random.Random(seed)
     end = tokenizer.eos_token_id
     assert end is not None
@@ -156,7 +160,7 @@ def grammars(tokenizer: Tokenizer, count: int, seed: int) -> dict[str, Any]:
 
 
 def throughput(model: str, streams: int, rounds: int, seed: int) -> dict[str, Any]:
-    """Output tokens a second of constrained streams, of free ones, and of both at once."""
+    """Return output tokens/s of constrained streams, of free ones, and of both at once."""
     llm = LLM(model, max_num_seqs=streams, max_model_len=512, num_blocks=40 * streams)
     fields = {
         name: {"type": "string", "minLength": 24, "maxLength": 40} for name in ("a", "b", "c")
@@ -230,8 +234,8 @@ def markdown(report: dict[str, Any]) -> str:
             "",
             reports.table(("us", *(f"p{q}" for q in QUANTILES)), times),
             "",
-            f"{rate['model']}, {rate['streams']} streams, {rate['output_tokens']} output tokens a "
-            f"round, medians of {rate['rounds']} rounds",
+            f"{rate['model']}, {rate['streams']} streams, "
+            f"{rate['output_tokens']} output tokens per round, medians of {rate['rounds']} rounds",
             "",
             reports.table(("streams", "output tokens/s", "to free"), rates),
         ]

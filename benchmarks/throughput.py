@@ -1,9 +1,9 @@
-"""What does each kind of batching bring? The same requests offline, through `LLM`.
+"""Compare kinds of batching on the same offline requests, through `LLM`.
 
     python -m benchmarks.throughput [--model forge-tiny] [--rounds 5] [--output FILE.json]
 
-The variants take turns within each round. A variant that this version of the engine does not have
-is a row that says so.
+The variants take turns within each round. If this version of the engine does not have a variant,
+its row names the missing option.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Variant:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     one_at_a_time: bool = False
-    whole_prompts: bool = False  # a step must hold all prompts of a batch
+    whole_prompts: bool = False  # True if a step must hold all prompts of a batch
 
 
 VARIANTS = (
@@ -58,7 +58,7 @@ VARIANTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "What does each kind of batching bring, offline?"
+    description = "Compare kinds of batching, offline."
     args = offline_parser("throughput", description, 48, 16, 1024).parse_args(argv)
     return reports.publish("throughput", args, lambda: compare(args), markdown)
 
@@ -71,8 +71,8 @@ def offline_parser(
     reports.options(
         parser,
         ("--requests", int, requests, "per round"),
-        ("--max-num-seqs", int, max_num_seqs, "sequences that run at once"),
-        ("--context", int, context, "longest prompt plus output"),
+        ("--max-num-seqs", int, max_num_seqs, "concurrent sequences"),
+        ("--context", int, context, "longest prompt plus output, in tokens"),
         ("--seed", int, 0, "of the requests"),
     )
     return parser
@@ -87,14 +87,14 @@ def engine_options(args: argparse.Namespace) -> dict[str, int]:
 
 
 def requests_of(args: argparse.Namespace) -> Callable[[int], Sequence[Request]]:
-    """Return a function from the number of a round to its requests."""
+    """Return a function from the index of a round to its requests."""
     sizes = Sizes(context=args.context, num_requests=args.requests)
     vocabulary = Vocabulary.of_model(args.model)
     return lambda round_: mixed(sizes, vocabulary, args.seed, round_).requests
 
 
 def facts(args: argparse.Namespace, work: Sequence[Request]) -> dict[str, Any]:
-    """Return what the report says of the load."""
+    """Return the report's facts about the load."""
     return {
         "model": args.model,
         "max_num_seqs": args.max_num_seqs,
@@ -111,7 +111,7 @@ def title(report: dict[str, Any]) -> str:
     return (
         f"{reports.heading(report)}; {report['model']}, {report['requests']} requests, "
         f"{report['prompt_tokens']} prompt and {report['output_tokens']} output tokens, "
-        f"{report['max_num_seqs']} at once; medians of {report['rounds']} rounds\n\n"
+        f"{report['max_num_seqs']} concurrent; medians of {report['rounds']} rounds\n\n"
     )
 
 
@@ -120,7 +120,6 @@ def span(samples: Sequence[float]) -> str:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every variant on every round."""
     base, make = engine_options(args), requests_of(args)
     work = make(0)
     asked = sum(r.max_tokens for r in work)
@@ -143,7 +142,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def seconds(llm: LLM, requests: Sequence[Request], one_at_a_time: bool) -> float:
-    """How long the requests take; all of their tokens must come."""
+    """Return the seconds that the requests take; raise unless all their tokens came."""
     batches = [[r] for r in requests] if one_at_a_time else [list(requests)]
     tokens = 0
     start = time.perf_counter()
@@ -158,10 +157,10 @@ def seconds(llm: LLM, requests: Sequence[Request], one_at_a_time: bool) -> float
 
 
 def check_tokens(tokens: int, requests: Sequence[Request]) -> None:
-    """Raise BenchmarkError if other than all output tokens came."""
+    """Raise `BenchmarkError` unless exactly all output tokens came."""
     asked = sum(r.max_tokens for r in requests)
     if tokens != asked:
-        raise BenchmarkError(f"{tokens} output tokens came where {asked} were asked for")
+        raise BenchmarkError(f"{tokens} output tokens came, expected {asked}")
 
 
 def markdown(report: dict[str, Any]) -> str:

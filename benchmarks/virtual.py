@@ -1,7 +1,7 @@
-"""A device that computes nothing, in time that nobody waits for: what `replay` runs on.
+"""The device and clock of `replay`: nothing is computed, and time is virtual.
 
-How long a step takes is a model, a roofline: an overhead, and then the memory's time or the
-arithmetic's, whichever is longer. Tokens are all the same; lengths come from who sends them.
+The duration of a step is modeled as a roofline: an overhead, plus the longer of memory and
+arithmetic time. All tokens are equal; lengths come from the requests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from forge_jax.schedule.plan import SequenceResult, StepPlan, StepResult
 
-# Shared by all rows of all steps: nobody changes a result.
+# Shared by all rows of all steps, because results are never modified.
 _TOKEN = SequenceResult((0,))
 _NOTHING = SequenceResult()
 
@@ -22,26 +22,28 @@ def cost(default: float, doc: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step costs. The defaults are the preset `h200-8b`."""
+    """The costs of a step; the defaults are the preset `h200-8b`."""
 
-    overhead_ms: float = cost(0.5, "what every step costs besides: launches, sampling, gaps")
-    weights_ms: float = cost(16e9 / 4.3e12 * 1e3, "memory: all weights, once a step")
+    overhead_ms: float = cost(0.5, "fixed cost of a step: launches, sampling, gaps")
+    weights_ms: float = cost(16e9 / 4.3e12 * 1e3, "memory: all weights, once per step")
     context_ns: float = cost(131_072 / 4.3e12 * 1e9, "memory: the KV of one token of context")
     token_us: float = cost(2 * 8e9 / 788e12 * 1e6, "arithmetic: one token through all matrices")
     pair_ns: float = cost(4 * 32 * 4096 / 788e12 * 1e9, "arithmetic: one token attends to one")
 
     def step_s(self, tokens: int, context: int, pairs: int) -> float:
-        """Of a step of `tokens` in all.
+        """Return the duration of a step of `tokens` tokens in all.
 
-        `context`: the tokens whose KV it reads, summed over sequences; `pairs`: the same, summed
-        over the tokens of each sequence.
+        Args:
+          tokens: Tokens of the step.
+          context: Tokens whose KV the step reads, summed over sequences.
+          pairs: The same, summed over the tokens of each sequence.
         """
         memory_us = self.weights_ms * 1e3 + self.context_ns * 1e-3 * context
         arithmetic_us = self.token_us * tokens + self.pair_ns * 1e-3 * pairs
         return 1e-3 * self.overhead_ms + 1e-6 * max(memory_us, arithmetic_us)
 
     def prefill_s(self, cached: int, prompt_len: int, chunk: int) -> float:
-        """The rest of a prompt on an idle device, at most `chunk` tokens in a step."""
+        """Return the time for the rest of a prompt on an idle device, in steps of up to `chunk`."""
         total_s = 0.0
         for start in range(cached, prompt_len, chunk):
             end = min(start + chunk, prompt_len)
@@ -49,18 +51,18 @@ class StepCost:
         return total_s
 
     def decode_s(self, prompt_len: int, output_len: int) -> float:
-        """The output after its first token, on an idle device."""
+        """Return the time for the output after its first token, on an idle device."""
         contexts = range(prompt_len + 1, prompt_len + output_len)
         return sum(self.step_s(1, context, context) for context in contexts)
 
 
-# Llama 3.1 8B (32 layers of 4,096, 8 KV heads of 128) in bfloat16 on an H200, at the rates that
-# plain copies and matrix products reach there: 4.3 TB/s and 788 TFLOP/s.
+# Llama 3.1 8B (32 layers of 4,096, 8 KV heads of 128) in bfloat16 on an H200. The rates are those
+# of plain copies and matrix products there: 4.3 TB/s and 788 TFLOP/s.
 DEVICES = {"h200-8b": StepCost()}
 
 
 def pairs_of(start: int, end: int) -> int:
-    """How many (token, token it attends to) the positions from `start` to `end` have."""
+    """Count the pairs (token, token it attends to) of the positions from `start` to `end`."""
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
@@ -73,11 +75,11 @@ class VirtualClock:
 
 
 class VirtualDevice:
-    """A `plan.Device`: `read` moves the clock to the end of its step."""
+    """A `plan.Device` whose `read` moves the clock to the end of its step."""
 
     def __init__(self, step_s: Callable[[int, int, int], float], clock: VirtualClock):
         self.num_steps = 0
-        self.num_sequences = 0  # summed over steps, as the next two
+        self.num_sequences = 0  # summed over steps, like the next two
         self.num_tokens = 0
         self.busy_s = 0.0
         self._step_s = step_s
@@ -105,7 +107,7 @@ class VirtualDevice:
         return StepResult(plan.step, results), self._free_s
 
     def reset(self) -> None:
-        """Drop what is in flight: nothing, because results are known at dispatch."""
+        """Drop steps in flight: nothing to do, because results are known at dispatch."""
 
     def read(self, pending: tuple[StepResult, float]) -> StepResult:
         result, end_s = pending

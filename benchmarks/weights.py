@@ -1,12 +1,14 @@
-"""What do rounded weights cost? Memory, perplexity and decode tokens/s by `--quantization`.
+"""Compare quantized weights by memory, perplexity and decode tokens/s.
 
     python -m benchmarks.weights [--model FOLDER] [--kernels auto] [--gguf Q8_0 ...] [--output FILE]
 
-With `--gguf` also of GGUF files in which the same model (a Llama) has been rounded, kept as they
-are and decoded (`--gguf-weights`): to a type with blocks of 256 by `benchmarks.k_quants`, to
-another by the package gguf. Beside bfloat16, in which all are computed, and the decoded ones.
-forge-tiny is scored on documents of its kinds from a seed that it was not trained on, any other
-model on texts of its own, drawn in float32 at temperature 1. Speed is measured in turns.
+Each `--quantization` is compared with bfloat16, the dtype of all computation. `--gguf` adds GGUF
+files of the same model (a Llama), kept in blocks and decoded (`--gguf-weights`). Types with blocks
+of 256 are written by `benchmarks.k_quants`, others by the gguf package.
+
+forge-tiny is scored on documents like its training text, from a seed that it was not trained on.
+Any other model is scored on its own texts, drawn in float32 at temperature 1. Speed is measured in
+turns.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ PLAIN = "none"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of("weights", "What do rounded weights cost?")
-    parser.add_argument("--kernels", default="auto", help="of the engine: auto or xla")
+    parser = parser_of("weights", "Compare quantized weights by memory, perplexity and speed.")
+    parser.add_argument("--kernels", default="auto", help="kernels of the engine: auto or xla")
     parser.add_argument(
         "--forms", nargs="*", default=[*get_args(Rounding)[1:]], metavar="QUANTIZATION",
-        help="beside none; default all",
+        help="types to compare with none (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--gguf", nargs="+", default=[], metavar="TYPE",
-        help="types of GGUF files besides: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS",
+        help="GGUF types to add: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS",
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=64, help="of decoding (default 64)")
     args = parser.parse_args(argv)
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`folder`: for GGUF files."""
+    """Return the report's body; `folder` is for GGUF files."""
     options = {"dtype": "bfloat16", "kernels": args.kernels, "max_num_seqs": SEQUENCES}
     options["max_num_batched_tokens"] = 256
     engines = {kind: LLM(args.model, quantization=kind, **options) for kind in (PLAIN, *args.forms)}
@@ -98,7 +100,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _beside(decoded: np.ndarray, own: np.ndarray) -> dict[str, float]:
-    """More perplexity than the decoded model of the same file, by log likelihoods of tokens."""
+    """Return the perplexity over the decoded model of the same file, from log-likelihoods."""
     names = ("more_than_decoded", "standard_error_to_decoded")
     return dict(zip(names, more_perplexity(decoded - own).values(), strict=True))
 
@@ -123,7 +125,7 @@ def markdown(report: dict[str, Any]) -> str:
     return (
         f"{reports.heading(report)}; {report['model']} in bfloat16, kernels {report['kernels']}; "
         f"perplexity over {report['scored_tokens']:,} tokens; {report['sequences']} sequences with "
-        f"{report['context']} tokens decode at once, medians of {report['rounds']} rounds\n\n"
+        f"{report['context']} concurrent sequences, medians of {report['rounds']} rounds\n\n"
         f"{reports.table(header, rows)}"
     )
 

@@ -1,8 +1,8 @@
-"""What is sent, and when: requests with exact lengths in tokens, the same ones for the same seed.
+"""Workloads: requests with exact lengths in tokens and arrival times, fixed by a seed.
 
 A workload is made for a context length, from a vocabulary. Lengths and arrivals depend on `seed`;
-token ids on `seed` and `round_`. So rounds are equal work, and none finds the prompts of another
-in a prefix cache. Nothing here knows of HTTP or of an engine.
+token ids depend on `seed` and `round_`. Rounds are therefore equal work, and no round hits the
+prefix cache of another. This module does not depend on HTTP or an engine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from forge_serve.bench.workload import (
 )
 
 TRACE_BLOCK = 512  # tokens of one hash id in Mooncake's traces
-TEMPLATE_TOKENS = 32  # room that is left for a BOS, or what a chat template adds
+TEMPLATE_TOKENS = 32  # room left for a BOS token, or for the additions of a chat template
 
 
 # --- the workloads -----------------------------------------------------------------------------
 
 
 def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """Outputs of very different lengths that arrive over time: a static batch waits for its
-    longest, and everybody who comes later waits for the batch."""
+    """Return outputs of very different lengths that arrive over time.
+
+    A static batch waits for its longest output, and every later request waits for the batch.
+    """
     rng, content = _lengths(seed), content_of("continuous_batching", seed, round_)
     most = sizes.context // 4
     requests = [
@@ -55,8 +57,10 @@ def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_:
 
 
 def paged_attention(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """Many sequences of lengths between 16 tokens and the context, all at once: a contiguous
-    cache would reserve the whole context for each."""
+    """Return many concurrent sequences of 16 tokens up to the whole context.
+
+    A contiguous cache would reserve the whole context for each.
+    """
     rng, content = _lengths(seed), content_of("paged_attention", seed, round_)
     requests = [
         Request(
@@ -73,8 +77,10 @@ def paged_attention(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int
 
 
 def chunked_prefill(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """Prompts as long as the context come in, one after the other, while short ones decode. The
-    figure is the ITL of the group "decoder"."""
+    """Return prompts as long as the context that arrive one by one while short ones decode.
+
+    The figure is the inter-token latency of the group "decoder".
+    """
     content = content_of("chunked_prefill", seed, round_)
     num_long = max(sizes.num_requests // 2, 1)
     decoder_len, long_output = sizes.context // 4, 8
@@ -102,9 +108,11 @@ def chunked_prefill(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int
 
 
 def prefix_caching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """Conversations of four turns under two shared system prompts. A turn comes after the answer
-    to the one before; the history it repeats holds made-up answers, so that the prompts are the
-    same for every server. Groups are the turns."""
+    """Return conversations of four turns under two shared system prompts.
+
+    A turn comes after the answer to the one before. The repeated history has made-up answers, so
+    that all servers get equal prompts. Groups are the turns.
+    """
     turns, systems = 4, 2
     content = content_of("prefix_caching", seed, round_)
     shared = [vocabulary.sample(content, sizes.context // 4) for _ in range(systems)]
@@ -130,7 +138,7 @@ def prefix_caching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int)
 
 
 def mixed(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """For offline runs: outputs of 16 to 256 tokens; every second prompt has a shared beginning."""
+    """Return requests for offline runs: outputs of 16 to 256 tokens, half with a shared prefix."""
     rng, content = _lengths(seed), content_of("mixed", seed, round_)
     quarter = sizes.context // 4
     shared = vocabulary.sample(content, quarter)
@@ -152,7 +160,10 @@ _NAMES = ("John", "Mary", "Tom", "Anna", "Sam", "Lily", "Ben", "Sue")
 
 
 def structured(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """Answers that must follow a JSON schema. The figure besides speed is how many do."""
+    """Return requests whose answers must follow a JSON schema.
+
+    The report counts the answers that do.
+    """
     content = content_of("structured", seed, round_)
     requests = [
         Request(
@@ -185,10 +196,10 @@ WORKLOADS: Mapping[str, Maker] = {
 def make(
     name: str, sizes: Sizes, vocabulary: Vocabulary, *, seed: int = 0, round_: int = 0
 ) -> Workload:
-    """The workload of that name.
+    """Return the workload of that name.
 
     Raises:
-      BenchmarkError: there is none.
+      BenchmarkError: The name is unknown.
     """
     if name not in WORKLOADS:
         raise BenchmarkError(f"no workload {name}: there are {', '.join(WORKLOADS)}")
@@ -203,17 +214,17 @@ class TraceEntry:
     arrival_s: float  # since the first one
     input_len: int
     output_len: int
-    hash_ids: tuple[int, ...] = ()  # blocks of `TRACE_BLOCK` tokens; equal ids, equal tokens
+    hash_ids: tuple[int, ...] = ()  # blocks of `TRACE_BLOCK` tokens; equal ids mean equal tokens
 
 
 def read_trace(path: Path, max_requests: int | None = None) -> list[TraceEntry]:
-    """The first entries of a trace, in the order of their arrival.
+    """Return the first entries of a trace, in the order of their arrival.
 
     Formats: the CSV of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens)
     and Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids).
 
     Raises:
-      BenchmarkError: naming the file and the line.
+      BenchmarkError: The trace is malformed; names the file and the line.
     """
     try:
         with path.open(newline="") as file:
@@ -232,7 +243,7 @@ def read_trace(path: Path, max_requests: int | None = None) -> list[TraceEntry]:
 
 
 def fitted(entry: TraceEntry, context: int) -> tuple[int, int]:
-    """Lengths of prompt and output in a context: the output keeps at most half of it."""
+    """Return the prompt and output lengths that fit a context; the output gets at most half."""
     output_len = max(min(entry.output_len, context // 2), 1)
     return max(min(entry.input_len, context - output_len), 1), output_len
 
@@ -247,9 +258,10 @@ def trace(
     seed: int = 0,
     round_: int = 0,
 ) -> Workload:
-    """The replay of a trace: its arrivals times `time_scale`, its lengths cut to the context.
+    """Return the replay of a trace: arrivals times `time_scale`, lengths cut to the context.
 
-    An output keeps at most half of the context, a prompt the beginning that fits beside it.
+    An output keeps at most half of the context. A prompt keeps as much of its beginning as still
+    fits.
     """
     if not (time_scale >= 0 and math.isfinite(time_scale)):
         raise BenchmarkError(f"--trace-scale must not be negative, not {time_scale}")
@@ -318,10 +330,10 @@ def _mooncake_rows(path: Path, file: Any) -> Iterator[TraceEntry]:
 
 
 def poisson(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Arrival times in s, from 0: gaps of a gamma distribution with mean `1 / rate`.
+    """Return arrival times in s from 0, with gamma-distributed intervals of mean `1 / rate`.
 
-    `burstiness` is its shape as `vllm bench serve` has it: 1 is a Poisson process, less comes in
-    bursts, more is steadier. An infinite rate is all at once.
+    `burstiness` is the shape, as in `vllm bench serve`: 1 is a Poisson process, less comes in
+    bursts, more is steadier. If the rate is infinite, all requests come at once.
     """
     if not rate > 0:
         raise BenchmarkError(f"--rate must be greater than 0, not {rate}")
@@ -342,7 +354,7 @@ def with_load(
     concurrency: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """The same requests under another load: by a rate, at most so many at once, or both."""
+    """Return the same requests under another load: a rate, a concurrency limit, or both."""
     if rate is not None:
         times = poisson(len(workload.requests), rate, burstiness, seed)
         requests = tuple(_arriving(workload.requests, times))
@@ -373,14 +385,14 @@ def _log_uniform(rng: random.Random, low: int, high: int) -> int:
 
 
 def _interleave(many: Sequence[Request], few: Sequence[Request]) -> list[Request]:
-    """`few` spread evenly among `many`."""
+    """Spread `few` evenly among `many`."""
     places = [(i / len(many), r) for i, r in enumerate(many)]
     places += [((i + 0.5) / len(few), r) for i, r in enumerate(few)]
     return [r for _, r in sorted(places, key=lambda place: place[0])]
 
 
 def _shared_tokens(requests: Sequence[Request]) -> int:
-    """Prompt tokens that an earlier prompt begins with too: what a prefix cache could save."""
+    """Count prompt tokens in a common prefix with an earlier prompt, which a cache could save."""
     shared = 0
     root: dict[int, Any] = {}
     for request in requests:

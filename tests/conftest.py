@@ -1,4 +1,4 @@
-"""Shared by all tests: where fixtures are, and the tests' own compilation cache."""
+"""Fixtures for all tests: paths, and the tests' own compilation cache."""
 
 import gc
 import inspect
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "tests"  # `make clean` removes it
 
 
-# What a shell begins in the background has SIGINT ignored, and so has whatever that starts: Ctrl-C
-# would be no signal to the commands that are tested.
+# A shell starts background commands with SIGINT ignored, and their children inherit that. Ctrl-C
+# would not reach the tested commands.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,9 +30,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def compilation_cache():
     """Share compiled kernels and executables between test processes, and with the next run.
 
-    Each entry's name is a hash of everything that decides its content, so a stale entry is never
-    found. JAX writes entries in place. A process that reads half of one compiles it again, which
-    pyproject.toml's filter for that warning allows.
+    Each entry's name is a hash of everything that determines its content, so a stale entry is never
+    found. JAX writes entries in place. A process that reads a partial entry compiles it again, and
+    pyproject.toml's filter allows the resulting warning.
     """
     executables = CACHE / "forge-jax" / "xla"
     executables.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,14 +46,17 @@ def compilation_cache():
 
 @pytest.fixture(scope="module", autouse=True)
 def how_much_xla_optimises(request: pytest.FixtureRequest):
-    """As for users, little in `make test`; `quick_compile` and `full_compile` modules choose."""
+    """Set XLA's effort for `quick_compile` and `full_compile` modules.
+
+    Other modules compile as for users, or quickly in `make test`.
+    """
     quick = request.node.get_closest_marker("quick_compile") is not None
     if not quick and request.node.get_closest_marker("full_compile") is None:
         yield
         return
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quick)
-    with pytest.MonkeyPatch.context() as patch:  # and in the processes that they start
+    with pytest.MonkeyPatch.context() as patch:  # also in the processes that they start
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quick)))
         yield
     jax.config.update("jax_disable_most_optimizations", before)
@@ -61,17 +64,17 @@ def how_much_xla_optimises(request: pytest.FixtureRequest):
 
 @pytest.fixture(scope="session", autouse=True)
 def collections_are_short():
-    """The start of the first engine is a full collection, which takes half a second here."""
+    """Avoid the full collection of the first engine's start, which takes half a second here."""
     with short_pauses():
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def executables_are_let_go(request: pytest.FixtureRequest):
-    """What a module compiled goes when it is done.
+    """Drop a module's executables when it is done.
 
-    An executable is mapped in 10 to 100 pieces, and Linux lets a process have 65,530
-    (`vm.max_map_count`): where it gets no more, the compiler crashes.
+    An executable is mapped in 10 to 100 pieces, and Linux allows a process 65,530
+    (`vm.max_map_count`). Beyond that the compiler crashes.
     """
     yield
     for _, kept in inspect.getmembers(request.module, lambda value: hasattr(value, "cache_clear")):
@@ -79,12 +82,12 @@ def executables_are_let_go(request: pytest.FixtureRequest):
             kept.cache_clear()
     jax.clear_caches()
     gc.collect()
-    gc.freeze()  # what is left is there to stay: modules and fixtures
+    gc.freeze()  # the rest is permanent: modules and fixtures
 
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Notes what a test has found; see `tests/figures.py`."""
+    """Record a test's figures; see `tests/figures.py`."""
 
     def note(table: str, row: str, column: str, value: str | float) -> None:
         value = value if isinstance(value, str) else float(value)
@@ -95,13 +98,13 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[..., None
 
 @pytest.fixture(scope="session")
 def stories() -> Path:
-    """A trained Llama of 260,000 parameters in Hugging Face form."""
+    """Return a trained Llama of 260,000 parameters in Hugging Face format."""
     return FIXTURES / "stories260k-hf"
 
 
 @pytest.fixture(scope="session")
 def short_stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first two of the five layers of `stories`: its steps compile in half the time."""
+    """Return two of the five layers of `stories`, whose steps compile in half the time."""
     stories = FIXTURES / "stories260k-hf"
     folder = tmp_path_factory.mktemp("stories") / stories.name
     folder.mkdir()
@@ -117,7 +120,7 @@ def short_stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def goldens() -> Path:
-    """Small random models, each with Hugging Face's own logits."""
+    """Return small random models, each with Hugging Face's own logits."""
     return FIXTURES / "goldens"
 
 
@@ -131,15 +134,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def chaos_seed(request: pytest.FixtureRequest) -> int:
-    """Decides when engines are killed: `--chaos-seed`."""
+    """Return the seed that determines when engines are killed: `--chaos-seed`."""
     return request.config.getoption("--chaos-seed")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that `quick_cases` leaves out as slow, and begin with files of long tests.
+    """Mark the cases that `quick_cases` leaves out as slow, and start with files of long tests.
 
-    A long file that began last would leave the other processes idle.
+    If a long file started last, the other processes would be idle.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -1,7 +1,7 @@
-"""Writes the tables of `docs/models.md` from what the tests find: `make figures`.
+"""Writes the tables of `docs/models.md` from test results: `make figures`.
 
-A test that measures something notes it by the fixture `figure`. This runs the tests that do, and
-puts what they noted between the marks in the page.
+A test records its measurements with the fixture `figure`. This module runs these tests and puts the
+results between the marks in the page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TESTS = (
     "test_lora_models",
 )
 PARALLEL = [f"tests/parallel/test_{name}.py" for name in ("tensor_parallel", "parallel_forms")]
-# By table: what a row is, and its columns.
+# By table: the title of its rows, and its columns.
 TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "families": (
         "model",
@@ -53,7 +53,7 @@ Noted = dict[str, dict[str, dict[str, Any]]]  # table, row, column
 
 
 class Figures:
-    """A plugin that keeps what passing tests note."""
+    """A plugin that keeps the figures of passing tests."""
 
     def __init__(self) -> None:
         self.noted: Noted = defaultdict(lambda: defaultdict(dict))
@@ -84,7 +84,6 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def between(page: str, name: str) -> tuple[int, int]:
-    """Where the table of that name stands."""
     begin, end = marks(name)
     start = page.index(begin) + len(begin)
     return start, page.index(end, start)

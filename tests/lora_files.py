@@ -1,4 +1,4 @@
-"""Small random LoRA adapters as PEFT writes them, and what they make of a model's weights."""
+"""Small random LoRA adapters in PEFT's format, and their effect on a model's weights."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def weights_of(model: Path) -> dict[str, np.ndarray]:
 
 
 def projections(model: Path, names: Sequence[str] = PROJECTIONS) -> list[str]:
-    """The modules of a model's layers that are called so, without those of experts."""
+    """Return the modules of a model's layers with these names, without those of experts."""
     ends = tuple(f".{name}_proj.weight" for name in names)
     return [
         name.removesuffix(".weight")
@@ -41,9 +41,9 @@ def write_adapter(
     dtype: Any = np.float32,
     **config: Any,
 ) -> Path:
-    """An adapter of `modules` (all projections by default) with matrices of about `size`.
+    """Write an adapter of `modules` (all projections by default) with matrices of about `size`.
 
-    `ranks` are of single modules, by their whole names; `config` adds to adapter_config.json.
+    `ranks` are of single modules, by full name; `config` adds to adapter_config.json.
     """
     rng, ranks = np.random.default_rng(seed), ranks or {}
     weights, tensors = weights_of(model), {}
@@ -72,10 +72,10 @@ def write_adapter(
 
 
 def merged(folder: Path, model: Path, adapter: Path, scaling: Mapping[str, float] | float) -> Path:
-    """A copy of the model with the adapter in its weights: W + scaling B A, in float64.
+    """Write a copy of the model merged with the adapter: W + scaling B A, in float64.
 
     Args:
-      scaling: of all modules, or of each.
+      scaling: Scaling of all modules, or of each.
     """
     shutil.copytree(model, folder)
     weights = {name: np.array(value) for name, value in weights_of(model).items()}

@@ -1,4 +1,4 @@
-"""Processes that tests start: their end, and a server on a free port. Needs no forge_jax."""
+"""Processes that tests start: their end, and a server on a free port; independent of forge_jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parent.parent
-END_S = 10.0  # from being asked to end until it is killed
+END_S = 10.0  # from the request to end until it is killed
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def running(
     stderr: int | IO[str] | None = None,
     cwd: Path = ROOT,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with the block."""
+    """Run a process until the end of the block."""
     with subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, cwd=cwd) as process:
         try:
             yield process
@@ -34,11 +34,11 @@ def running(
 
 @contextmanager
 def serving(python: str, *flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    """`forge-jax serve` with these flags: its URL without /v1, its model's name, the process."""
+    """Run `forge-jax serve` with these flags; yield its URL without /v1, its model, the process."""
     command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
     with running(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()  # the first one: it serves
+        line = process.stdout.readline()  # the first line means that it serves
         found = re.match(r"forge-jax serves (\S+) at (http://\S+);", line)
         assert found, f"the server did not start: {line!r}"
         yield found[2], found[1], process

@@ -21,7 +21,7 @@ PARTS = {
 
 @pytest.fixture
 def run_ci(tmp_path):
-    """Runs `.ci/run` with a `make` that only notes its arguments, and fails for one target."""
+    """Run `.ci/run` with a `make` that records its arguments and fails for one target."""
 
     def run(*parts: str, failing: str = "-") -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log = tmp_path / "log"
@@ -69,7 +69,7 @@ def test_ci_rejects_an_unknown_part_before_it_runs_anything(run_ci):
     assert "no such part: linting; choose from: lint tests site" in done.stderr
 
 
-def test_the_workflow_runs_every_part_on_the_pinned_python():
+def test_workflow_runs_every_part_on_the_pinned_python():
     job = WORKFLOW["jobs"]["part"]
     assert job["strategy"]["matrix"]["part"] == list(PARTS)
     *actions, run = job["steps"]
@@ -81,7 +81,7 @@ def test_the_workflow_runs_every_part_on_the_pinned_python():
 
 
 @pytest.mark.parametrize("form", ["bug.yml", "model.yml"])
-def test_an_issue_form_asks_for_the_output_of_doctor(form):
+def test_issue_form_asks_for_the_output_of_doctor(form):
     body = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text())["body"]
     asked = [item for item in body if "forge-jax doctor" in str(item["attributes"].get("label"))]
     assert asked and asked[0]["validations"]["required"]

@@ -1,4 +1,4 @@
-"""The front-end benchmark's client: what it counts, and that it would see a wrong answer."""
+"""The front-end benchmark's client: its counts, and its detection of wrong answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stream(*chunks: bytes) -> bytes:
 GOOD = stream(event("a") + event(" b"), event("c", "length") + b"data: [DONE]\n\n")
 
 
-def test_a_right_answer_passes():
+def test_correct_answer_passes():
     check_stream(BODY, GOOD)
 
 
@@ -41,19 +41,19 @@ def test_a_right_answer_passes():
     ],
     ids=["text", "no end", "two ends", "no reason", "cut off", "goes on", "chunk length"],
 )
-def test_a_wrong_answer_is_seen(answer):
+def test_wrong_answer_is_detected(answer):
     with pytest.raises((BadAnswerError, ValueError)):
         check_stream(BODY, answer)
 
 
-def test_a_wrong_whole_answer_is_seen():
+def test_wrong_whole_answer_is_detected():
     answer = {"choices": [{"text": "a bd"}], "usage": {"completion_tokens": 3}}
     with pytest.raises(BadAnswerError):
         check_whole(BODY, b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(answer).encode())
 
 
 @pytest.mark.parametrize("size", [1, 5, 7, 50, 10_000])
-def test_events_are_counted_once_however_they_are_read(size):
+def test_events_are_counted_once_for_any_split(size):
     connection = _Connection.__new__(_Connection)
     connection.streams, connection.kept = True, None
     connection.events, connection.tail = 0, b""

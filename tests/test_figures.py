@@ -1,4 +1,4 @@
-"""The tables of `docs/models.md` have a row for all that is tested, and figures within limits."""
+"""The tables of `docs/models.md`: a row for every tested model, and figures within limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rows(name: str) -> dict[str, dict[str, str]]:
     return {row: dict(zip(TABLES[name][1], found, strict=True)) for row, *found in cells}
 
 
-def test_every_golden_model_has_its_row(goldens):
+def test_every_golden_model_has_a_row(goldens):
     found = rows("families")
     assert set(found) == {folder.name for folder in goldens.iterdir() if folder.is_dir()}
     for name, row in found.items():
@@ -33,7 +33,7 @@ def test_figures_are_within_their_limits(name):
                 assert float(value) < LIMITS[column], (row, column)
 
 
-def test_what_tests_note_becomes_rows_in_their_order():
+def test_recorded_figures_become_rows_in_order():
     figures = Figures()
     for row, column, value in (("b", "values", "same bits"), ("a", "logits", 1.234e-7)):
         report = pytest.TestReport("x", ("", 0, ""), {}, "passed", None, "call")

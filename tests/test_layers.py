@@ -1,4 +1,4 @@
-"""Imports stay light, and the scheduler pure. Which module may import which: `.importlinter`."""
+"""Light imports and a pure scheduler. Import contracts between modules are in `.importlinter`."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def imported(source: str) -> set[str]:
-    """The top-level packages that a module imports, anywhere in it."""
+    """Return the top-level packages that a module imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -23,7 +23,7 @@ def imported(source: str) -> set[str]:
     return found
 
 
-def test_the_check_sees_imports_wherever_they_stand():
+def test_check_detects_imports_anywhere():
     source = "def f():\n    from forge_serve.server.app import x\n    import aiohttp.web as w"
     assert imported(source) == {"forge_serve", "aiohttp"}
 
@@ -48,7 +48,7 @@ def test_importing_does_not_import_jax(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_llguidance_comes_with_the_first_grammar():
+def test_llguidance_is_imported_with_the_first_grammar():
     code = (
         "import sys, forge_jax.engine.thread, forge_jax.grammar;"
         "assert 'llguidance' not in sys.modules"
@@ -67,7 +67,7 @@ SOURCES = [
 
 
 def shared_randomness(source: str) -> set[str]:
-    """What a module uses of `random` besides sources of its own, which have a seed."""
+    """Return a module's uses of `random` other than seeded generators."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "random":
@@ -81,7 +81,7 @@ def shared_randomness(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
-def test_the_scheduler_has_no_clock_no_thread_and_no_randomness_of_its_own(file):
+def test_scheduler_has_no_clock_thread_or_randomness(file):
     clocks = {"jax", "asyncio", "threading", "time", "datetime", "os", "secrets", "uuid"}
     wrong = imported(file.read_text()) & clocks
     assert not wrong, f"{file.name} imports {', '.join(wrong)}"
@@ -89,22 +89,22 @@ def test_the_scheduler_has_no_clock_no_thread_and_no_randomness_of_its_own(file)
     assert not wrong, f"{file.name} uses random.{', '.join(wrong)}"
 
 
-def test_the_check_sees_randomness_that_has_no_seed():
+def test_check_detects_unseeded_randomness():
     source = "import random\nfrom random import choice\nrandom.random()\nrandom.Random()"
     assert shared_randomness(source) == {"choice", "random", "Random()"}
     assert not shared_randomness("def f(rng: random.Random): return random.Random(1)")
 
 
-# ---- size and circles ----------------------------------------------------------------------------
+# ---- size and import cycles --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("package", "most"), [("forge_jax", 20), ("forge_serve", 15)])
-def test_a_package_has_few_entries_at_its_top(package, most):
+def test_package_top_level_is_small(package, most):
     assert structure.entries(structure.PACKAGES[package]) <= most
 
 
 @pytest.mark.parametrize("package", structure.PACKAGES)
-def test_no_function_is_longer_than_the_limit(package):
+def test_no_function_exceeds_the_length_limit(package):
     long = [
         f"{path.relative_to(ROOT)}: {function.name} has {function.lines} lines"
         for path, tree in structure.parsed(structure.PACKAGES[package])

@@ -1,4 +1,4 @@
-"""No data becomes code: no package deserialises objects, evaluates text or asks a shell."""
+"""No code from data: no package deserializes objects, evaluates text or starts a shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = {
     "joblib", "jsonpickle", "torch", "code", "codeop", "runpy", "imp", "pty", "commands",
     "copyreg", "msgpack", "yaml", "xml", "telnetlib",
 }  # fmt: skip
-# Calls by the name they are written with, whatever they are called on.
+# Calls by their written name, on any object.
 CALLS = {
     "eval", "exec", "__import__", "execfile", "compile_command", "system", "popen", "spawnl",
     "spawnv", "execv", "execve", "execvp", "fork", "unsafe_load", "full_load",
@@ -24,7 +24,7 @@ CALLS = {
 KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 LOADERS = {("yaml", "load"), ("torch", "load"), ("np", "fromfile"), ("numpy", "fromfile")}
 
-# (file, what) -> why it may.
+# (file, call) -> the reason why it is allowed.
 ALLOWED = {
     ("forge_jax/__init__.py", "import_module"): "the names of a fixed table of this package",
     (
@@ -40,7 +40,7 @@ ALLOWED = {
 
 
 def findings(source: str) -> list[tuple[int, str]]:
-    """Line and name of each thing that is not allowed."""
+    """Return line and name of each forbidden use."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -56,7 +56,7 @@ def findings(source: str) -> list[tuple[int, str]]:
         elif isinstance(node, ast.Call):
             found += [(node.lineno, name) for name in _call_faults(node)]
         elif isinstance(node, ast.Name) and node.id in {"eval", "exec", "__import__"}:
-            found.append((node.lineno, node.id))  # also where it is only passed on
+            found.append((node.lineno, node.id))  # includes references that are only passed on
     return found
 
 
@@ -74,7 +74,7 @@ def _call_faults(call: ast.Call) -> list[str]:
     if name in CALLS or (owner, name) in LOADERS:
         faults.append(name)
     if name == "compile" and owner == "":
-        faults.append("compile")  # the builtin; `re.compile` and executables are others
+        faults.append("compile")  # the builtin, not `re.compile` or executables
     for keyword in call.keywords:
         if keyword.arg in KEYWORDS and not _is_false(keyword.value):
             faults.append(f"{keyword.arg}=")
@@ -85,7 +85,7 @@ def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def test_nothing_turns_data_into_code():
+def test_no_code_is_made_from_data():
     used = set()
     for file in sorted(file for package in PACKAGES for file in package.rglob("*.py")):
         name = str(file.relative_to(ROOT))
@@ -96,7 +96,7 @@ def test_nothing_turns_data_into_code():
 
 
 def test_templates_are_rendered_in_one_sandbox():
-    """`jinja2.Environment`, or a sandbox that can be changed, would be a way around the limits."""
+    """`jinja2.Environment`, or a mutable sandbox, would bypass the limits."""
     for file in sorted(file for package in PACKAGES for file in package.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -133,7 +133,7 @@ def test_templates_are_rendered_in_one_sandbox():
         ("from_pretrained(name, trust_remote_code=True)", "trust_remote_code="),
     ],
 )
-def test_the_check_sees_what_it_looks_for(source, what):
+def test_check_detects_forbidden_calls(source, what):
     assert what in [name for _, name in findings(source)]
 
 
@@ -142,5 +142,5 @@ def test_the_check_sees_what_it_looks_for(source, what):
     ["re.compile('a')", "runner.compile()", "np.load(f, allow_pickle=False)", "run(x, shell=False)",
      "json.loads(text)", "evaluate(x)"],
 )  # fmt: skip
-def test_the_check_lets_the_ordinary_pass(source):
+def test_check_accepts_ordinary_code(source):
     assert findings(source) == []

@@ -78,13 +78,13 @@ def test_errors_name_python_arguments(options, said):
 
 
 @pytest.mark.parametrize("itl_target_ms", [None, 0, 0.0])
-def test_a_latency_target_that_is_off_goes_with_one_step_size(itl_target_ms):
+def test_disabled_latency_target_allows_one_step_size(itl_target_ms):
     EngineConfig.from_options(itl_target_ms=itl_target_ms, deterministic=True)
     EngineConfig.from_options(itl_target_ms=itl_target_ms, chunked_prefill=False)
 
 
 @pytest.mark.parametrize(("options", "target_ms"), [({}, 0), ({"itl_target_ms": 50}, 50)])
-def test_an_llm_has_no_latency_target_unless_it_is_given(options, target_ms, monkeypatch):
+def test_llm_has_no_latency_target_by_default(options, target_ms, monkeypatch):
     configs: list[EngineConfig] = []
     monkeypatch.setattr("forge_jax.llm.assemble", configs.append)
     monkeypatch.setattr(LLM, "_start", lambda *_: None)
@@ -92,7 +92,7 @@ def test_an_llm_has_no_latency_target_unless_it_is_given(options, target_ms, mon
     assert configs[0].batch.itl_target_ms == target_ms
 
 
-def test_the_command_line_keeps_the_flags_of_an_error():
+def test_command_line_errors_name_flags():
     with pytest.raises(ConfigError) as error:
         EngineConfig.from_options(max_num_seqs=0)
     assert error.value.on_command_line == "--max-num-seqs must be at least 1, not 0"

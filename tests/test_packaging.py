@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 
 
 def files_of(folder: Path) -> set[str]:
-    """The files below a folder, without what Python leaves there."""
+    """Return the files below a folder, without Python's caches."""
     return {
         file.relative_to(folder).as_posix()
         for file in folder.rglob("*")
@@ -81,7 +81,7 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as package indexes and distributions do."""
+    """Build the wheel from the sdist, like package indexes and distributions."""
     return build(unpacked, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
@@ -91,7 +91,7 @@ def metadata(wheel: Path) -> Message:
         return email.message_from_bytes(archive.read(f"{SDIST}.dist-info/METADATA"))
 
 
-def test_the_sdist_has_the_packages_and_documents_and_no_tests(unpacked):
+def test_sdist_has_packages_and_documents_but_no_tests(unpacked):
     found = files_of(unpacked)
     assert {file for file in found if "/" not in file} == SDIST_ROOT_FILES
     assert {file.split("/")[0] for file in found if "/" in file} == SDIST_FOLDERS
@@ -101,7 +101,7 @@ def test_the_sdist_has_the_packages_and_documents_and_no_tests(unpacked):
     assert not [file for file in found if re.search(r"(^|/)(tests?|\.git)/", file)]
 
 
-def test_the_wheel_has_the_three_packages_and_nothing_else(wheel):
+def test_wheel_has_exactly_the_three_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
     info = {name for name in found if name.startswith(f"{SDIST}.dist-info/")}
@@ -113,14 +113,14 @@ def test_the_wheel_has_the_three_packages_and_nothing_else(wheel):
     }
 
 
-def test_the_metadata_has_the_version_an_author_and_the_licence(metadata):
+def test_metadata_has_version_author_and_license(metadata):
     assert metadata["Version"] == forge_jax.__version__
     assert metadata["Author"] == "The forge-jax developers"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier", ())
 
 
-def test_the_readme_on_a_package_index_has_no_relative_links(metadata):
+def test_package_index_readme_has_no_relative_links(metadata):
     readme = metadata.get_payload()
     assert isinstance(readme, str) and readme.lstrip().startswith("# forge-jax")
     targets = re.findall(r"\]\(([^)]*)\)", readme)
@@ -130,7 +130,7 @@ def test_the_readme_on_a_package_index_has_no_relative_links(metadata):
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel; dependencies come from the tests' own environment."""
+    """Create an environment with the wheel; dependencies come from the tests' environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -140,20 +140,21 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     variables = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", scheme="venv", vars=variables))
-    # Path files are not read in a folder that one of them names: an editable forge-jax stays out.
+    # Path files in a folder that another one names are not read, so an editable forge-jax is
+    # excluded.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
 
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is no checkout, and an environment that names none."""
+    """Return a folder outside any checkout, with an environment that refers to none."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("VIRTUAL_ENV", "")
     return tmp_path
 
 
-def test_an_installed_wheel_imports_its_own_files_and_knows_its_version(environment, outside):
+def test_installed_wheel_imports_its_own_files_and_has_its_version(environment, outside):
     code = (
         "import importlib.metadata, json, forge_jax, forge_kernels, forge_serve;"
         "print(json.dumps([forge_jax.__file__, forge_kernels.__file__, forge_serve.__file__,"
@@ -169,7 +170,7 @@ def test_an_installed_wheel_imports_its_own_files_and_knows_its_version(environm
     assert done.stdout.strip() == f"forge-jax {forge_jax.__version__}"
 
 
-def test_an_installed_wheel_serves_the_bundled_model(environment, outside):
+def test_installed_wheel_serves_the_bundled_model(environment, outside):
     sizes = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-blocks", "64")
     command = [str(environment / "bin" / "forge-jax"), "serve", "forge-tiny", "--port", "0", *sizes]
     with running(command, stdout=subprocess.PIPE, cwd=outside) as server:
@@ -192,8 +193,7 @@ def test_an_installed_wheel_serves_the_bundled_model(environment, outside):
     assert "Paris" in answer["choices"][0]["text"]
 
 
-def test_a_plain_checkout_knows_its_version(outside):
-    """Without an installation, there is no package metadata to read it from."""
+def test_plain_checkout_has_its_version(outside):
     paths = [ROOT, ROOT / "kernels", ROOT / "serve", sysconfig.get_path("purelib")]
     code = (
         "import sys; sys.path[:0] = sys.argv[1:];"

@@ -21,7 +21,7 @@ NAMES = sorted(set(forge_jax.__all__) - {"__version__"})
 
 
 def typed_imports() -> dict[str, str]:
-    """The names that type checkers see, and the module of each."""
+    """Return the names that type checkers see, and the module of each."""
     (guard,) = (node for node in TREE.body if isinstance(node, ast.If))
     assert ast.unparse(guard.test) == "TYPE_CHECKING"
     return {
@@ -33,7 +33,7 @@ def typed_imports() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_is_the_object_that_type_checkers_see(name):
+def test_public_name_is_the_object_that_type_checkers_see(name):
     home = importlib.import_module(typed_imports()[name])
     assert getattr(forge_jax, name) is getattr(home, name)
 
@@ -44,7 +44,7 @@ def test_type_checkers_see_exactly_the_public_names():
     assert len(set(forge_jax.__all__)) == len(forge_jax.__all__)
 
 
-def test_a_name_that_does_not_exist_raises_attribute_error():
+def test_missing_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="'forge_jax' has no attribute 'LMM'"):
         _ = forge_jax.LMM
 
@@ -58,14 +58,14 @@ def test_every_error_is_public():
     assert defined == {name for name in NAMES if name.endswith("Error")}
 
 
-def test_the_python_page_lists_exactly_the_public_names():
+def test_python_page_lists_exactly_the_public_names():
     tables = PAGE.split("## Public names")[1]
     cells = re.findall(r"^\| (`[^|]*`) \|", tables, re.MULTILINE)
     listed = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(listed) == sorted(forge_jax.__all__)
 
 
-def test_documents_and_examples_use_only_public_names_of_the_package():
+def test_documents_and_examples_use_only_public_names():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
     for file in files:
         text = file.read_text()
@@ -89,7 +89,7 @@ def test_each_package_is_marked_as_typed(package):
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_the_modules_of_the_public_surface_are_checked_strictly():
+def test_public_modules_are_type_checked_strictly():
     modules = [importlib.import_module(name) for name in {"forge_jax", *typed_imports().values()}]
     strict = PYPROJECT["tool"]["pyright"]["strict"]
     assert {str(Path(str(module.__file__)).relative_to(ROOT)) for module in modules} <= set(strict)
@@ -99,14 +99,14 @@ def test_the_modules_of_the_public_surface_are_checked_strictly():
 # ---- version -------------------------------------------------------------------------------------
 
 
-def test_the_version_is_written_once():
+def test_version_is_written_once():
     assert "version" not in PYPROJECT["project"]
     assert PYPROJECT["project"]["dynamic"] == ["version", "readme"]
     assert PYPROJECT["tool"]["hatch"]["version"]["path"] == "forge_jax/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", forge_jax.__version__)
 
 
-def test_the_changelog_has_a_dated_section_for_the_version():
+def test_changelog_has_a_dated_section_for_the_version():
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "[Unreleased]"
     assert re.fullmatch(rf"\[{re.escape(forge_jax.__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])

@@ -1,4 +1,4 @@
-"""What runs by itself cannot fail in silence: the helper, each place that uses it, and no other."""
+"""Supervision: background work cannot fail silently, and no other code starts any."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from forge_jax.host import supervise
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "forge_jax", ROOT / "serve" / "forge_serve", ROOT / "kernels" / "forge_kernels"]
 
-# What starts something that nobody has to await.
+# Calls that start work which need not be awaited.
 STARTS = {
     "create_task", "ensure_future", "Thread", "Timer", "start_new_thread", "run_in_executor",
     "ThreadPoolExecutor", "ProcessPoolExecutor", "add_done_callback", "call_soon", "call_later",
     "call_at", "call_soon_threadsafe", "run_coroutine_threadsafe", "add_signal_handler",
 }  # fmt: skip
-# (file, what) -> why its exception reaches somebody.
+# (file, call) -> how its exceptions are handled.
 ALLOWED = {
     ("forge_jax/tools/doctor/checks.py", "ThreadPoolExecutor"): "each future's result is read",
     ("forge_jax/engine/preparation.py", "ThreadPoolExecutor"): "its one future is watched",
@@ -67,7 +67,7 @@ ALLOWED = {
 
 
 def started(source: str) -> set[str]:
-    """What of `STARTS` a module calls, by the name that it is written with."""
+    """Return the calls in `STARTS` that a module makes, by their written name."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
@@ -88,7 +88,7 @@ def test_nothing_is_started_without_supervision():
     assert not ALLOWED.keys() - found, "these are gone: take them off the list"
 
 
-def test_the_check_sees_what_is_started():
+def test_check_detects_unsupervised_starts():
     source = "loop.create_task(f())\nThread(target=f)\nasyncio.get_running_loop().call_soon(f)"
     assert started(source) == {"create_task", "Thread", "call_soon"}
 
@@ -110,7 +110,6 @@ async def planted_soon(*_: Any, **__: Any) -> Any:
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
-    """How many log lines have the planted exception's traceback."""
     return sum(
         record.levelno == logging.ERROR and bool(record.exc_info) and record.exc_info[0] is Planted
         for record in caplog.records
@@ -118,14 +117,14 @@ def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
 
 
 async def turns(condition: Callable[[], Any] = lambda: False, number: int = 5000) -> None:
-    """Lets the event loop turn, until something holds."""
+    """Let the event loop turn until a condition is true."""
     for _ in range(number):
         if condition():
             return
         await asyncio.sleep(0.001 if number > 10 else 0)
 
 
-async def test_the_error_of_a_task_reaches_its_owner_and_the_log(caplog):
+async def test_task_error_reaches_its_owner_and_the_log(caplog):
     errors = []
     supervise.start_task(planted_soon(), "a task", errors.append)
     await turns(lambda: errors)
@@ -134,7 +133,7 @@ async def test_the_error_of_a_task_reaches_its_owner_and_the_log(caplog):
     assert not supervise._tasks
 
 
-async def test_cancellation_and_expected_errors_are_no_failures(caplog):
+async def test_cancellation_and_expected_errors_are_not_failures(caplog):
     errors = []
     task = supervise.start_task(asyncio.sleep(600), "a task", errors.append)
     await asyncio.sleep(0)
@@ -146,8 +145,8 @@ async def test_cancellation_and_expected_errors_are_no_failures(caplog):
     assert task.cancelled() and not errors and not caplog.records
 
 
-async def test_a_task_is_held_until_it_ends():
-    """The event loop has but a weak reference."""
+async def test_task_is_referenced_until_it_ends():
+    """The event loop keeps only a weak reference."""
     import gc
 
     arrived = asyncio.Event()
@@ -165,20 +164,20 @@ async def test_a_task_is_held_until_it_ends():
     await arrived.wait()
 
 
-def test_the_error_of_a_thread_reaches_its_owner_and_the_log(caplog):
+def test_thread_error_reaches_its_owner_and_the_log(caplog):
     errors: list[BaseException] = []
     supervise.start_thread(planted, "a thread", errors.append).join()
     supervise.start_thread(lambda: exec("raise SystemExit(3)"), "a thread", errors.append).join()
     assert [type(error) for error in errors] == [Planted, SystemExit] and tracebacks(caplog) == 1
 
 
-async def test_the_result_or_the_error_of_a_thread_is_awaited():
+async def test_thread_result_or_error_is_awaited():
     assert await supervise.in_thread(lambda: 5, "a thread") == 5
     with pytest.raises(Planted):
         await supervise.in_thread(planted, "a thread")
 
 
-def test_the_error_of_a_thread_whose_loop_is_gone_is_logged(caplog):
+def test_thread_error_after_its_loop_closed_is_logged(caplog):
     import threading
 
     begun, closed = threading.Event(), threading.Event()
@@ -201,7 +200,7 @@ def test_the_error_of_a_thread_whose_loop_is_gone_is_logged(caplog):
     assert tracebacks(caplog) == 1 and threading.active_count() <= before
 
 
-def test_the_error_of_a_callback_and_of_a_future_reaches_its_owner_and_the_log(caplog):
+def test_callback_and_future_errors_reach_their_owner_and_the_log(caplog):
     errors: list[BaseException] = []
     supervise.guarded(planted, "a callback", errors.append)()
     future: Future[None] = Future()
@@ -210,7 +209,7 @@ def test_the_error_of_a_callback_and_of_a_future_reaches_its_owner_and_the_log(c
     assert len(errors) == 2 and tracebacks(caplog) == 2
 
 
-def test_an_owner_that_fails_is_logged_too(caplog):
+def test_failing_owner_is_logged(caplog):
     supervise.guarded(planted, "a callback", planted)()
     assert tracebacks(caplog) == 2 and "the error handler failed" in caplog.text
 
@@ -221,7 +220,6 @@ LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
 async def end_of(stream) -> Any:
-    """The last delta of a stream."""
     async with asyncio.timeout(60):
         return [delta async for deltas in stream for delta in deltas][-1]
 
@@ -235,7 +233,7 @@ async def engine():
 
 
 @pytest.mark.parametrize("place", ["tick", "abort", "drain"])
-async def test_what_fails_in_the_engine_thread_fails_the_engine(engine, place, monkeypatch, caplog):
+async def test_error_in_the_engine_thread_fails_the_engine(engine, place, monkeypatch, caplog):
     stream = engine.submit([1], LONG, request_id="a")
     await anext(stream)
     monkeypatch.setattr(engine._core, place, planted)
@@ -246,7 +244,7 @@ async def test_what_fails_in_the_engine_thread_fails_the_engine(engine, place, m
     assert tracebacks(caplog) == 1
 
 
-async def test_news_that_cannot_be_handed_out_fail_the_engine(engine, monkeypatch, caplog):
+async def test_failed_update_delivery_fails_the_engine(engine, monkeypatch, caplog):
     streams = [engine.submit([1], LONG, request_id=name) for name in "ab"]
     monkeypatch.setattr(WaitingQueue, "pop", planted)
     for stream in streams:
@@ -254,10 +252,10 @@ async def test_news_that_cannot_be_handed_out_fail_the_engine(engine, monkeypatc
         assert end.finish_reason == "error" and isinstance(end.error, EngineError)
     assert engine.stats().state == "failed" and tracebacks(caplog) >= 1
     await turns(lambda: not engine.stats().num_used_blocks)
-    assert not engine.stats().num_used_blocks  # nor does anybody compute them any further
+    assert not engine.stats().num_used_blocks  # they are no longer computed
 
 
-async def test_a_reader_that_fails_at_the_end_keeps_the_end_from_nobody(engine, caplog):
+async def test_failing_reader_does_not_withhold_the_end_from_others(engine, caplog):
     first, second = (engine.submit([1], LONG, request_id=name) for name in "ab")
     first.push_to(lambda deltas: planted() if deltas[-1].finish_reason else None)
     await anext(second)
@@ -266,7 +264,7 @@ async def test_a_reader_that_fails_at_the_end_keeps_the_end_from_nobody(engine, 
     assert end.finish_reason == "error" and tracebacks(caplog) == 1
 
 
-async def test_a_grammar_that_fails_to_compile_ends_its_request(engine, monkeypatch, caplog):
+async def test_grammar_compilation_error_ends_its_request(engine, monkeypatch, caplog):
     from forge_jax.grammar import GrammarSpec
 
     monkeypatch.setattr(engine.grammars, "compile_soon", planted_soon)
@@ -277,8 +275,7 @@ async def test_a_grammar_that_fails_to_compile_ends_its_request(engine, monkeypa
     assert engine.stats().state == "ready"
 
 
-async def test_a_compilation_that_nobody_waits_for_is_logged(engine, monkeypatch, caplog):
-    """Its client left while a thread was at it."""
+async def test_abandoned_compilation_error_is_logged(engine, monkeypatch, caplog):
     import threading
 
     from forge_jax.grammar import GrammarSpec
@@ -302,7 +299,7 @@ async def test_a_compilation_that_nobody_waits_for_is_logged(engine, monkeypatch
     assert tracebacks(caplog) == 1
 
 
-def test_an_executable_that_cannot_be_adopted_is_logged(caplog):
+def test_executable_adoption_error_is_logged(caplog):
     from forge_jax.step.executables import Executables
 
     executables = Executables()
@@ -314,7 +311,7 @@ def test_an_executable_that_cannot_be_adopted_is_logged(caplog):
     executables.close()
 
 
-async def test_a_pooling_executable_that_fails_to_compile_ends_its_request(engine, caplog):
+async def test_pooling_compilation_error_ends_its_request(engine, caplog):
     class Pooler:
         can_pool = False
         compile_pooling = staticmethod(planted)
@@ -346,7 +343,7 @@ worker.main()
         "worker._Worker._tell_of_life = planted",
     ],
 )
-def test_what_fails_in_a_process_that_starts_is_an_error_of_the_start(plant, monkeypatch, capfd):
+def test_error_in_a_starting_process_fails_the_start(plant, monkeypatch, capfd):
     monkeypatch.setattr(launcher, "WORKER", ("-c", DIES.format(plant=plant)))
     with pytest.raises(EngineError, match="before it could serve"):
         launcher.launch(Start(EngineConfig(), fake=True))
@@ -371,9 +368,7 @@ worker.main()
 
 
 @pytest.mark.parametrize("place", ["_send_news", "_tell_stats"])
-async def test_what_fails_once_in_a_process_costs_it_and_no_token(
-    place, monkeypatch, tmp_path, capfd
-):
+async def test_one_error_in_a_process_costs_no_token(place, monkeypatch, tmp_path, capfd):
     code = ONCE.format(place=place, marker=str(tmp_path / "has failed"))
     monkeypatch.setattr(launcher, "WORKER", ("-c", code))
     engine = EngineProcess.fake()
@@ -394,7 +389,7 @@ async def test_what_fails_once_in_a_process_costs_it_and_no_token(
 
 
 @pytest.mark.parametrize("place", ["look", "start_profile"])
-async def test_what_fails_on_demand_in_a_process_is_the_answer(place, monkeypatch, tmp_path):
+async def test_error_of_a_call_into_a_process_reaches_the_caller(place, monkeypatch, tmp_path):
     plant = f"worker.Engine.{place} = planted"
     monkeypatch.setattr(launcher, "WORKER", ("-c", DIES.format(plant=plant)))
     engine = EngineProcess.fake()

@@ -19,5 +19,5 @@ from forge_jax.telemetry.units import bytes_text
         (2_500_000_000_000_000, "2500 TB"),
     ],
 )
-def test_a_size_is_told_in_the_unit_that_fits_it(number, text):
+def test_size_is_formatted_in_a_fitting_unit(number, text):
     assert bytes_text(number) == text

@@ -1,1 +1,1 @@
-"""What a GPU shows that a CPU cannot: one command, a few minutes, one report."""
+"""GPU measurements that a CPU cannot show: one command, a few minutes, one report."""

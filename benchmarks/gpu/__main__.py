@@ -1,11 +1,11 @@
-"""Checks the GPU's kernels and measures them: one command, under nine minutes.
+"""Check the GPU's kernels and measure them: one command, under nine minutes.
 
     python -m benchmarks.gpu [--output REPORT.json] [--parts device numerics ...] [--limit 520]
 
-Each part runs in a process of its own with a time limit, the most important first; a part that
-fails, or for which something is missing, costs only its own section. The report is written anew
-after every part, as JSON and, beside it, as Markdown. `--tiny` runs everything on small shapes, on
-a CPU too: it shows that the parts work, and its figures mean nothing.
+Each part runs in a process of its own with a time limit, the most important first. A part that
+fails or lacks a dependency costs only its own section. After every part the report is rewritten as
+JSON and Markdown. `--tiny` runs everything on small shapes, also on a CPU. It shows that the parts
+work, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from benchmarks import report as reports
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.tables import markdown
 
-ENOUGH_S = 8.0  # of the time that is left, to begin a part
+ENOUGH_S = 8.0  # remaining time that is enough to start a part
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = reports.parser("gpu", "What does this GPU show?")
+    parser = reports.parser("gpu", "Measure this GPU.")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--limit", type=float, default=520.0, help="seconds for everything")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, on any device")
+    parser.add_argument("--tiny", action="store_true", help="use small shapes, on any device")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.part is not None:  # the child
+    if args.part is not None:  # in the child process
         assert args.output is not None
         args.output.write_text(json.dumps(PARTS[args.part].run(args.tiny)))
         return 0
@@ -46,14 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(
     names: Sequence[str], limit_s: float, *, tiny: bool, output: Path | None
 ) -> dict[str, Any]:
-    """All parts, each in a process of its own."""
+    """Run all parts, each in a process of its own."""
     end_s = time.monotonic() + limit_s
     report = reports.new("gpu", tiny=tiny, parts={})
     for name in names:
         left_s = end_s - time.monotonic()
         begin_s = time.monotonic()
         if left_s < ENOUGH_S:
-            result: dict[str, Any] = {"skipped": "no time was left"}
+            result: dict[str, Any] = {"skipped": "no time left"}
         else:
             print(f"{name} ...", file=sys.stderr, flush=True)
             result = run(name, PARTS[name], min(left_s, PARTS[name].seconds), tiny)
@@ -65,7 +65,7 @@ def measure(
 
 
 def run(name: str, part: Part, limit_s: float, tiny: bool) -> dict[str, Any]:
-    """The figures of one part, or why there are none."""
+    """Return the figures of one part, or the reason why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "part.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--output", str(output)]

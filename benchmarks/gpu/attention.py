@@ -1,4 +1,4 @@
-"""Paged attention on the device: is it right, and how near is it to what memory and cores allow?"""
+"""Paged attention on the device: correctness, and speed relative to memory and compute limits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from forge_kernels.attention.shapes import LLAMA_3_1_8B, LLAMA_3_2_1B, Attention
 
 BLOCK_SIZE = 64
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 32768)
-KV_BYTES = 1_500_000_000  # of all layers together at least: far more than any cache holds
+KV_BYTES = 1_500_000_000  # of all layers together, at least: far more than any cache holds
 MAX_KV_BYTES = 60_000_000_000
 MAX_LAYERS = 32
-TOLERANCE = 2.0**-7  # of the largest value: two roundings of bfloat16
+TOLERANCE = 2.0**-7  # relative to the largest value: two roundings of bfloat16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences as (rows, context) in blocks that stand in any order."""
+    """Sequences as (rows, context), in blocks in random order."""
 
     seqs: Sequence[tuple[int, int]]
     block_size: int = BLOCK_SIZE
@@ -59,23 +59,23 @@ class Batch:
 
 
 def implementations() -> list[str]:
-    """Those that this device can run, the oracle left out."""
+    """Return the implementations that this device can run, without the oracle."""
     platform = jax.devices()[0].platform
     if platform == "cpu":
-        cpu.available()  # which loads them
+        cpu.available()  # also loads the kernels
     others = {"cpu": ("cpu",), "gpu": ("mosaic",), "cuda": ("mosaic",)}.get(platform, ())
     return [name for name in get_args(Implementation) if name in ("xla", *others)]
 
 
 def cases() -> list[tuple[str, str]]:
-    """(implementation, type of the cache): each in bfloat16, and the best that takes it in fp8."""
+    """Return (implementation, cache type): each in bfloat16, and the best that supports fp8."""
     found = implementations()
     best = "mosaic" if "mosaic" in found else "xla"
     return [*((name, "bfloat16") for name in found), (best, "fp8")]
 
 
 def numerics(tiny: bool) -> list[dict[str, Any]]:
-    """Each implementation against the reference in float32, on ragged batches of real shapes."""
+    """Compare each implementation with the float32 reference, on ragged batches of real shapes."""
     contexts = (20, 70, 33) if tiny else (1000, 4000, 700)
     batches = {
         "decode": Batch([(1, context) for context in contexts]),
@@ -125,7 +125,7 @@ def _error(
 
 
 def decode(tiny: bool) -> dict[str, Any]:
-    """One query row of each sequence: GB/s of keys and values, and their part of a copy's."""
+    """Time one query row per sequence: GB/s of keys and values, and the ratio to a copy."""
     batches, contexts = ((1, 3), (128,)) if tiny else (BATCHES, CONTEXTS)
     ceiling = copy_bytes_per_s(tiny)
     rows = []
@@ -159,7 +159,7 @@ def _decode(
 
 
 def prefill(tiny: bool) -> list[dict[str, Any]]:
-    """Whole prompts: TFLOP/s (causal, so half of the square), beside cuDNN's on contiguous keys."""
+    """Time whole prompts: TFLOP/s (causal, half of the square), next to cuDNN."""
     rows = []
     for length in (128,) if tiny else (1024, 4096, 16384):
         shape, batch = LLAMA_3_1_8B, Batch([(length, length)])
@@ -195,13 +195,13 @@ def _cudnn(shape: AttentionShape, length: int) -> Any:
 
 
 def _token_bytes(shape: AttentionShape, kv_dtype: str) -> int:
-    """Of one layer's keys and values, scales included."""
+    """Return the bytes of one token's keys and values in one layer, scales included."""
     row = shape.head_dim + 4 if kv_dtype == "fp8" else 2 * shape.head_dim
     return 2 * shape.kv_heads * row
 
 
 def _layers(shape: AttentionShape, batch: Batch, kv_dtype: str, tiny: bool) -> int:
-    """As many as make the KV larger than caches; 0 if not even one fits."""
+    """Return enough layers to make the KV larger than caches, or 0 if not even one fits."""
     if tiny:
         return 2
     layer = _token_bytes(shape, kv_dtype) * batch.num_blocks * batch.block_size
@@ -213,7 +213,7 @@ def _layers(shape: AttentionShape, batch: Batch, kv_dtype: str, tiny: bool) -> i
 def _values(
     shape: AttentionShape, batch: Batch, layers: int, kv_dtype: str = "bfloat16"
 ) -> tuple[jax.Array, list[jax.Array | QuantizedKV]]:
-    """Queries in bfloat16, and the cache of each layer."""
+    """Return queries in bfloat16 and the cache of each layer."""
     keys = jax.random.split(jax.random.key(0), layers + 1)
     q = jax.random.normal(keys[0], (batch.rows, shape.heads, shape.head_dim), jnp.bfloat16)
     size = (batch.num_blocks, 2, shape.kv_heads, batch.block_size, shape.head_dim)
@@ -223,7 +223,8 @@ def _values(
         values = jax.random.normal(key, size, jnp.bfloat16)
         if kv_dtype == "bfloat16":
             return values
-        # Not rounded row by row: the largest caches leave no room for a second one in float32.
+        # Not rounded row by row, because the largest caches leave no room for a second one in
+        # float32.
         scale = jax.random.uniform(key, size[:-1], minval=0.5, maxval=1.5)
         return QuantizedKV((100 * values).astype(jnp.float8_e4m3fn), scale / 100)
 
@@ -237,7 +238,7 @@ def _attend(
     arrays: dict[str, Any],
     max_q_len: int | None = None,
 ) -> Any:
-    """A jitted function of queries and caches: one layer after the other, each fed by the last."""
+    """Return a jitted function of queries and caches that chains the layers."""
     bits = implementation == "cpu"
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Time on a device: long enough runs, the median of several, one wait at the end of each."""
+"""Device timing: long enough runs, the median of several, one wait at the end of each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROUNDS = 5
 
 
 def seconds(call: Callable[[], Any], *, target_s: float = TARGET_S, rounds: int = ROUNDS) -> float:
-    """Seconds of one `call`, which returns arrays; it is called many times between two waits."""
-    jax.block_until_ready(call())  # compiled, and warm
+    """Return the seconds of one `call`, which returns arrays; many calls share one wait."""
+    jax.block_until_ready(call())  # compile and warm up
     begin_s = time.perf_counter()
     jax.block_until_ready(call())
     once_s = time.perf_counter() - begin_s

@@ -1,4 +1,4 @@
-"""What the device is, and its two ceilings: copying memory, and multiplying matrices."""
+"""The device, and its two ceilings: copying memory and multiplying matrices."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def device(tiny: bool) -> dict[str, Any]:
 
 
 def copy_bytes_per_s(tiny: bool) -> float:
-    """Bytes read and written each second by a copy of many gigabytes."""
+    """Return bytes read plus written per second by a copy of many gigabytes."""
     count = 1 << (20 if tiny else 31)
     x = jnp.zeros(count, jnp.bfloat16)
-    copy = jax.jit(lambda x: x + jnp.bfloat16(1))  # XLA would leave a plain copy out
+    copy = jax.jit(lambda x: x + jnp.bfloat16(1))  # XLA would remove a plain copy
     return 2 * x.nbytes / seconds(lambda: copy(x))
 
 
 def bf16_flops(tiny: bool) -> float:
-    """FLOP/s of a product of two large matrices of random bfloat16."""
+    """Return FLOP/s of a product of two large matrices of random bfloat16."""
     n = 256 if tiny else 8192
     a, b = jax.random.normal(jax.random.key(0), (2, n, n), jnp.bfloat16)
     product = jax.jit(lambda a, b: a @ b.T)

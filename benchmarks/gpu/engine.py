@@ -19,7 +19,9 @@ PEER_S, ALL_S = 100.0, 200.0
 
 
 def engine(tiny: bool) -> dict[str, Any]:
-    """Output tokens/s of both, prompts included, and their ratio; ours with an fp8 cache too."""
+    """Return the output tokens/s of both, prompts included, and their ratio; also with an fp8
+    cache.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begin_s = time.perf_counter()
@@ -44,7 +46,7 @@ def _missing(*packages: str) -> str | None:
 
 def _run(command: list[str], limit_s: float) -> dict[str, Any]:
     if limit_s < 1:
-        return {"skipped": "no time was left"}
+        return {"skipped": "no time left"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -55,7 +57,7 @@ def _run(command: list[str], limit_s: float) -> dict[str, Any]:
 
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Token ids without anything in common, none of them special."""
+    """Return token ids with nothing in common and without special tokens."""
     return [
         [(7919 * i + 31 * j) % (vocab_size - 10) + 5 for j in range(length)] for i in range(count)
     ]

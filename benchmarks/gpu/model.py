@@ -62,10 +62,10 @@ def config(tiny: bool) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, tiny: bool) -> ModelSpec:
-    """config.json and model.safetensors, without a tokenizer.
+    """Write config.json and model.safetensors, without a tokenizer.
 
-    The values are one stretch of random numbers over and over, at another place in each tensor: a
-    dense model's speed does not depend on them, and 16 GB are written as fast as the disk allows.
+    All tensors repeat one stretch of random numbers at different offsets. The speed of a dense
+    model does not depend on its values, so 16 GB are written as fast as the disk allows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(tiny)))
@@ -94,11 +94,11 @@ def write_folder(folder: Path, tiny: bool) -> ModelSpec:
 
 
 def random_leaves(leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
-    """Weights on the device, one leaf at a time."""
+    """Return weights on the device, made one leaf at a time."""
 
     def make(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError("packed weights cannot be made up: build the model with plain ones")
+            raise ValueError("packed weights cannot be random: build the model with plain ones")
         normal = jax.jit(
             lambda key: (0.02 * jax.random.normal(key, leaf.shape, jnp.float32)).astype(leaf.dtype)
         )

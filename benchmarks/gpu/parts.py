@@ -1,4 +1,4 @@
-"""The parts, in the order in which they are run. Nothing heavy is imported before one runs."""
+"""The parts in the order in which they run. Heavy imports wait until a part runs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 
 class Missing(Exception):
-    """The part needs something that is not here; the message names it."""
+    """The part needs something that is not installed; the message names it."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`benchmarks.gpu.MODULE:FUNCTION`, and how long it may take."""
+    """`benchmarks.gpu.MODULE:FUNCTION`, and its time limit."""
 
     module: str
     function: str
     seconds: float
 
     def run(self, tiny: bool) -> dict[str, Any]:
-        """`{"figures": ...}`, or `{"skipped": why}`."""
+        """Return `{"figures": ...}`, or `{"skipped": reason}`."""
         module = importlib.import_module(f"benchmarks.gpu.{self.module}")
         function: Callable[[bool], Any] = getattr(module, self.function)
         try:

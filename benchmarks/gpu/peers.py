@@ -1,4 +1,4 @@
-"""Other people's kernels, where they are installed."""
+"""Kernels of other projects, where they are installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3.1-8B
 
 
 def flashinfer(tiny: bool) -> list[dict[str, Any]]:
-    """FlashInfer's batch decode over pages: GB/s of keys and values."""
+    """Time FlashInfer's batch decode over pages: GB/s of keys and values."""
     for package in ("torch", "flashinfer"):
         if importlib.util.find_spec(package) is None:
             raise Missing(f"{package} is not installed")

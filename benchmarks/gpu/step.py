@@ -1,4 +1,4 @@
-"""A whole decode step of an 8B model: against the bytes that it must read, and its launch."""
+"""A whole decode step of an 8B model, compared with the bytes it must read and with its launch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 40
 
 
 def step(tiny: bool) -> dict[str, Any]:
-    """Each batch size and kv dtype: time of a step, its floor, dispatch, compilation."""
+    """Measure each batch size and kv dtype: step time, its floor, dispatch and compilation."""
     with tempfile.TemporaryDirectory() as folder:
         return _step(tiny, Path(folder))
 
@@ -131,7 +131,7 @@ def _decode(
         runner.read(pending)
         wall_s.append((time.perf_counter() - begin_s) / STEPS)
     spec = model.spec
-    table = spec.vocab_size * spec.hidden_size * 2  # of the embedding only a few rows are read
+    table = spec.vocab_size * spec.hidden_size * 2  # only a few rows of the embedding are read
     kv = runner.options.kv_shape
     kv_bytes = kv.block_bytes * context * batch // kv.block_size
     floor = model.param_bytes - table + kv_bytes

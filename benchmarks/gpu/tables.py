@@ -8,7 +8,7 @@ from benchmarks import report as reports
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """A section for each part: a table, or why there is none."""
+    """Return a section for each part: a table, or the reason why there is none."""
     sections = [reports.heading(report)]
     if report["tiny"]:
         sections.append("Small shapes: these figures mean nothing.")
@@ -24,7 +24,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _section(figures: Any) -> str:
-    """Rows as a table; other figures one to a line above it."""
+    """Format rows as a table, with other figures one per line above it."""
     if isinstance(figures, list):
         return _table(figures)
     lines = [f"- {key}: {_text(value)}" for key, value in figures.items() if key != "rows"]

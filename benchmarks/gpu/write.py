@@ -1,6 +1,6 @@
-"""Writing new keys and values into the cache, alone: what one kernel for more could save.
+"""Writes of new keys and values into the cache, alone: the gain that another kernel could bring.
 
-The step rotates queries and keys and writes keys and values by a scatter per layer, in place.
+The step rotates queries and keys and writes keys and values by one scatter per layer, in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCKS = 1024  # of each layer
 
 
 def write(tiny: bool) -> list[dict[str, Any]]:
-    """Each batch size: us of a layer, for the scatter alone and with the rotation before it."""
+    """Time each batch size: us per layer, for the scatter alone and after the rotation."""
     layers, blocks = (2, 16) if tiny else (LAYERS, BLOCKS)
     rows = []
     for batch in (1, 4) if tiny else BATCHES:
@@ -46,7 +46,7 @@ def _scatter(qkv: jax.Array, kv: jax.Array, half: jax.Array, slots: jax.Array):
 
 def _rotate_and_scatter(qkv: jax.Array, kv: jax.Array, half: jax.Array, slots: jax.Array):
     q, kv = rotate_and_write(qkv, kv, half, half, slots)
-    # The next layer's input is made of this one's queries, so that no layer is left out.
+    # The next layer's input is made of this one's queries, so that no layer is optimized away.
     return jnp.concatenate([q, qkv[:, q.shape[1] :]], axis=1), kv
 
 

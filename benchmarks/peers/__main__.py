@@ -1,4 +1,4 @@
-"""Measures forge-jax and its peers on the CPU, interleaved. See `--help` and ../README.md."""
+"""Measure forge-jax and its peers on the CPU, interleaved. See `--help` and ../README.md."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from forge_serve.bench.errors import BenchmarkError
 PEERS = ("vllm", "llama.cpp", "transformers")
 FORGE = ("bf16:dtype=bfloat16", "int8:quantization=int8", "int4:quantization=int4")
 WAKE_UP_SEED = 2**32 - 1
-HOLD_S = 240.0  # of the lock
+HOLD_S = 240.0  # maximum time to hold the lock
 QUIET_SAMPLE_S = 0.5
 
 
 def main() -> int:
     args = _parser().parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # ends the servers too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # also ends the servers
     lock = _Lock(args.lock)
     try:
         chosen_suites = _suites(args)
@@ -77,7 +77,6 @@ def _run_all(
 
 
 def _about(document: dict[str, Any]) -> str:
-    """Where it was measured, and the peaks of that machine."""
     peaks = ", ".join(
         f"{name} {rate / 1e9:,.0f}" for name, rate in document["peak_operations_per_s"].items()
     )
@@ -87,7 +86,7 @@ def _about(document: dict[str, Any]) -> str:
 
 
 def _suites(args: argparse.Namespace) -> list[Suite]:
-    """Raises BenchmarkError for a size that cannot be."""
+    """Return the requested suites; raise `BenchmarkError` for an invalid size."""
     made = []
     for name in args.suites:
         if name == "batches":
@@ -117,11 +116,11 @@ def _measured(
     peaks: Probe,
     lock: _Lock,
 ) -> str | None:
-    """Measures one suite on one shape into the document. Returns its table; None: no engine."""
+    """Measure one suite on one shape into the document; return its table, None without engines."""
     model = _model(shape)
     chosen = _engines(args, model, suite.room)
     if not chosen:
-        print("there is nothing to measure", file=sys.stderr)
+        print("nothing to measure", file=sys.stderr)
         return None
     runs: list[report.Run] = []
     with _servers(chosen, lock) as servers:
@@ -157,7 +156,7 @@ def _measured(
 def _limits(
     suite: Suite, model: Path, weights: Iterable[str], machine: Machine
 ) -> dict[str, dict[str, float]]:
-    """The machine's limits by kind of weights."""
+    """Return the machine's limits by kind of weights."""
     costs = Model.of(engines.config(model))
     found = {}
     for name in dict.fromkeys(weights):
@@ -172,37 +171,37 @@ def _limits(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = reports.parser("peers", "forge-jax beside its peers on the CPU.", rounds=4)
+    parser = reports.parser("peers", "Compare forge-jax and other engines on the CPU.", rounds=4)
     parser.add_argument(
         "--no-gguf",
         dest="gguf",
         action="store_false",
-        help="do not serve llama.cpp's quantized files by forge-jax",
+        help="do not serve llama.cpp's quantized files with forge-jax",
     )
     parser.add_argument(
         "--forge",
         action="append",
         metavar="NAME:OPTION=VALUE,...",
-        help="a configuration of forge-jax, by names of EngineConfig's fields; may be given "
-        f"several times, none for no forge-jax; default: {' '.join(FORGE)}",
+        help="a configuration of forge-jax, by names of EngineConfig's fields. Repeat the "
+        f"flag for several, or pass none to leave forge-jax out (default: {' '.join(FORGE)})",
     )
     quantizations = engines.LLAMA_CPP_QUANTIZATIONS
     reports.options(
         parser,
-        ("--peers", _names(PEERS), list(PEERS), "those that are set up of these, or none"),
+        ("--peers", _names(PEERS), list(PEERS), "peers to measure if they are set up, or none"),
         (
             *("--quantizations", _names(quantizations), list(quantizations)),
-            "of llama.cpp's weights; files of all but bf16 are served by forge-jax as well",
+            "types of llama.cpp's weights; forge-jax also serves the files of all but bf16",
         ),
         ("--shapes", _names(tuple(SHAPES)), ["S", "M"], "of the models"),
         (
             *("--suites", _names(suites.NAMES), ["batches"]),
-            "batches: 128 tokens in, 64 out; long: prompts of --contexts, 64 tokens out; trace: "
+            "batches: 128 tokens in, 64 out. long: prompts of --contexts, 64 tokens out. trace: "
             "the requests of --trace",
         ),
         (
             *("--batch-sizes", _numbers(int), None),
-            "requests at the same time (default: 1,8,16,32; of the suite long: 1)",
+            "concurrent requests (default: 1,8,16,32; of the suite long: 1)",
         ),
         ("--contexts", _numbers(int), [4096, 8192, 32768], "prompt tokens of the suite long"),
         ("--trace", Path, None, "Azure CSV or Mooncake JSON lines"),
@@ -210,18 +209,17 @@ def _parser() -> argparse.ArgumentParser:
             *("--rates", _numbers(float), [0.6, 1.2]),
             "mean requests/s to which a trace's arrivals are stretched",
         ),
-        ("--max-requests", int, 60, "first requests of the trace"),
+        ("--max-requests", int, 60, "number of requests from the start of the trace"),
         (
             *("--trace-context", int, 4096),
-            "tokens that a trace's requests are cut to, prompt and output",
+            "tokens of prompt and output to which a trace's requests are truncated",
         ),
-        ("--trace-seqs", int, 16, "sequences that each server runs at the same time in a trace"),
-        ("--attempts", int, 3, "at most, at a quiet run"),
-        ("--quiet-wait", float, 60.0, "seconds to wait for an idle machine before a run, at most"),
+        ("--trace-seqs", int, 16, "concurrent sequences of each server in a trace"),
+        ("--attempts", int, 3, "maximum number of tries for a quiet run"),
+        ("--quiet-wait", float, 60.0, "maximum seconds to wait for an idle machine before a run"),
         (
             *("--lock", Path, None),
-            "hold an exclusive lock of this file while something runs, and only then: for "
-            "machines that several people share",
+            "hold an exclusive lock on this file only while something runs, for shared machines",
         ),
     )
     return parser
@@ -249,7 +247,7 @@ def _numbers[N: (int, float)](kind: Callable[[str], N]) -> Callable[[str], list[
 
 
 def _engines(args: argparse.Namespace, model: Path, room: Room) -> list[Engine]:
-    """What can be measured of what was asked for; says what is left out, and why."""
+    """Return the requested engines that can run; print the others with the reason."""
     threads = engines.num_threads()
     chosen: list[Engine] = []
     for text in args.forge or FORGE:
@@ -263,7 +261,7 @@ def _engines(args: argparse.Namespace, model: Path, room: Room) -> list[Engine]:
     for peer in args.peers:
         if not setup.is_complete(peer):
             how = f"python -m benchmarks.peers.setup {peer}"
-            print(f"left out: {peer}: it is not set up; run {how}", flush=True)
+            print(f"left out: {peer}: not set up; run {how}", flush=True)
         elif peer == "vllm":
             chosen.append(engines.vllm(model, threads, room))
         elif peer == "transformers":
@@ -277,7 +275,7 @@ def _engines(args: argparse.Namespace, model: Path, room: Room) -> list[Engine]:
 
 
 def _forge_options(text: str) -> tuple[str, dict[str, Any]]:
-    """ "int8:quantization=int8,block_size=32" to its name and options; whole numbers as such."""
+    """Parse "int8:quantization=int8,block_size=32" into name and options, with integers as such."""
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
@@ -299,7 +297,7 @@ def _model(shape: str) -> Path:
 
 @contextlib.contextmanager
 def _servers(chosen: Sequence[Engine], lock: _Lock) -> Iterator[list[Server]]:
-    """All of them, started one after the other, and paused. One that fails is left out."""
+    """Start all engines one after the other, then pause them; one that fails is left out."""
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = []
@@ -319,7 +317,7 @@ def _servers(chosen: Sequence[Engine], lock: _Lock) -> Iterator[list[Server]]:
 
 
 def _warms_up(server: Server, model: Path, suite: Suite, lock: _Lock) -> bool:
-    """Sends what warms a server up; says so if it cannot."""
+    """Send the warm-up requests and return True if they succeed; print the error otherwise."""
     try:
         for workload in suite.warm_ups:
             with lock:
@@ -339,7 +337,7 @@ def _round(
     args: argparse.Namespace,
     lock: _Lock,
 ) -> Iterator[report.Run]:
-    """Every workload on every server. One that fails is left out, and the others go on."""
+    """Yield every workload on every server; a server that fails is left out."""
     for workload in suite.workloads:
         for server in servers:
             try:
@@ -358,7 +356,7 @@ def _quiet_run(
     args: argparse.Namespace,
     lock: _Lock,
 ) -> report.Run:
-    """The first of `--attempts` runs that is quiet, else the least noisy; speed does not choose."""
+    """Return the first quiet run of `--attempts`, or the least noisy one; speed does not matter."""
     attempts: list[report.Run] = []
     while len(attempts) < args.attempts and not (attempts and attempts[-1].quiet):
         with lock:
@@ -369,7 +367,7 @@ def _quiet_run(
 
 
 def _wait_for_quiet(seconds: float) -> None:
-    """Returns when other processes are idle, or after so long. All servers are paused."""
+    """Wait until other processes are idle, up to `seconds`. All servers are paused."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         meter = proc.BusyMeter(lambda: 0.0)
@@ -421,10 +419,10 @@ def _progress(run: report.Run) -> str:
 
 
 class _Lock:
-    """An exclusive lock of a file, or nothing.
+    """An exclusive lock on a file, or nothing.
 
-    It is kept from one use to the next until it has been held for `HOLD_S`, since each wait for it
-    may be long, and then given to those who wait.
+    The lock is kept between uses until it has been held for `HOLD_S`, because each wait for it may
+    be long. Then it is released to the processes that wait.
     """
 
     def __init__(self, path: Path | None):
@@ -442,7 +440,7 @@ class _Lock:
         if self._file is not None and time.monotonic() - self._since > HOLD_S:
             self._file.close()
             self._file = None
-            time.sleep(0.5)  # or nobody else would get it
+            time.sleep(0.5)  # lets another process take the lock
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How each engine is started as a server: the command, its environment, what its requests need.
+"""The way to start each engine as a server: command, environment, and fields of its requests.
 
-Every engine gets as many threads as there are cores and KV room for the same number of sequences of
-the same length (`Room`). Beyond that the defaults stand.
+Every engine gets as many threads as there are cores, and KV room for the same number of sequences
+of the same length (`Room`). Other settings keep their defaults.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from benchmarks.peers import setup
 from forge_jax.config import EngineConfig
 
 BLOCK_SIZE = 16  # of forge-jax on CPUs
-# transformers' defaults take nine tenths of the memory that is free, for the cache and for a dense
-# mask of 8192 rows.
+# By default, transformers takes nine tenths of the free memory for the cache and for a dense mask
+# of 8192 rows.
 TRANSFORMERS_PAGE_SIZE, TRANSFORMERS_BATCH_TOKENS = 256, 512
 LLAMA_CPP_QUANTIZATIONS = ("bf16", "q8_0", "q4_0", "q4_k_m")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What a server must be able to hold."""
+    """The sequences that a server must have room for."""
 
     max_num_seqs: int
     max_model_len: int  # tokens of a sequence, prompt and output
@@ -41,29 +41,29 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A server that can be started. `{port}` in the command stands for its port."""
+    """A server that can be started; `{port}` in the command stands for its port."""
 
     name: str
     peer: str
-    weights: str  # the type of its matrices; of a GGUF file, "gguf " and the file's
+    weights: str  # type of its matrices; for a GGUF file, "gguf " and the file's type
     command: tuple[str, ...]
-    model: str  # what its requests name
+    model: str  # name in its requests
     environment: Mapping[str, str] = field(default_factory=dict)
-    body: Mapping[str, Any] = field(default_factory=dict)  # further fields of each request
+    body: Mapping[str, Any] = field(default_factory=dict)  # additional fields of each request
     takes_token_ids: bool = True
 
 
 def forge_jax(name: str, options: Mapping[str, Any], model: Path, room: Room) -> Engine:
-    """forge-jax on a model folder.
+    """Return forge-jax on a model folder.
 
     Raises:
-      ConfigError: this version of the engine does not have an option.
+      ConfigError: This version of the engine does not have an option.
     """
     return _forge_jax(name, str(options.get("quantization", "bf16")), options, model, room)
 
 
 def forge_jax_gguf(quantization: str, model: Path, room: Room) -> Engine:
-    """forge-jax on the GGUF file that llama.cpp serves, its matrices packed as they are."""
+    """Return forge-jax on llama.cpp's GGUF file, with its matrices kept in blocks."""
     name = f"gguf {quantization}"
     return _forge_jax(name, name, {"gguf_weights": "packed"}, gguf(model, quantization), room)
 
@@ -104,7 +104,7 @@ def vllm(model: Path, threads: int, room: Room) -> Engine:
             *_port(),
         ),
         environment={
-            "LD_PRELOAD": ":".join(preload),  # as its documentation recommends
+            "LD_PRELOAD": ":".join(preload),  # recommended by its documentation
             "VLLM_CPU_KVCACHE_SPACE": str(_kv_gib(model, room)),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
@@ -126,7 +126,7 @@ def llama_cpp(quantization: str, model: Path, threads: int, room: Room) -> Engin
             *("--no-kv-unified", "--cache-ram", "0"),
             *_port(),
         ),
-        body={"cache_prompt": False, "samplers": ["top_k"], "top_k": 1},  # greedy, nothing else
+        body={"cache_prompt": False, "samplers": ["top_k"], "top_k": 1},  # greedy sampling only
         model=model.name,
     )
 
@@ -151,7 +151,7 @@ def transformers(model: Path, threads: int, room: Room) -> Engine:
 
 
 def gguf(model: Path, quantization: str) -> Path:
-    """The model's GGUF file, written unless it is there; llama.cpp's own tool quantizes."""
+    """Return the model's GGUF file, written by llama.cpp's own quantizer if it does not exist."""
     file = model / f"{quantization}.gguf"
     if file.exists():
         return file
@@ -173,7 +173,7 @@ def vocab_size(model: Path) -> int:
 
 
 def _kv_gib(model: Path, room: Room) -> int:
-    """Whole GiB that hold a bfloat16 KV cache of that room."""
+    """Return the whole GiB that hold a bfloat16 KV cache for that room."""
     own = config(model)
     values = 2 * own["num_hidden_layers"] * own["num_key_value_heads"] * own["head_dim"]
     return -(-room.num_tokens * values * 2 // 2**30)

@@ -1,8 +1,8 @@
-"""What a machine allows at most: bytes over measured bandwidth, operations over measured peak.
+"""Upper bounds of a machine: bytes over measured bandwidth, operations over measured peak.
 
-A step takes at least as long as its bytes and at least as long as its operations, whichever is
-more. Only the work that every engine must do is counted: each matrix is read once a step, keys and
-values of the context once, every product is computed once.
+A step takes at least the time for its bytes and at least the time for its operations, whichever is
+longer. Only work that every engine must do is counted. A step reads each matrix
+and the context's keys and values once, and computes every product once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from benchmarks.peers.peak import peak_for
 from forge_jax.checkpoint.gguf import read_gguf
 
 KV_BITS = 16
-# Of forge-jax's own rounding, without scales: a lower bound.
+# Bits of forge-jax's own quantization without scales, as a lower bound.
 BITS = {"bf16": 16.0, "int8": 8.0, "int4": 4.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Measured with all threads."""
+    """Rates measured with all threads."""
 
     bytes_per_s: float
     peaks: Mapping[str, float]  # operations/s by instruction
@@ -31,12 +31,12 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What its config.json makes a token cost."""
+    """The costs of a token, from the model's config.json."""
 
-    layer_values: int  # of the matrices of all layers
-    output_values: int  # of the matrix that makes the logits
-    kv_values: int  # keys and values of a token
-    pair_operations: int  # for each earlier token that a token attends to
+    layer_values: int  # in the matrices of all layers
+    output_values: int  # in the matrix that makes the logits
+    kv_values: int  # per token
+    pair_operations: int  # per earlier token that a token attends to
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Model:
@@ -55,20 +55,20 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """How an engine stores the matrices of a model."""
+    """Storage of a model's matrices in one engine."""
 
-    bits: float  # of the values of the layers, on average
-    num_bytes: float  # of all that a step reads
+    bits: float  # per value of the layers, on average
+    num_bytes: float  # read by one step
 
     @classmethod
     def of_type(cls, name: str, model: Model) -> Weights:
-        """Of bfloat16 and of forge-jax's own rounding."""
+        """Return bfloat16 or one of forge-jax's own quantizations."""
         bits = BITS[name]
         return cls(bits=bits, num_bytes=(model.layer_values + model.output_values) * bits / 8)
 
     @classmethod
     def of_gguf(cls, file: Path, model: Model) -> Weights:
-        """Of the matrices of a file: all of it but the norms and an embedding of its own."""
+        """Return the matrices of a file: all of it except norms and a separate embedding."""
         tensors = [t for t in read_gguf(file).tensors.values() if len(t.shape) == 2]
         separate = any(t.name == "output.weight" for t in tensors)
         read = sum(t.num_bytes for t in tensors if not (separate and t.name == "token_embd.weight"))
@@ -79,7 +79,7 @@ class Weights:
 def figures(
     workload: Workload, model: Model, weights: Weights, machine: Machine
 ) -> dict[str, float]:
-    """The most that is possible, under the names of `measure.figures`; without a peak nothing."""
+    """Return upper bounds under the names of `measure.figures`, or nothing without a peak."""
     peak = peak_for(machine.peaks, weights.bits)
     if peak is None:
         return {}
@@ -98,7 +98,7 @@ def figures(
 def trace_figures(
     prompt_lens: Sequence[int], model: Model, weights: Weights, machine: Machine
 ) -> dict[str, float]:
-    """The least that is possible of each latency: every request alone on the machine."""
+    """Return lower bounds of each latency, as if every request had the machine to itself."""
     peak = peak_for(machine.peaks, weights.bits)
     if peak is None or not prompt_lens:
         return {}
@@ -111,7 +111,7 @@ def trace_figures(
 def _prefill_s(
     batch: int, tokens: int, model: Model, weights: Weights, machine: Machine, peak: float
 ) -> float:
-    """Of `batch` prompts: logits of their last tokens only."""
+    """Return the time to prefill `batch` prompts, with logits of their last tokens only."""
     pairs = tokens * (tokens + 1) / 2
     operations = batch * (
         2 * model.layer_values * tokens + 2 * model.output_values + model.pair_operations * pairs
@@ -122,7 +122,7 @@ def _prefill_s(
 def _step_s(
     batch: int, context: float, model: Model, weights: Weights, machine: Machine, peak: float
 ) -> float:
-    """Of a step in which `batch` sequences of that context decode."""
+    """Return the time of a step in which `batch` sequences of that context decode."""
     num_bytes = weights.num_bytes + batch * context * model.kv_values * KV_BITS / 8
     values = model.layer_values + model.output_values
     operations = batch * (2 * values + model.pair_operations * context)

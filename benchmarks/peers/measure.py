@@ -1,7 +1,7 @@
-"""The client: sends a workload to a server, notes when each token came, makes figures of it.
+"""The client: sends a workload to a server, records the time of each token, returns the figures.
 
-A `Workload` is a batch of equal requests. A `TraceReplay` is requests with the lengths and arrivals
-of a trace, sent and measured by the client of `benchmarks.serving`.
+A `Workload` is a batch of equal requests. A `TraceReplay` has requests with the lengths and
+arrivals of a trace, sent and measured by the client of `benchmarks.serving`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFILL_TOKENS = 512
 
 
 class MeasureError(Exception):
-    """An answer that is not what was asked for; its times mean nothing."""
+    """The answer differs from the request, so its times mean nothing."""
 
 
 # Names of figures.
@@ -44,10 +44,10 @@ PREFILL_RATE = "prefill_tokens_per_s"
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """`batch` requests at the same time, each `prompt_tokens` in and `max_tokens` out.
+    """A batch of `batch` concurrent requests, each `prompt_tokens` in and `max_tokens` out.
 
     Attributes:
-      figures: which figures `measure` returns, in the order of the table.
+      figures: Names of the figures that `measure` returns, in the order of the table.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Workload:
     figures: tuple[str, ...] = (DECODE, END_TO_END, "ttft_s", "wall_s")
 
     def shortened(self) -> Workload:
-        """For warming up: the same batch, few tokens."""
+        """Return the same batch with few tokens, for warming up."""
         return dataclasses.replace(
             self, prompt_tokens=min(self.prompt_tokens, 16), max_tokens=min(self.max_tokens, 4)
         )
@@ -69,13 +69,13 @@ class Workload:
     def measure(
         self, url: str, engine: Engine, vocab_size: int, number: int, attempt: int
     ) -> tuple[dict[str, float], list[str]]:
-        """Sends it once. Other rounds and attempts have other prompts.
+        """Send the workload once; each round and attempt has other prompts.
 
         Returns:
           The figures, and the first token of each answer.
 
         Raises:
-          MeasureError: an answer fails or has another number of tokens.
+          MeasureError: An answer failed or has another number of tokens.
         """
         seed = [number, attempt, self.batch, self.prompt_tokens]
         streams = run(url, engine, self, vocab_size, seed)
@@ -111,11 +111,11 @@ class TraceReplay:
     name: str
     entries: tuple[TraceEntry, ...]
     rate: float  # requests/s
-    context: int  # requests are cut to it
+    context: int  # length in tokens to which requests are truncated
 
     @property
     def time_scale(self) -> float:
-        """The trace's time times this has the rate."""
+        """The factor of the trace's times that gives the rate."""
         span_s = self.entries[-1].arrival_s
         return (len(self.entries) - 1) / self.rate / span_s if span_s else 1.0
 
@@ -126,7 +126,7 @@ class TraceReplay:
     def measure(
         self, url: str, engine: Engine, vocab_size: int, number: int, attempt: int
     ) -> tuple[dict[str, float], list[str]]:
-        """As `Workload.measure`. Prefix caches stay on: a trace may have shared prefixes."""
+        """Measure like `Workload.measure`, but with prefix caches: prompts may share prefixes."""
         workload = workloads.trace(
             self.entries,
             Sizes(context=self.context),
@@ -152,7 +152,7 @@ async def _replayed(
             body = request_body(engine, request.prompt, request.max_tokens, vocab_size)
             body.pop("cache_prompt", None)
             answer = await stream_answer(session, f"{url}/v1/completions", body)
-            # An event may carry several tokens, and a server may count none.
+            # An event may contain several tokens, and some servers report no count.
             tokens = answer.text.count(" ")
             if answer.error is None and tokens != request.max_tokens:
                 answer.error = f"{tokens} tokens instead of {request.max_tokens}"
@@ -163,7 +163,7 @@ async def _replayed(
 
 
 def trace_figures(measured: Sequence[Measured]) -> dict[str, float]:
-    """Latencies of the answered requests in milliseconds, and how many requests failed."""
+    """Return latencies of the answered requests in milliseconds, and the count of failed ones."""
     spreads = latencies(measured)
     good = [m for m in measured if m.error is None]
     end_s = max(m.sent_s + m.end_s for m in good)
@@ -179,7 +179,7 @@ def trace_figures(measured: Sequence[Measured]) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class Stream:
-    """One answer. Times in seconds from when its workload began."""
+    """One answer; times are in seconds since its workload began."""
 
     token_times_s: list[float] = field(default_factory=list)
     text: str = ""
@@ -188,7 +188,11 @@ class Stream:
 def run(
     url: str, engine: Engine, workload: Workload, vocab_size: int, seed: Sequence[int]
 ) -> list[Stream]:
-    """Raises MeasureError if an answer fails or has another number of tokens."""
+    """Run a workload and return its answers.
+
+    Raises:
+      MeasureError: An answer failed or has another number of tokens.
+    """
     bodies = [
         request_body(engine, token_ids, workload.max_tokens, vocab_size)
         for token_ids in workload.prompts(vocab_size, seed)
@@ -206,7 +210,7 @@ def run(
 def request_body(
     engine: Engine, token_ids: Sequence[int], max_tokens: int, vocab_size: int
 ) -> dict[str, Any]:
-    """A streamed, greedy completion of exactly `max_tokens` tokens, as the engine takes it."""
+    """Return a streamed, greedy completion of exactly `max_tokens` tokens for the engine."""
     ids = list(token_ids)
     body: dict[str, Any] = {
         "model": engine.model,
@@ -218,12 +222,12 @@ def request_body(
         "stream_options": {"include_usage": True},
     }
     if not engine.takes_token_ids:
-        del body["ignore_eos"]  # transformers refuses it; these weights never choose the end
+        del body["ignore_eos"]  # transformers rejects it; these weights never choose EOS
     return {**body, **engine.body}
 
 
 def figures(workload: Workload, streams: Sequence[Stream]) -> dict[str, float]:
-    """Tokens/s, or seconds: what a table shows of one run."""
+    """Return tokens/s and seconds, the figures that a table shows of one run."""
     first_s = [stream.token_times_s[0] for stream in streams]
     end_s = max(stream.token_times_s[-1] for stream in streams)
     every = {
@@ -237,11 +241,11 @@ def figures(workload: Workload, streams: Sequence[Stream]) -> dict[str, float]:
 
 
 def decode_rate(streams: Sequence[Stream]) -> float:
-    """Tokens/s of all streams while all of them decode.
+    """Return tokens/s of all streams while all of them decode.
 
-    That is from the moment the last stream has its first token to the moment the first stream has
-    its last one. Each stream is counted between its own tokens of that time, so a batch whose
-    tokens arrive in bursts is not cut in the middle of one. NaN if there is no such time.
+    The interval starts when the last stream gets its first token and ends when the first stream
+    gets its last one. Each stream is counted between its own tokens in that interval, so that no
+    burst of tokens is cut. If there is no such interval, the rate is NaN.
     """
     begin_s = max(stream.token_times_s[0] for stream in streams)
     end_s = min(stream.token_times_s[-1] for stream in streams)

@@ -1,10 +1,10 @@
-// How fast does one instruction multiply and add, in registers or tiles, by all threads?
+// Measures the peak rate of one multiply-add instruction, in registers or tiles, over all threads.
 //
-//   peak                 prints the names that this build has, one a line
-//   peak NAME THREADS    prints operations a second: a product and its sum are two
-//   peak read THREADS    prints bytes a second, read from memory that no cache holds
+//   peak                 prints the names that this build has, one per line.
+//   peak NAME THREADS    prints operations/s; a product and its sum count as two.
+//   peak read THREADS    prints bytes/s, read from uncached memory.
 //
-// Compile it with -march=native: the names follow from the instruction sets of the build.
+// Compile it with -march=native, because the build's instruction sets determine the names.
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -31,9 +31,9 @@ struct Kernel {
   void (*spin)(long rounds);  // in one thread
 };
 
-// Accumulators are variables of their own: GCC keeps those of an array in memory. Each is read and
-// written by inline assembly after its step, so that the compiler neither drops a step nor moves it
-// out of the loop.
+// Accumulators are separate variables, because GCC keeps those of an array in memory. Inline
+// assembly reads and writes each after its step. The compiler thus neither drops a step nor moves
+// it out of the loop.
 #define TIMES_12(DO) \
   DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #define TIMES_24(DO) \
@@ -91,7 +91,7 @@ void int8_avx_vnni(long rounds) {
 #endif
 #ifdef __AVX2__
 __attribute__((always_inline)) inline __m256i dot_avx2(__m256i a, __m256i x, __m256i ones) {
-  __asm__ volatile("" : "+v"(x));  // or the products, which are the same each time, move out
+  __asm__ volatile("" : "+v"(x));  // keeps the constant products in the loop
   return _mm256_add_epi32(a, _mm256_madd_epi16(_mm256_maddubs_epi16(x, x), ones));
 }
 
@@ -115,7 +115,7 @@ struct alignas(64) TileConfig {
 
 void load_tile_config() {
   static const TileConfig config;
-  // The whole structure is an input, which GCC's own `_tile_loadconfig` does not say (PR 114098).
+  // The whole structure is an input, but GCC's `_tile_loadconfig` does not declare it (PR 114098).
   __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 
@@ -171,7 +171,7 @@ const std::vector<Kernel> kKernels = {
 #endif
 };
 
-// The longest of `threads` threads that begin `work(thread)` at the same time.
+// Returns the longest time of `threads` threads that start `work(thread)` at the same time.
 template <class Work>
 double seconds(int threads, Work work) {
   std::atomic<int> waiting{threads};

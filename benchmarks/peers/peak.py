@@ -1,7 +1,6 @@
-"""The machine's measured peaks: operations a second of each instruction that multiplies and adds,
-and bytes a second of memory.
+"""Measured peaks of the machine: operations/s by multiply-add instruction, memory bytes/s.
 
-`peak.cpp` measures operations in registers and tiles, where no memory takes part.
+`peak.cpp` measures operations in registers and tiles, without memory access.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ TIMEOUT_S = 120.0
 
 
 class Probe:
-    """The program of `peak.cpp`; `program` is None where it cannot be built."""
+    """The program of `peak.cpp`; `program` is None if it cannot be built."""
 
     def __init__(self, program: Path | None):
         self._program = program
 
     def operations_per_s(self, threads: int) -> dict[str, float]:
-        """Of all threads together, by instruction; empty without the program.
+        """Return the rate of all threads together by instruction; empty without the program.
 
-        Each instruction has a process of its own: one that the machine does not allow ends alone.
+        Each instruction runs in a process of its own, so that an instruction that the machine does
+        not allow ends only that process.
         """
         if self._program is None:
             return {}
@@ -42,9 +42,9 @@ class Probe:
         return peaks
 
     def read_bytes_per_s(self, threads: int) -> float:
-        """The best rate at which all threads together read memory that no cache holds.
+        """Return the best rate at which all threads together read uncached memory.
 
-        The better of two readers, the program and numpy.
+        Two readers are tried: the program and numpy.
         """
         rates = [read_bandwidth_bytes_per_s(threads)]
         if self._program is not None:
@@ -54,7 +54,7 @@ class Probe:
 
 @contextmanager
 def probe() -> Iterator[Probe]:
-    """Builds the program for this CPU. Without a compiler, prints why there are no peaks."""
+    """Build the program for this CPU; without a compiler, print why there are no peaks."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "peak"
         try:
@@ -66,9 +66,9 @@ def probe() -> Iterator[Probe]:
 
 
 def peak_for(peaks: Mapping[str, float], bits: float) -> float | None:
-    """The best operations/s for weights of so many bits; None: not measured.
+    """Return the best operations/s for weights of `bits` bits, or None if not measured.
 
-    Weights of 8 bits and fewer may be multiplied as whole numbers, wider ones only as floats.
+    Weights of up to 8 bits may be multiplied as integers, wider ones only as floats.
     """
     usable = [rate for name, rate in peaks.items() if bits <= 9 or not name.startswith("int8")]
     return max(usable, default=None)

@@ -1,4 +1,4 @@
-"""What Linux counts: CPU time of the machine and of a process group, and memory bandwidth."""
+"""Measurements from Linux: CPU time of the machine and of a process group, memory bandwidth."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _IDLE_FIELDS = (3, 4)  # idle, iowait
-_GUEST_FIELDS = (8, 9)  # counted in user and nice already
+_GUEST_FIELDS = (8, 9)  # already counted in user and nice
 PROBE_BYTES = 512 * 2**20
 
 
 class BusyMeter:
-    """How much CPU time processes other than ours used since it was made, in cores.
+    """Meter of the CPU time that other processes used since its creation, in cores.
 
-    `ours` gives the CPU seconds of the measured processes; this process is added. Time that the
-    hypervisor took away (steal) is time used by others.
+    `ours` returns the CPU seconds of the measured processes; this process is added. Time stolen by
+    the hypervisor counts, too.
     """
 
     def __init__(self, ours: Callable[[], float]):
@@ -38,7 +38,7 @@ class BusyMeter:
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds used by everybody on all cores since boot."""
+    """Return the CPU seconds used on all cores since boot."""
     with open("/proc/stat", encoding="ascii") as file:
         ticks = [int(field) for field in file.readline().split()[1:]]
     used = sum(t for i, t in enumerate(ticks) if i not in _IDLE_FIELDS + _GUEST_FIELDS)
@@ -46,12 +46,12 @@ def machine_cpu_s() -> float:
 
 
 def group_cpu_s(group: int) -> float:
-    """CPU seconds, user and system, of the living processes of a process group."""
+    """Return the CPU seconds, user and system, of a process group's living processes."""
     return sum(_cpu_ticks(fields) for _, fields in _group(group)) / _TICKS_PER_S
 
 
 def group_is_stopped(group: int) -> bool:
-    """Whether each process of the group is stopped (T) or dead (Z, X)."""
+    """Return True if each process of the group is stopped (T) or dead (Z, X)."""
     return all(fields[0] in "TZX" for _, fields in _group(group))
 
 
@@ -66,13 +66,13 @@ def group_memory_bytes(group: int) -> int:
 
 
 def _group(group: int) -> Iterator[tuple[int, list[str]]]:
-    """(pid, fields of /proc/PID/stat from the state on) of each process of the group."""
+    """Yield (pid, fields of /proc/PID/stat from the state on) of each process of the group."""
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
-        with suppress(OSError):  # it ended
+        with suppress(OSError):  # the process ended
             text = Path(f"/proc/{name}/stat").read_text()
-            fields = text.rpartition(")")[2].split()  # the name may hold spaces and brackets
+            fields = text.rpartition(")")[2].split()  # the name may contain spaces and brackets
             if int(fields[2]) == group:
                 yield int(name), fields
 
@@ -82,7 +82,7 @@ def _cpu_ticks(fields: list[str]) -> int:
 
 
 def read_bandwidth_bytes_per_s(threads: int, repeats: int = 5) -> float:
-    """The best rate at which `threads` threads together read memory that no cache holds."""
+    """Return the best rate at which `threads` threads together read uncached memory."""
     share = PROBE_BYTES // 8 // threads
     arrays = [np.ones(share, np.float64) for _ in range(threads)]
 

@@ -1,4 +1,4 @@
-"""Medians, ratios within a round, limits of the machine, and the tables made of them."""
+"""Medians, ratios within a round, limits of the machine, and their tables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.peers import limits
 from benchmarks.peers.measure import Workload
 from benchmarks.peers.suites import Metric, Suite
 
-MOST_FOREIGN_CORES = 0.05  # a run during which others used more is noisy
-ENOUGH_RUNS = 3  # with fewer quiet ones the least noisy are taken as well
+MOST_FOREIGN_CORES = 0.05  # CPU time of other processes; a run with more is noisy
+ENOUGH_RUNS = 3  # with fewer quiet runs, the least noisy ones count too
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One workload, once, on one engine. `figures` as in `measure.figures`.
+    """One workload, once, on one engine; `figures` as in `measure.figures`.
 
     Runs of the same round, attempt and workload have the same prompts.
     """
@@ -30,7 +30,7 @@ class Run:
     engine: str
     workload: str
     figures: dict[str, float]
-    foreign_cores: float  # CPU time that other processes used meanwhile
+    foreign_cores: float  # CPU time of other processes during the run
     first_tokens: list[str]
 
     @property
@@ -43,7 +43,7 @@ class Run:
 
 
 def usable(runs: Sequence[Run], figure: str) -> list[Run]:
-    """The quiet runs that have the figure; the least noisy ones where too few are quiet."""
+    """Return the quiet runs that have the figure, or the least noisy ones if too few are quiet."""
     having = [run for run in runs if not math.isnan(run.figures.get(figure, math.nan))]
     quiet = [run for run in having if run.quiet]
     if len(quiet) >= ENOUGH_RUNS:
@@ -57,7 +57,7 @@ def median(runs: Sequence[Run], figure: str) -> float:
 
 
 def ratio(ours: Sequence[Run], theirs: Sequence[Run], figure: str) -> float:
-    """The median, over rounds, of ours over theirs in the same round. NaN if theirs are all 0."""
+    """Return the median ratio of ours to theirs within rounds, or NaN if theirs are all 0."""
     by_round = {run.round: run.figures[figure] for run in usable(theirs, figure)}
     pairs = [
         run.figures[figure] / by_round[run.round]
@@ -68,9 +68,9 @@ def ratio(ours: Sequence[Run], theirs: Sequence[Run], figure: str) -> float:
 
 
 def agreement(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
-    """Part of the prompts to which both answer with the same first token.
+    """Return the share of prompts for which both answers have the same first token.
 
-    Two engines that run the same weights right agree on nearly all; a quantised one on fewer.
+    Two correct engines with the same weights agree on nearly all; quantization lowers the share.
     """
     reference = {run.prompts: run.first_tokens for run in theirs}
     pairs = [
@@ -83,7 +83,7 @@ def agreement(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
 
 
 def summary(runs: Sequence[Run], columns: Sequence[Metric]) -> dict[str, Any]:
-    """Of one shape: for each engine its medians, and for each of ours its ratios to the peers."""
+    """Return for each engine its medians, and for each of ours its ratios to the peers."""
     engines = list(dict.fromkeys(run.engine for run in runs))
     ours = [name for name in engines if name.startswith("forge-jax")]
     peers = [name for name in engines if name not in ours]
@@ -116,7 +116,7 @@ def summary(runs: Sequence[Run], columns: Sequence[Metric]) -> dict[str, Any]:
 def limits_of(
     suite: Suite, model: limits.Model, weights: limits.Weights, machine: limits.Machine
 ) -> dict[str, float]:
-    """The machine's limit of each column that has one, by title."""
+    """Return the machine's limit of each column that has one, by title."""
     found = {}
     for metric in suite.metrics:
         workload = next(w for w in suite.workloads if w.name == metric.workload)
@@ -130,17 +130,17 @@ def limits_of(
 
 
 def is_comparable(ours: str, theirs: str) -> bool:
-    """True if two kinds of weights are shown beside each other: the same file, or as many bits."""
+    """Return True if two kinds of weights are compared: the same file, or as many bits."""
     return ours == theirs or (not ours.startswith("gguf") and _bits(ours) == _bits(theirs))
 
 
 def _bits(weights: str) -> int:
-    """Of a value, without scales: 8 of "int8" and of "gguf q8_0"."""
+    """Return the bits of a value without scales: 8 of "int8" and of "gguf q8_0"."""
     return int(weights.removeprefix("bf").removeprefix("gguf q").lstrip("fintp").split("_")[0])
 
 
 def table(shape: str, suite: Suite, summary: dict[str, Any]) -> str:
-    """Medians with their share of the limit, then the ratios of engines that are comparable."""
+    """Return the medians with their share of the limit, then the ratios of comparable engines."""
     columns = suite.metrics
     titles = [column.title for column in columns]
     weights: Mapping[str, str] = summary["weights"]
@@ -192,7 +192,7 @@ def as_json(run: Run) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """The same with null for NaN, which JSON has not got."""
+    """Return the same value with null for NaN, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list):

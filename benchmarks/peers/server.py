@@ -21,14 +21,19 @@ STOP_TIMEOUT_S = 20.0
 
 
 class ServerError(Exception):
-    """A server that did not start, with the end of what it said."""
+    """The server did not start; the message has the end of its output."""
 
 
 class Server:
-    """Attributes: engine, url, start_s (from start to ready).
+    """A running server.
 
-    Paused servers take no time from the one that is measured: OpenMP's threads spin for a while
-    after their work, and so do those of some servers.
+    Paused servers take no CPU time from the measured one. Otherwise threads of OpenMP and of some
+    servers would spin for a while after their work.
+
+    Attributes:
+      engine: The engine that it runs.
+      url: Its base URL.
+      start_s: Seconds from start to ready.
     """
 
     def __init__(self, engine: Engine, log: Path):
@@ -56,15 +61,15 @@ class Server:
         self.start_s = time.perf_counter() - start
 
     def cpu_s(self) -> float:
-        """CPU time that its living processes have used."""
+        """Return the CPU time of its living processes."""
         return proc.group_cpu_s(self._process.pid)
 
     def memory_bytes(self) -> int:
-        """Resident memory, shared pages counted in proportion."""
+        """Return resident memory, with shared pages counted in proportion."""
         return proc.group_memory_bytes(self._process.pid)
 
     def pause(self) -> None:
-        """Returns when none of its processes runs any more."""
+        """Stop all of its processes and wait until none runs."""
         self._signal(signal.SIGSTOP)
         while not proc.group_is_stopped(self._process.pid):
             time.sleep(0.001)
@@ -82,7 +87,7 @@ class Server:
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=STOP_TIMEOUT_S)
-        self._signal(signal.SIGKILL)  # also children that outlived their parent
+        self._signal(signal.SIGKILL)  # includes children that outlived their parent
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
@@ -112,7 +117,7 @@ def _free_port() -> int:
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
-            # Ours serves before the last of its executables has been compiled, and says so.
+            # forge-jax serves before its last executables are compiled, and reports that.
             return b"serving" not in response.read()
     except (urllib.error.URLError, OSError):
         return False

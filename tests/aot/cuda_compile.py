@@ -1,13 +1,13 @@
-"""Compiles the GPU kernels, and a whole step, for an H200: `make test-cuda-compile`.
+"""Compiles the GPU kernels and a whole step for an H200: `make test-cuda-compile`.
 
     python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--quick] [--output FILE]
 
-Prints a table, and ends with status 1 where something spills registers, needs more shared memory
-than there is, copies a layer's cache or a matrix, falls apart into several command buffers, or
-computes what no row has asked for.
+Prints a table. The exit code is 1 if a program spills registers, exceeds the shared memory,
+copies a layer's cache or a matrix, needs several command buffers, or computes unrequested
+values.
 """
 
-import deviceless  # first: it sets what jax reads when it starts  # isort: skip
+import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
 import math
@@ -49,17 +49,19 @@ OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b"
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
 QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "the check", "step")
 QUICK_MIXED_LAYERS = 4
-QUANTISED_TEMP_BYTES = 300e6  # a step without them has 165e6; the largest matrix in bfloat16 117e6
-EXPERTS_TEMP_BYTES = 350e6  # of 32 of 128 experts at a time gates and ups are 201e6 as bfloat16
+QUANTISED_TEMP_BYTES = (
+    300e6  # 165e6 for a step without quantization; the largest matrix is 117e6 in bfloat16
+)
+EXPERTS_TEMP_BYTES = 350e6  # gates and ups of 32 of 128 experts are 201e6 in bfloat16
 QUANTISED = {
     "fp8 in blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "fp8": {"quant_method": "fp8"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
-GGUF = "gguf, Q4_K_M"  # embedding and head too
+GGUF = "gguf, Q4_K_M"  # includes embedding and head
 SHARDS, SHARED_LAYERS = (2, 8), 2
-# What devices say to each other before a sum, where a matrix in this form is cut by its inputs.
+# The collective before a sum, for a matrix in this format that is cut by its inputs.
 BEFORE_SUMS = {"fp8": "all-reduce", "gptq": "all-gather"}
 
 
@@ -101,7 +103,7 @@ class Case:
     max_q_len: int
     block_size: int = 64
     dtype: str = "bfloat16"
-    kv_dtype: str | None = None  # None: the same
+    kv_dtype: str | None = None  # None: the dtype of the queries
     seqs: int = SEQS
     uniform: bool = False
 
@@ -168,7 +170,7 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
 
 
 def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
-    """Llama 3.1 8B, with so many layers; of a checkpoint of one of QUANTISED."""
+    """Return Llama 3.1 8B with this many layers, quantized as in one of QUANTISED."""
     attention = LLAMA_3_1_8B
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -194,7 +196,7 @@ def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
 
 
 def qwen_3_30b_a3b(layers: int, quantised: str) -> ModelSpec:
-    """Of a checkpoint of one of QUANTISED, with so many layers."""
+    """Return Qwen3 30B A3B with this many layers, quantized as in one of QUANTISED."""
     config = {
         **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "vocab_size": 151936},
         **{"num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4},
@@ -208,7 +210,7 @@ def qwen_3_30b_a3b(layers: int, quantised: str) -> ModelSpec:
 
 
 def gguf_types(layers: int) -> GGMLTypes:
-    """As llama.cpp's Q4_K_M has them: values are of another type than queries and keys."""
+    """Return the types of llama.cpp's Q4_K_M, where values differ from queries and keys."""
     of_layer = {
         **dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.o"), "Q4_K"),
         **{"self_attn.v": "Q6_K", "mlp.gate": "Q4_K", "mlp.up": "Q4_K", "mlp.down": "Q6_K"},
@@ -242,7 +244,7 @@ def compile_step(
     quantised: str | None = None,
     spec: ModelSpec | None = None,
 ) -> deviceless.Program:
-    """A step of Llama 3.1 8B, or of `spec`, by the engine's own function."""
+    """Compile a step of Llama 3.1 8B, or of `spec`, with the engine's own function."""
     spec = spec or llama_3_1_8b(layers, quantised)
     model, block_size = build_model(spec), 64
     return compiler(
@@ -264,7 +266,7 @@ def compile_shared_step(
     options: dict,
     quantised: str | None = None,
 ) -> deviceless.Program:
-    """The same of Llama 3.1 8B that all devices of `compiler` share."""
+    """Compile a step of Llama 3.1 8B that all devices of `compiler` share."""
     spec, mesh = llama_3_1_8b(layers, quantised), TensorMesh.of(compiler.devices)
     model = build_model(spec, shards=mesh.shards)
     layer = jax.tree.map(
@@ -286,7 +288,7 @@ def compile_shared_step(
 def shared_step_faults(
     program: deviceless.Program, layers: int, shards: int, quantised: str | None = None
 ) -> Iterator[str]:
-    """Of one device. XLA leaves sums over devices outside of command buffers."""
+    """Return one device's faults; XLA keeps sums over devices outside command buffers."""
     yield from kernel_faults(program)
     kv_bytes = cache(shard_spec(llama_3_1_8b(layers), shards), "auto").total_bytes
     if program.alias_bytes < kv_bytes:
@@ -320,16 +322,16 @@ def step_faults(
     quantised: bool = False,
     spec: ModelSpec | None = None,
 ) -> Iterator[str]:
-    """Of a quantised checkpoint one matrix at a time is made floats of, or some experts'."""
+    """Return the faults of a step; a quantized one converts one matrix or few experts to float."""
     yield from kernel_faults(program)
     kv = cache(spec or llama_3_1_8b(layers), kv_dtype)
     kv_bytes, arrays = kv.total_bytes, jax.tree.leaves(kv.layer)
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
-    limit = MATRIX_BYTES if spec is None else 4 * SEQS * spec.vocab_size + 1  # more than logits
+    limit = MATRIX_BYTES if spec is None else 4 * SEQS * spec.vocab_size + 1  # more than the logits
     made = list(large_results(program.hlo, limit, [array.shape for array in arrays]))
     if quantised:
-        # Of matrices that products take as they are, the bytes of a chunk of experts are copied.
+        # Matrices that products use unconverted are copied in chunks of experts.
         expected = ("convert_fusion",) if spec is None else ("convert_fusion", "slice")
         made = [line for line in made if not any(name in line for name in expected)]
         if program.temp_bytes > (QUANTISED_TEMP_BYTES if spec is None else EXPERTS_TEMP_BYTES):
@@ -359,9 +361,9 @@ NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant"}
 
 
 def large_results(hlo: str, limit: int, shapes: Collection[tuple[int, ...]] = ()) -> Iterator[str]:
-    """Instructions, but those inside fusions, that make an array of `limit` bytes or more.
+    """Yield instructions outside fusions that make an array of `limit` bytes or more.
 
-    Those that make an array of one of `shapes` too, in any order of its axes.
+    Instructions that make an array of one of `shapes` are included, with the axes in any order.
     """
     orders = [sorted(shape) for shape in shapes]
     fused = False
@@ -443,7 +445,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
 
 
 def check_the_check(compiler: deviceless.Compiler) -> None:
-    """A step that does not own its cache has to copy it; a loop breaks a command buffer."""
+    """Check that a copied cache and a loop outside command buffers are detected."""
     program = compile_step(compiler, StepShape.decode(SEQS), 1, {}, donated=())
     faults = list(step_faults(program, 1))
     noticed = ("written in place", "makes an array as large as a matrix")

@@ -1,8 +1,8 @@
-"""Compiles for an NVIDIA H200 without a GPU or a driver: import it before jax is used.
+"""Compilation for an NVIDIA H200 without a GPU or a driver; import it before jax is used.
 
-XLA's CUDA compiler takes a description of the device instead of the device. What comes back is what
-would run: the optimised program, ptxas' registers and spills, shared memory, the grouping into
-command buffers. Not the choice of matrix kernels, which XLA makes by measuring.
+XLA's CUDA compiler accepts a description of the device instead of the device. The result is the
+real program: optimized HLO, ptxas' registers and spills, shared memory, and the grouping into
+command buffers. The choice of matrix kernels is missing, because XLA makes it by measuring.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 DUMP = Path(tempfile.mkdtemp(prefix="forge-aot-"))
-os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin does not look for a driver then
+os.environ["JAX_PLATFORMS"] = "cpu"  # keeps the plugin from looking for a driver
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_as_text"
 os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)
 os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=3"  # ptxas' report, on standard error
@@ -37,7 +37,7 @@ KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas says of one kernel."""
+    """ptxas' report on one kernel."""
 
     name: str
     registers: int
@@ -47,19 +47,19 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Program:
-    hlo: str  # optimised
+    hlo: str  # optimized
     temp_bytes: int
     alias_bytes: int
     kernels: tuple[Kernel, ...]
     shared_bytes: tuple[int, ...]  # of each Mosaic kernel
     command_buffers: int
-    outside: tuple[str, ...]  # kinds of what the executable runs besides command buffers
+    outside: tuple[str, ...]  # kinds of instructions outside command buffers
     written_conditions: int  # in the function
-    compiled_conditions: int  # what XLA has left of them: of the others it computes both sides
+    compiled_conditions: int  # conditions left by XLA; it computes both branches of the others
 
 
 class Compiler:
-    """For one device, or for several of one host: a mesh with the one axis `axis`."""
+    """A compiler for one device, or for several of one host in a mesh with the one axis `axis`."""
 
     def __init__(self, devices: int = 1, axis: str = "x"):
         topology = topologies.get_topology_desc(
@@ -71,7 +71,7 @@ class Compiler:
         mesh = topologies.make_mesh(topology, (devices,), (axis,))
         self.devices = list(mesh.devices.flat)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        device = AbstractDevice("NVIDIA H200", 132, "cuda")  # what Pallas compiles for
+        device = AbstractDevice("NVIDIA H200", 132, "cuda")  # the device that Pallas compiles for
         self._mesh = AbstractMesh((devices,), (axis,), (AxisType.Auto,), abstract_device=device)
 
     def __call__(
@@ -81,7 +81,7 @@ class Compiler:
         options: dict[str, Any] | None = None,
         **jit_options: Any,
     ) -> Program:
-        """Compiles `function` at the shapes `args`, each whole on every device or as it says."""
+        """Compile `function` at the shapes `args`, replicated unless an argument has a sharding."""
 
         def on_device(leaf):
             sharding = leaf.sharding or self._replicated
@@ -119,13 +119,13 @@ class Compiler:
 
 
 def _shard_map_on(described: AbstractMesh, shard_map: Callable[..., Any]) -> Callable[..., Any]:
-    """`shard_map` over devices that are described: those of a topology do not say what they are."""
+    """Apply `shard_map` to described devices, because a topology's devices lack a description."""
     return lambda function, **options: shard_map(function, **options | {"mesh": described})
 
 
 @contextmanager
 def _standard_error() -> Iterator[list[str]]:
-    """What C++ writes there meanwhile."""
+    """Yield the lines that C++ writes to standard error meanwhile."""
     text: list[str] = []
     with tempfile.TemporaryFile() as file:
         old = os.dup(2)
@@ -152,7 +152,7 @@ def _kernels(log: str) -> Iterator[Kernel]:
         )
         (registers,) = map(int, _find(r"Used (\d+) registers", section))
         kernel = Kernel(name, registers, stores + loads, stack)
-        if kernel not in seen:  # XLA compiles some twice
+        if kernel not in seen:  # XLA compiles some kernels twice
             seen.add(kernel)
             yield kernel
 
@@ -165,9 +165,10 @@ def _find(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def _conditions(jaxpr: Any) -> int:
-    """Those of a function.
+    """Count the conditions of a function.
 
-    Not those inside kernels; nor choices between platforms, which are made before compiling.
+    Conditions inside kernels do not count, and neither do choices between platforms, which are made
+    before compilation.
     """
     platform = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "platform_index"}
     count = 0
@@ -185,8 +186,8 @@ def _conditions(jaxpr: Any) -> int:
 
 
 def _thunks(files: list[Path]) -> tuple[int, tuple[str, ...]]:
-    """How many command buffers there are, and what stands beside them."""
-    # Where nothing was grouped, only the first of the two is there.
+    """Return the number of command buffers and the kinds of instructions outside of them."""
+    # If nothing was grouped, only the first of the two exists.
     names = ("thunk_sequence.txt", "thunk_sequence_after_thunk_passes.txt")
     *_, path = (p for name in names for p in files if p.name.endswith(name))
     top = [re.match(r"(?:\d+: )?(k\w+)", line) for line in path.read_text().splitlines()]

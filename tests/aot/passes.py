@@ -1,15 +1,16 @@
-"""Where a step's kernels and bytes go, by its named scopes, from its optimised HLO.
+"""Kernels and bytes of a step by named scope, from its optimized HLO.
 
     python tests/aot/passes.py [--only TEXT] [--cublas] [--layers N] [--output FILE]
 
-A kernel's bytes are those it must move at least: of a gather or slice its own size, of a scatter
-what it writes. The least of a part is what crosses its border: what others have made and it reads,
-and what it makes for others, each once. Products of matrices are named and not counted: which
-kernels they are XLA decides by measuring, which it cannot here. Nor is the cache that attention
-reads, for its size is the contexts'.
+A kernel's bytes are a lower bound: for a gather or slice the size of the result, for a scatter the
+written part. The lower bound of a part counts each array that crosses its border
+once: its inputs from other parts, and its outputs for other parts.
+
+Matrix products are listed but not counted, because XLA selects their kernels by measuring. The
+cache that attention reads is not counted either, because its size depends on the contexts.
 """
 
-import deviceless  # first: it sets what jax reads when it starts  # isort: skip
+import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
 import math
@@ -25,7 +26,7 @@ from forge_jax.step.inputs import StepShape
 NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant", "opt-barrier"}
 SLICES = {"gather", "slice", "dynamic-slice"}
 IN_PLACE = {"scatter", "dynamic-update-slice"}
-# Scopes that name a part; the innermost decides.
+# Scopes that name a part; the innermost one counts.
 PARTS = (
     "inputs", "rope_tables", "embed", "norm", "rope_write", "attention", "swiglu", "residual",
     "product", "final_norm", "rows", "sample", "fault", "changed", "bias", "penalties",
@@ -58,7 +59,7 @@ class Computation:
 
 
 def parse(hlo: str) -> tuple[dict[str, Computation], Computation]:
-    """All computations, and the entry."""
+    """Return all computations, and the entry."""
     computations: dict[str, Computation] = {}
     current = entry = Computation()
     for line in hlo.splitlines():
@@ -95,7 +96,7 @@ def parse(hlo: str) -> tuple[dict[str, Computation], Computation]:
 
 
 def used(fused: Computation) -> dict[int, float]:
-    """Of each parameter, the bytes that the computation reads."""
+    """Return the bytes that the computation reads of each parameter."""
     read: dict[str, float] = {}
     order = list(fused.instructions.values())
     for instruction in reversed(order):
@@ -120,7 +121,7 @@ def used(fused: Computation) -> dict[int, float]:
 
 
 def written(i: Instruction, computations: dict[str, Computation]) -> dict[str, float]:
-    """Bytes that a kernel writes, by array."""
+    """Return the bytes that a kernel writes, by array."""
     if i.opcode != "fusion":
         return {_element(i.name, n, len(i.sizes)): float(size) for n, size in enumerate(i.sizes)}
     fused = computations[i.called[0]]
@@ -152,14 +153,14 @@ def multiplies(fused: Computation, computations: dict[str, Computation]) -> bool
 class Kernel:
     part: str
     layer: int | None
-    asked: bool  # computed in steps where a row asks for it
+    asked: bool  # runs only in steps in which a row requests it
     matrices: bool
     reads: dict[str, float]  # bytes, by array
     writes: dict[str, float]
 
 
 def kernels(hlo: str) -> list[Kernel]:
-    """All of a program, those of its conditions' branches included."""
+    """Return all kernels of a program, including the branches of its conditions."""
     computations, entry = parse(hlo)
     return list(_kernels(entry, computations, "", "", False))
 
@@ -175,7 +176,7 @@ def _kernels(
     for i in computation.instructions.values():
         given = [origin.get(operand, operand) for operand in i.operands]
         if i.opcode == "conditional":
-            for n, name in enumerate(i.called):  # what is done if it is true comes first
+            for n, name in enumerate(i.called):  # the true branch comes first
                 below = (f"{branch}/{name}", i.scope or scope, asked or n == 0)
                 yield from _kernels(computations[name], computations, *below)
         elif i.opcode == "get-tuple-element":
@@ -224,7 +225,7 @@ class Row:
 
 
 def rows(program: list[Kernel], layer: int | None, asked: bool = False) -> dict[str, Row]:
-    """Of each part of one layer, or of what is in none."""
+    """Return the kernels and bytes of each part of one layer, or of the parts outside layers."""
     found: dict[str, Row] = {}
 
     def belongs(k: Kernel, part: str) -> bool:

@@ -1,6 +1,6 @@
-"""A server with just enough of the protocol to be measured: `fake_server.py --port PORT [--short]`.
+"""A minimal server for benchmarks: `fake_server.py --port PORT [--short]`.
 
-Each token is " a", or with --short one is missing.
+Each token is " a". One token is missing if --short is given.
 """
 
 import argparse

@@ -30,7 +30,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_both_sides_take_turns_and_have_figures(tmp_path, capsys):
+def test_both_sides_alternate_and_report_figures(tmp_path, capsys):
     file = tmp_path / "report.json"
     assert batch_files.main([*SMALL, "--output", str(file)]) == 0
     out, report = capsys.readouterr().out, json.loads(file.read_text())
@@ -41,14 +41,14 @@ def test_both_sides_take_turns_and_have_figures(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_lines_that_were_refused_are_no_figure(capsys, monkeypatch):
+def test_refused_lines_fail_the_benchmark(capsys, monkeypatch):
     line = batch_files._line
     monkeypatch.setattr(batch_files, "_line", lambda i, r: line(i, r).replace(": 0", ": -1"))
     assert batch_files.main(SMALL) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "0 output tokens came where" in err
+    assert out == "" and "0 output tokens came, expected" in err
 
 
-def test_no_rounds_are_one_line(capsys):
+def test_zero_rounds_fail_with_one_line(capsys):
     assert batch_files.main(["--rounds", "0"]) == 1
     assert "--rounds must be at least 1" in capsys.readouterr().err

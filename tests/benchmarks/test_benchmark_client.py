@@ -1,4 +1,4 @@
-"""The client against a server that says exactly what a test tells it to, and the load it makes."""
+"""The client against a server whose answers a test defines, and the load that it makes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Script:
         await response.prepare(http)
         for part in self.parts:
             await response.write(part)
-            await asyncio.sleep(0.005)  # so that each part arrives by itself
+            await asyncio.sleep(0.005)  # so that each part arrives separately
         await response.write_eof()
         return response
 
@@ -93,7 +93,7 @@ async def ask(script: Script, *parts: bytes, status: int = 200, **options: Any) 
         return await server.submit(request)
 
 
-async def test_tokens_come_from_the_usage_and_gaps_from_the_events(script):
+async def test_tokens_come_from_usage_and_latencies_from_events(script):
     m = await ask(script, text("a"), text("bc d"), text("", "length"), event(USAGE) + DONE)
     assert m.error is None and m.tokens_known
     assert (m.events, m.completion_tokens, m.prompt_tokens, m.cached_tokens) == (2, 9, 4, 3)
@@ -103,18 +103,18 @@ async def test_tokens_come_from_the_usage_and_gaps_from_the_events(script):
     assert 0 < m.ttft_s < m.last_s < m.end_s
 
 
-async def test_events_are_counted_where_there_is_no_usage(script):
+async def test_events_count_as_tokens_without_usage(script):
     m = await ask(script, text("a"), text("b", "stop"), DONE)
     assert (m.tokens_known, m.completion_tokens) == (False, 2)
 
 
-async def test_an_event_may_arrive_in_pieces(script):
+async def test_event_split_across_reads_is_parsed(script):
     data = text("a") + text("é", "stop") + event(USAGE) + DONE
     m = await ask(script, *(data[i : i + 7] for i in range(0, len(data), 7)))
     assert (m.error, m.text, m.events) == (None, "aé", 2)
 
 
-async def test_the_role_alone_is_no_content_and_thinking_is(script):
+async def test_role_only_chunk_is_no_content_but_reasoning_is(script):
     def delta(**content: Any) -> bytes:
         return event({"choices": [{"index": 0, "delta": content}]})
 
@@ -132,17 +132,17 @@ async def test_the_role_alone_is_no_content_and_thinking_is(script):
         ({"detail": "other"}, "HTTP 400: {'detail': 'other'}"),
     ],
 )
-async def test_a_refused_request_says_why(script, body, message):
+async def test_rejected_request_reports_the_reason(script, body, message):
     m = await ask(script, json.dumps(body).encode(), status=400)
     assert (m.error, m.refused) == (message, True)
 
 
-async def test_a_servers_own_failure_is_no_refusal(script):
+async def test_server_error_is_not_counted_as_a_refusal(script):
     m = await ask(script, b"<html>oops</html>", status=500)
     assert (m.error, m.refused) == ("HTTP 500: <html>oops</html>", False)
 
 
-async def test_broken_streams_are_errors(script):
+async def test_broken_streams_are_reported_as_errors(script):
     m = await ask(script, text("a"), event({"error": {"message": "gone"}}), DONE)
     assert m.error == "gone"
     m = await ask(script, text("a"))
@@ -154,12 +154,12 @@ async def test_broken_streams_are_errors(script):
     assert not m.refused
 
 
-async def test_a_server_that_goes_away_is_an_error_of_its_requests():
+async def test_lost_server_is_an_error_of_its_requests():
     [m], _ = await run_all("http://127.0.0.1:9", [{"messages": []}])
     assert m.error is not None and m.error.startswith("ClientConnector") and not m.refused
 
 
-async def test_bodies_are_what_the_server_takes(script):
+async def test_request_bodies_match_the_protocols(script):
     parts = (text("a"), DONE)
     await ask(script, *parts)
     assert script.bodies[-1] == {
@@ -178,7 +178,7 @@ async def test_bodies_are_what_the_server_takes(script):
         await ask(script, *parts, endpoint="chat")
 
 
-async def test_structured_requests_ask_for_a_schema_in_a_chat(script):
+async def test_structured_requests_send_a_schema_in_a_chat(script):
     script.parts = [text("{}"), DONE]
     request = Request(text="who?", max_tokens=5, json_schema=PERSON)
     async with Server.connect(script.url) as server:
@@ -189,7 +189,7 @@ async def test_structured_requests_ask_for_a_schema_in_a_chat(script):
     assert "ignore_eos" not in body and "prompt" not in body
 
 
-async def test_the_context_is_what_the_server_says(script):
+async def test_context_length_comes_from_the_server(script):
     async with Server.connect(script.url + "/v1/") as server:
         assert (server.model, server.context) == ("m", 512)
     script.models = {"data": [{"id": "gguf", "meta": {"n_ctx_train": 2048}}]}
@@ -206,14 +206,14 @@ async def test_the_context_is_what_the_server_says(script):
         ({"data": [{"name": "a"}]}, None, "did not return a list of models"),
     ],
 )
-async def test_a_model_that_is_not_there_is_one_line(script, models, model, message):
+async def test_missing_model_fails_with_one_line(script, models, model, message):
     script.models = models
     with pytest.raises(ServerError, match=message):
         async with Server.connect(script.url, model=model):
             pass
 
 
-def test_counters_are_read_in_prometheus_text():
+def test_counters_are_parsed_from_prometheus_text():
     text = """
 # HELP vllm:prefix_cache_hits_total x
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} 100.0
@@ -243,7 +243,7 @@ other_total 5
 
 
 class Recorder:
-    """Answers after a while; notes the order and how many were being answered at once."""
+    """An endpoint that answers after a while; records the order and the concurrency."""
 
     def __init__(self, takes_s: float = 0.01):
         self.takes_s = takes_s
@@ -268,7 +268,7 @@ def numbered(count: int, **fields: Any) -> tuple[Request, ...]:
     return tuple(Request(max_tokens=i, **fields) for i in range(count))
 
 
-async def test_a_closed_loop_keeps_so_many_at_once_in_their_order():
+async def test_closed_loop_keeps_its_concurrency_and_order():
     recorder = Recorder()
     done = await run(
         recorder.submit, Workload(name="x", requests=numbered(9), concurrency={ALL: 3})
@@ -279,22 +279,22 @@ async def test_a_closed_loop_keeps_so_many_at_once_in_their_order():
     assert done.wall_s >= 3 * recorder.takes_s
 
 
-async def test_without_a_limit_all_run_at_once():
+async def test_requests_run_at_once_without_a_limit():
     recorder = Recorder()
     await run(recorder.submit, Workload(name="x", requests=numbered(9)))
     assert recorder.most["in all"] == 9
 
 
-async def test_groups_have_limits_of_their_own():
+async def test_groups_have_their_own_limits():
     recorder = Recorder()
     requests = numbered(6, group="a") + numbered(6, group="b") + numbered(6, group="c")
     limits = {"a": 2, ALL: 3}
     await run(recorder.submit, Workload(name="x", requests=requests, concurrency=limits))
     assert recorder.most["a"] == 2
-    assert recorder.most["in all"] == 5  # b and c share the three of all others
+    assert recorder.most["in all"] == 5  # b and c share the limit of three for all other groups
 
 
-async def test_a_request_waits_for_the_one_before_it():
+async def test_request_waits_for_its_predecessor():
     recorder = Recorder()
     requests = (
         Request(max_tokens=0),
@@ -308,7 +308,7 @@ async def test_a_request_waits_for_the_one_before_it():
     assert max(m.late_s for m in done.measured) < sent[1]
 
 
-async def test_requests_are_sent_when_they_are_due():
+async def test_requests_are_sent_at_their_arrival_times():
     recorder = Recorder(0.0)
     requests = (Request(max_tokens=0, arrival_s=0.08), Request(max_tokens=1, arrival_s=0.02))
     done = await run(recorder.submit, Workload(name="x", requests=requests))
@@ -318,7 +318,7 @@ async def test_requests_are_sent_when_they_are_due():
         assert m.late_s == pytest.approx(m.sent_s - request.arrival_s)
 
 
-async def test_a_failure_of_the_benchmark_itself_is_raised():
+async def test_benchmark_errors_are_raised():
     async def broken(_: Request) -> Measured:
         raise ZeroDivisionError
 

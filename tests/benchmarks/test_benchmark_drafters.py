@@ -19,7 +19,7 @@ WHOLE = SAMPLE.prompt + SAMPLE.output
 
 
 class Guess:
-    """Drafts by a rule of how many tokens are known."""
+    """A drafter that follows a rule of the number of known tokens."""
 
     def __init__(self, rule: Callable[[int], list[int]]):
         self._rule = rule
@@ -44,7 +44,7 @@ class Guess:
         (lambda known: [*WHOLE[known : known + 1], 7], 15, 0.5),
     ],
 )
-def test_a_step_puts_out_what_was_right_and_one_token_more(rule, steps, share):
+def test_step_outputs_accepted_drafts_and_one_more_token(rule, steps, share):
     played = play(Guess(rule), [SAMPLE])
     assert (played["steps"], played["tokens"]) == (steps, 30)
     assert played["tokens_per_step"] == 30 / steps
@@ -52,13 +52,14 @@ def test_a_step_puts_out_what_was_right_and_one_token_more(rule, steps, share):
         assert played["accepted_share"] == share
 
 
-def test_how_often_a_confidence_was_right_counts_the_tokens_that_were_reached():
+def test_confidence_counts_only_reached_tokens():
     played = play(Guess(lambda known: [*WHOLE[known : known + 1], 7, 7]), [SAMPLE])
-    # 15 right ones and 15 wrong ones behind them, but for the last step, which has one token left.
+    # 15 right drafts, each followed by a wrong one except in the last step, which has one token
+    # left.
     assert played["right_by_confidence"] == {"0.5": {"count": 29, "share": round(15 / 29, 3)}}
 
 
-def test_a_run_leaves_a_report(tmp_path, monkeypatch, capsys):
+def test_run_writes_a_report(tmp_path, monkeypatch, capsys):
     text = "the cat sat on the mat and the cat sat on the hat. " * 60
     made = {"made up": [Sample([5], list(text.encode()[:200]))] * 2}
     monkeypatch.setattr(drafters, "workloads", lambda encode, text: made)

@@ -1,4 +1,4 @@
-"""`benchmarks.gpu` survives whatever one of its parts does; its small parts run anywhere."""
+"""`benchmarks.gpu`: isolation of failing parts, and the small parts on any device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def three_parts(monkeypatch, tmp_path):
-    """A part that works, one that raises, one that never ends and one that lacks something."""
+    """Install parts that work, raise, never end, and lack a dependency."""
     (tmp_path / "odd_parts.py").write_text(
         "import time\n"
         "from benchmarks.gpu.parts import PARTS, Missing, Part\n"
@@ -53,7 +53,7 @@ def three_parts(monkeypatch, tmp_path):
     return list(made)
 
 
-def test_a_part_that_fails_costs_its_own_section_only(three_parts, tmp_path):
+def test_failing_part_costs_only_its_own_section(three_parts, tmp_path):
     output = tmp_path / "report.json"
     report = gpu.measure(three_parts, 60.0, tiny=True, output=output)
     assert json.loads(output.read_text()) == report
@@ -68,12 +68,12 @@ def test_a_part_that_fails_costs_its_own_section_only(three_parts, tmp_path):
         assert piece in text
 
 
-def test_what_does_not_fit_the_time_is_skipped(three_parts):
+def test_part_that_exceeds_the_time_is_skipped(three_parts):
     report = gpu.measure(["works"], 1.0, tiny=True, output=None)
-    assert report["parts"]["works"]["skipped"] == "no time was left"
+    assert report["parts"]["works"]["skipped"] == "no time left"
 
 
-def test_every_part_is_there():
+def test_every_part_has_a_function():
 
     for part in parts.PARTS.values():
         assert callable(
@@ -82,7 +82,7 @@ def test_every_part_is_there():
     assert sum(part.seconds for part in parts.PARTS.values()) > 520, "limits are for bad days"
 
 
-def test_the_small_checks_are_right_here():
+def test_numeric_checks_pass_on_cpu():
     rows = attention.numerics(True)
     assert {row["implementation"] for row in rows} >= {"xla"}
     mine = [row for row in rows if row["implementation"] == "xla"]
@@ -90,7 +90,7 @@ def test_the_small_checks_are_right_here():
     assert all(row.get("right") for row in mine), rows
 
 
-def test_writes_into_the_cache_are_timed(monkeypatch):
+def test_cache_writes_are_timed(monkeypatch):
     monkeypatch.setattr(write, "seconds", partial(clock.seconds, target_s=0.01, rounds=2))
     rows = write.write(True)
     assert [row["batch"] for row in rows] == [1, 4]
@@ -99,7 +99,7 @@ def test_writes_into_the_cache_are_timed(monkeypatch):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
-def test_a_wrong_kernel_is_seen(monkeypatch, kv_dtype):
+def test_wrong_kernel_is_detected(monkeypatch, kv_dtype):
     right = attention.ragged_paged_attention
 
     def wrong(q, kv, *args, implementation, **options):
@@ -113,7 +113,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch, kv_dtype):
     assert row["right"] is False
 
 
-def test_the_written_model_is_served(tmp_path):
+def test_written_model_is_served(tmp_path):
     spec = model.write_folder(tmp_path, tiny=True)
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
     llm = LLM(str(tmp_path), num_blocks=32, **sizes)

@@ -14,7 +14,7 @@ from forge_jax.models import build_model
 pytestmark = pytest.mark.slow
 
 
-def test_every_form_is_read_in_a_process_of_its_own(tmp_path, capsys):
+def test_every_format_loads_in_its_own_process(tmp_path, capsys):
     file, folder = tmp_path / "report.json", tmp_path / "forms"
     arguments = ["--shape", "tiny", "--rounds", "1", "--cache", "cold"]
     assert load.main([*arguments, "--folder", str(folder), "--output", str(file)]) == 0
@@ -34,7 +34,7 @@ def test_every_form_is_read_in_a_process_of_its_own(tmp_path, capsys):
     assert all(f"| {title} |" in text for title in FLOORS.values())
 
 
-def test_the_gguf_file_has_what_the_model_needs(tmp_path):
+def test_gguf_file_has_the_keys_that_the_model_needs(tmp_path):
     pytest.importorskip("gguf")
     write_model(tmp_path / "model", SHAPES["tiny"])
     load.write_gguf(tmp_path / "model", tmp_path / "model.gguf")
@@ -43,7 +43,7 @@ def test_the_gguf_file_has_what_the_model_needs(tmp_path):
     check_weights(build_model(spec), tmp_path / "model.gguf")
 
 
-def test_a_gguf_file_for_peers_has_the_same_vocabulary(tmp_path):
+def test_gguf_file_for_peers_has_the_same_vocabulary(tmp_path):
     gguf = pytest.importorskip("gguf")
     write_model(tmp_path / "model", SHAPES["tiny"])
     load.write_gguf(tmp_path / "model", tmp_path / "model.gguf", vocabulary=True)
@@ -54,7 +54,7 @@ def test_a_gguf_file_for_peers_has_the_same_vocabulary(tmp_path):
     assert fields["llama.vocab_size"].contents() == len(names)
 
 
-def test_the_median_is_of_each_figure():
+def test_median_is_taken_per_figure():
     def one(floor: float, seconds: float) -> dict:
         return {
             load.FLOOR: {"seconds": floor, "bytes": 1e9},

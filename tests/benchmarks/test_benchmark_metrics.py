@@ -1,4 +1,4 @@
-"""The report's arithmetic, on measurements made up by hand."""
+"""The report's arithmetic, on handmade measurements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_percentiles_interpolate_linearly():
     assert math.isnan(percentile([], 50))
 
 
-def test_rates_are_over_the_wall_time_and_count_what_was_answered():
+def test_rates_divide_completed_work_by_wall_time():
     summary = summarise([measured(), measured(tokens=5, asked_tokens=8), FAILED], wall_s=2.0)
     assert (summary["requests"], summary["completed"]) == (3, 2)
     assert summary["errors"] == {"HTTP 500: no": 1}
@@ -64,8 +64,8 @@ def test_latencies_are_in_milliseconds():
     assert summary["e2e_ms"]["p50"] == pytest.approx(100 + 170)
 
 
-def test_tpot_counts_tokens_where_itl_counts_events():
-    merged = measured(gaps_s=(0.06,), tokens=7)  # two events that carried seven tokens
+def test_tpot_counts_tokens_and_itl_counts_events():
+    merged = measured(gaps_s=(0.06,), tokens=7)  # two events with seven tokens
     assert merged.tpot_s == pytest.approx(0.01)
     assert summarise([merged], 1.0)["itl_ms"]["p50"] == pytest.approx(60)
     assert measured(gaps_s=(), tokens=1).tpot_s is None
@@ -76,7 +76,7 @@ def test_tpot_counts_tokens_where_itl_counts_events():
     [
         (Slo(ttft_ms=101), 2),
         (Slo(ttft_ms=99), 0),
-        (Slo(itl_ms=39), 0),  # the longest gap of each is 40 ms or more
+        (Slo(itl_ms=39), 0),  # the largest latency of each is 40 ms or more
         (Slo(itl_ms=41), 1),
         (Slo(tpot_ms=31), 1),
         (Slo(e2e_ms=171), 1),
@@ -84,7 +84,7 @@ def test_tpot_counts_tokens_where_itl_counts_events():
         (Slo(ttft_ms=99, e2e_ms=1e6), 0),
     ],
 )
-def test_goodput_counts_the_requests_that_keep_every_limit(slo, good):
+def test_goodput_counts_requests_within_every_limit(slo, good):
     runs = [measured(), measured(gaps_s=(0.01, 0.07)), FAILED, Measured()]
     goodput = summarise(runs, wall_s=4.0, slo=slo)["goodput"]
     assert goodput["requests_per_s"] == good / 4.0
@@ -92,12 +92,12 @@ def test_goodput_counts_the_requests_that_keep_every_limit(slo, good):
     assert goodput["slo"] == slo.asked
 
 
-def test_there_is_no_goodput_without_a_limit():
+def test_goodput_is_absent_without_a_limit():
     assert "goodput" not in summarise([measured()], 1.0, Slo())
     assert "goodput" not in summarise([measured()], 1.0)
 
 
-def test_groups_have_figures_of_their_own():
+def test_groups_have_their_own_figures():
     summary = summarise(
         [measured(group="long", ttft_s=0.5), measured(group="decoder"), measured(group="decoder")],
         wall_s=1.0,
@@ -108,13 +108,13 @@ def test_groups_have_figures_of_their_own():
     assert "groups" not in summarise([measured(), measured()], 1.0)
 
 
-def test_json_answers_are_counted():
+def test_valid_json_answers_are_counted():
     texts = ['{"name": "Ann", "age": 3}', '{"name": "Ann"', "[1]", "Ann is 3"]
     answers = [measured(json_wanted=True, text=text) for text in texts]
     assert summarise(answers, 1.0)["json_valid"] == 1
 
 
-def test_a_refusal_is_one_of_every_request():
+def test_refusals_are_a_share_of_all_requests():
     refused = Measured(error="HTTP 400: response_format", refused=True)
     assert refusal([refused, refused]) == "HTTP 400: response_format"
     assert refusal([refused, measured()]) is None
@@ -122,7 +122,7 @@ def test_a_refusal_is_one_of_every_request():
     assert refusal([]) is None
 
 
-def test_a_run_in_which_nothing_worked_is_still_a_report(tmp_path):
+def test_run_without_successes_still_has_a_report(tmp_path):
     report = reports.new("serving", runs=[summarise([FAILED], 1.0)])
     file = tmp_path / "report.json"
     reports.write(report, file)
@@ -143,7 +143,7 @@ def test_a_run_in_which_nothing_worked_is_still_a_report(tmp_path):
     ],
     ids=["x86", "Arm", "neither"],
 )
-def test_a_report_names_the_instruction_sets_of_its_cpu(cpu_info, sets, tmp_path, monkeypatch):
+def test_report_names_the_cpus_instruction_sets(cpu_info, sets, tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
     file.write_text(cpu_info)
     monkeypatch.setattr(doctor_machine, "CPU_INFO", file)
@@ -152,11 +152,11 @@ def test_a_report_names_the_instruction_sets_of_its_cpu(cpu_info, sets, tmp_path
     assert " ".join(sets) in reports.heading(report)
 
 
-def test_a_report_has_no_values_that_json_has_not(tmp_path):
+def test_report_is_strict_json(tmp_path):
     with pytest.raises(ValueError):
         reports.write({"figure": float("nan")}, tmp_path / "report.json")
 
 
-def test_cells_of_a_table_stay_cells():
+def test_table_cells_escape_their_separators():
     table = reports.table(("a", "b"), [("x|y", "1\n2")])
     assert table == "| a | b |\n| --- | --- |\n| x\\|y | 1 2 |"

@@ -1,6 +1,6 @@
 """`benchmarks.throughput` and `benchmarks.ablation` from their command lines to their reports.
 
-The engines are real but for the device, which is the fake one.
+Except for the fake device, the engines are real.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "load", fake_engine)
 
 
-def test_an_unknown_switch_has_a_reason_and_a_known_one_has_none():
+def test_unknown_switch_has_a_reason_and_known_one_has_none():
     assert engine_config_error(prefix_cache=False, kv_cache="contiguous") is None
     assert engine_config_error(no_such_switch=1) == "no such option: no_such_switch"
     assert "kv_cache must be one of" in str(engine_config_error(kv_cache="folded"))
@@ -54,7 +54,7 @@ def known(options: Any) -> bool:
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_throughput_compares_every_variant_that_there_is(tmp_path, capsys):
+def test_throughput_compares_every_available_variant(tmp_path, capsys):
     file = tmp_path / "report.json"
     assert throughput.main([*SMALL, "--max-num-seqs", "4", "--output", str(file)]) == 0
     out, report = capsys.readouterr().out, json.loads(file.read_text())
@@ -81,14 +81,14 @@ class Short:
         return [Names(outputs=[Names(token_ids=(0,) * (p.max_tokens - 1))]) for p in params]
 
 
-def test_work_that_was_not_done_is_no_figure():
+def test_missing_work_fails_the_benchmark():
     requests = [Request(prompt=(1,), max_tokens=5)]
-    with pytest.raises(BenchmarkError, match="4 output tokens came where 5 were asked for"):
+    with pytest.raises(BenchmarkError, match="4 output tokens came, expected 5"):
         throughput.seconds(Short(), requests, one_at_a_time=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_an_ablation_has_a_row_for_each_figure_of_a_switch(tmp_path, capsys):
+def test_ablation_has_a_row_per_figure_of_a_switch(tmp_path, capsys):
     file = tmp_path / "report.json"
     chosen = ["--switch", "prefix_cache", "kv_cache"]
     assert ablation.main([*SMALL, *chosen, "--output", str(file)]) == 0
@@ -100,20 +100,20 @@ def test_an_ablation_has_a_row_for_each_figure_of_a_switch(tmp_path, capsys):
         assert len(on) == len(off) == 2 and min(on + off) > 0
         assert row["ratio"] == pytest.approx(sum(a / b for a, b in zip(on, off, strict=True)) / 2)
         assert row["figure"] in out
-    fits = rows["kv_cache", "sequences at once in the same memory"]
+    fits = rows["kv_cache", "concurrent sequences in the same memory"]
     paged, contiguous = fits["medians"]
     assert contiguous <= 16 < paged
     assert f"| kv_cache | {fits['figure']} | {paged:.0f} (paged) | {contiguous:.0f} (contig" in out
 
 
-def test_a_switch_that_is_not_there_is_a_row_that_says_so(capsys, monkeypatch):
+def test_unknown_switch_is_reported_as_skipped(capsys, monkeypatch):
     unknown = Switch(name="prefix_cache", off={"warp": 9}, workload=baseline, figures=())
     monkeypatch.setattr(ablation, "switches", lambda context: (unknown,))
     assert ablation.main([*SMALL, "--switch", "prefix_cache"]) == 0
     assert "| prefix_cache | skipped: no such option: warp |" in capsys.readouterr().out
 
 
-def test_every_switch_is_a_field_or_one_that_is_planned():
+def test_every_switch_is_an_existing_or_planned_option():
     planned = {"one_step_ahead", "chunked_prefill", "batching", "deterministic", "kernels"}
     options = {name for s in ablation.switches(1024) for name in {**s.on, **s.off}}
     options |= {name for variant in throughput.VARIANTS for name in variant.options}
@@ -131,7 +131,7 @@ def test_every_switch_is_a_field_or_one_that_is_planned():
         (["--context", "8"], "at least 64 tokens"),
     ],
 )
-def test_what_cannot_run_is_one_line(benchmark, arguments, message, capsys, tmp_path: Path):
+def test_impossible_runs_fail_with_one_line(benchmark, arguments, message, capsys, tmp_path: Path):
     assert benchmark.main(arguments) == 1
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1

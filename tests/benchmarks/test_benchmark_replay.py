@@ -1,4 +1,4 @@
-"""`benchmarks.replay`: the model of a step, the loop in virtual time, and its figures."""
+"""`benchmarks.replay`: the step model, the loop in virtual time, and the figures."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def arrival(arrival_s: float, prompt_len: int, output_len: int, block: int = 1) 
     )
 
 
-# --- what a step costs -------------------------------------------------------------------------
+# --- costs of a step --------------------------------------------------------------------------
 
 
-def test_a_step_takes_its_overhead_and_the_longer_of_memory_and_arithmetic():
+def test_step_time_is_overhead_plus_the_longer_of_memory_and_compute():
     cost = StepCost(overhead_ms=1.0, weights_ms=4.0, context_ns=100.0, token_us=10.0, pair_ns=1.0)
     assert cost.step_s(1, 1_000, 1_000) == pytest.approx(0.001 + 0.004 + 0.0001)
     assert cost.step_s(1_000, 1_000, 500_500) == pytest.approx(0.001 + 0.010 + 0.0005005)
 
 
-def test_the_preset_is_the_roofline_that_its_comment_names():
+def test_preset_is_the_roofline_named_in_its_comment():
     weights_s = 16e9 / 4.3e12
     assert H200.step_s(1, 0, 0) == pytest.approx(0.0005 + weights_s)
     tokens_s = 2 * 8e9 * 2048 / 788e12
@@ -82,7 +82,7 @@ def test_each_token_attends_to_itself_and_all_before():
 # --- the loop ----------------------------------------------------------------------------------
 
 
-def test_a_request_alone_takes_as_long_as_the_model_says():
+def test_lone_request_takes_the_modeled_time():
     (only,) = play(
         [arrival(5.0, 4_106, 20)], rate=2.0, policy="fcfs", sizes=SIZES, cost=H200
     ).served
@@ -92,7 +92,7 @@ def test_a_request_alone_takes_as_long_as_the_model_says():
             (0, 2048),
             (2048, 4096),
             (4096, 4106),
-        )  # the last reads, the others compute
+        )  # the last one reads, the others compute
     )
     assert only.sent_s == 2.5 and only.waited_s == 0.0
     assert only.ttft_s == pytest.approx(prefill_s)
@@ -103,8 +103,8 @@ def test_a_request_alone_takes_as_long_as_the_model_says():
     assert (only.completion_tokens, only.cached_tokens) == (20, 0)
 
 
-def test_who_comes_during_a_step_waits_for_the_step_after_the_next():
-    # The first step (prefill) runs from 0; the second is scheduled at 0 as well.
+def test_arrival_during_a_step_waits_for_the_step_after_the_next():
+    # The first step (prefill) runs from 0, and the second is scheduled at 0, too.
     first_s = H200.step_s(600, 600, pairs_of(0, 600))
     second = play(
         [arrival(0.0, 600, 50, 1), arrival(first_s / 2, 10, 2, 2)],
@@ -119,7 +119,7 @@ def test_who_comes_during_a_step_waits_for_the_step_after_the_next():
 @pytest.mark.parametrize("itl_target_s", [0.0, 0.01])
 @pytest.mark.parametrize("policy", replay.POLICIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_engine_core_would_make_the_same_steps(name, policy, itl_target_s):
+def test_replay_makes_the_engine_cores_steps(name, policy, itl_target_s):
     requests = requests_of(name, SMALL)[:25]
     outcome = play(
         requests, rate=8.0, policy=policy, sizes=SMALL, cost=H200, itl_target_s=itl_target_s
@@ -162,7 +162,7 @@ def test_the_engine_core_would_make_the_same_steps(name, policy, itl_target_s):
     assert [ends[str(index)] for index in range(len(requests))] == pytest.approx(expected)
 
 
-def test_a_latency_target_shortens_the_longest_gaps():
+def test_latency_target_cuts_the_largest_inter_token_latency():
     cost = StepCost(overhead_ms=5.0, weights_ms=20.0, token_us=1_500.0)
     requests = requests_of("azure2023_conv", SMALL)[:40]
     gaps_s = []
@@ -176,7 +176,7 @@ def test_a_latency_target_shortens_the_longest_gaps():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_everybody_gets_all_tokens(name):
+def test_every_request_gets_all_its_tokens(name):
     requests = requests_of(name)
     outcome = play(requests, rate=100.0, policy="fcfs", sizes=SIZES, cost=H200)
     for request, served in zip(requests, outcome.served, strict=True):
@@ -187,8 +187,8 @@ def test_everybody_gets_all_tokens(name):
     assert outcome.scheduler.pool.num_used == 0 < outcome.blocks_peak
 
 
-def test_the_prefix_cache_finds_what_the_hash_ids_say():
-    # So slowly that each finds everything that came before.
+def test_prefix_cache_hits_match_the_hash_ids():
+    # Slow enough that each request finds everything of the requests before it.
     requests = [
         dataclasses.replace(request, arrival_s=100.0 * index)
         for index, request in enumerate(requests_of("mooncake_conversation"))
@@ -222,7 +222,7 @@ def test_prompts_without_hash_ids_share_nothing():
     assert outcome.scheduler.pool.hit_tokens == 0
 
 
-def test_the_urgent_wait_less_under_priority_only():
+def test_urgent_requests_wait_less_only_under_priority():
     requests = requests_of("azure2023_conv", SMALL)
     ratios = {}
     for policy in ("fcfs", "priority"):
@@ -239,11 +239,11 @@ def served(alone_s: float, end_s: float) -> Served:
     return Served(alone_s=alone_s, end_s=end_s)
 
 
-def test_fairness_is_one_if_all_are_slowed_down_alike():
+def test_fairness_is_one_if_all_slow_down_equally():
     assert fairness([served(1.0, 3.0), served(2.0, 6.0)])["jain"] == pytest.approx(1.0)
 
 
-def test_fairness_sees_that_the_short_wait_for_the_long():
+def test_fairness_drops_if_short_requests_wait_for_long_ones():
     told = fairness([served(1.0, 9.0)] * 6 + [served(10.0, 10.0)] * 2)
     assert told["jain"] == pytest.approx((6 / 9 + 2) ** 2 / (8 * (6 / 81 + 2)))
     assert (told["slowdown_short_p50"], told["slowdown_long_p50"]) == (9.0, 1.0)
@@ -261,7 +261,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_the_command_replays_each_trace_at_each_rate_with_each_policy(tmp_path, capsys):
+def test_command_replays_each_trace_rate_and_policy(tmp_path, capsys):
     report = run(tmp_path, *ARGUMENTS)
     text, progress = capsys.readouterr()
     rows = report["rows"]
@@ -287,7 +287,7 @@ def test_the_command_replays_each_trace_at_each_rate_with_each_policy(tmp_path, 
     assert f"| 40x | fcfs | off | {rows[3]['ttft_ms']['p50']:,.0f} / " in text
 
 
-def test_the_same_seed_gives_the_same_bytes(tmp_path):
+def test_same_seed_gives_the_same_bytes(tmp_path):
     arguments = ("--trace", str(FILES["mooncake_conversation"]), "--rates", "40", *SIZED)
     first = run(tmp_path, *arguments)
     file = tmp_path / "again.json"
@@ -312,7 +312,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
         (["--trace", str(FILES["azure2023_conv"]), "--urgent-share", "2"], "--urgent-share"),
     ],
 )
-def test_what_cannot_be_replayed_is_one_line(arguments, message, capsys):
+def test_impossible_replays_fail_with_one_line(arguments, message, capsys):
     assert replay.main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

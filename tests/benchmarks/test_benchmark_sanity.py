@@ -1,4 +1,4 @@
-"""`benchmarks.sanity`: what it finds, and what it says of models that work and that do not."""
+"""`benchmarks.sanity`: finding models, and reporting working and broken ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def test_models_are_found_in_folders(tmp_path, stories):
     assert sanity.found("some/name") == ["some/name"]
 
 
-def test_a_line_for_each_model_and_a_failure_in_the_exit_code(
+def test_each_model_has_a_line_and_a_failure_sets_the_exit_code(
     tmp_path, stories, capsys, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sanity, "BUNDLED", str(stories))  # quicker to load
+    monkeypatch.setattr(sanity, "BUNDLED", str(stories))  # loads faster
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     file = tmp_path / "report.json"
@@ -41,6 +41,6 @@ def test_a_line_for_each_model_and_a_failure_in_the_exit_code(
     assert good.startswith("ok  ") and bad.startswith("FAILED  ")
 
 
-def test_a_process_that_dies_costs_its_own_line_only(monkeypatch: pytest.MonkeyPatch):
+def test_crashed_process_costs_only_its_own_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sanity.sys, "executable", "false")
     assert "ended with 1" in sanity._in_a_process("any", [])["error"]

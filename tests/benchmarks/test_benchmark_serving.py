@@ -27,7 +27,7 @@ def url() -> Iterator[str]:
 
 
 def report(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Runs the benchmark, which must go well; the printed text is under "text"."""
+    """Run the benchmark, which must succeed; the printed text is under "text"."""
     file = tmp_path / "report.json"
     status = serving.main([*arguments, "--output", str(file)])
     out, err = capsys.readouterr()
@@ -64,7 +64,7 @@ def test_each_workload_is_answered_in_full(url, capsys, tmp_path):
     assert set(by_name["chunked_prefill"]["groups"]) == {"decoder", "long"}
 
 
-def test_all_workloads_are_one_table(url, capsys, tmp_path):
+def test_workloads_share_one_table(url, capsys, tmp_path):
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "all")
     names = [run["workload"] for run in told["runs"]]
     assert names == list(workloads.WORKLOADS)
@@ -81,11 +81,13 @@ def test_all_workloads_are_one_table(url, capsys, tmp_path):
 def test_structured_output_is_checked(url, capsys, tmp_path):
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
     [run] = told["runs"]
-    assert run["completed"] == 2 and run["json_valid"] <= 2  # the fake's are mostly cut
+    assert (
+        run["completed"] == 2 and run["json_valid"] <= 2
+    )  # most answers of the fake model are cut
     assert f"{run['json_valid']} of 2 answers were JSON objects" in told["text"]
 
 
-def test_what_a_server_refuses_is_said_to_be_unsupported(url, capsys, tmp_path, monkeypatch):
+def test_workload_that_a_server_refuses_is_unsupported(url, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(workloads, "PERSON", {"type": "no type of JSON Schema"})
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
     [run] = told["runs"]
@@ -94,7 +96,7 @@ def test_what_a_server_refuses_is_said_to_be_unsupported(url, capsys, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["azure2023_conv.csv", "mooncake_conversation.jsonl"])
-def test_a_trace_is_replayed(url, capsys, tmp_path, name):
+def test_trace_is_replayed(url, capsys, tmp_path, name):
     told = report(
         capsys, tmp_path, "--url", url, "--trace", str(TRACES / name),
         "--max-requests", "12", "--trace-scale", "0.01",
@@ -103,25 +105,25 @@ def test_a_trace_is_replayed(url, capsys, tmp_path, name):
     assert run["workload"] == f"trace {Path(name).stem}"
     assert run["completed"] == 12 and not run["errors"]
     assert run["output_tokens"] == run["output_tokens_asked"]
-    if "mooncake" in name:  # all begin with the same block of 512 tokens
+    if "mooncake" in name:  # all prompts begin with the same block of 512 tokens
         assert run["server"]["prefix_cache_hits"] >= 5 * 512
         assert run["facts"]["requests_clipped"] > 0
 
 
-def test_chats_have_text_of_the_length_asked_for(url, capsys, tmp_path):
+def test_chats_have_text_of_the_requested_length(url, capsys, tmp_path):
     fake_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
     told = report(
         capsys, tmp_path, "--url", url, "--tokenizer", str(tmp_path), "--endpoint", "chat",
         "--workload", "baseline", "--requests", "3", "--input-len", "40", "--output-len", "4",
     )  # fmt: skip
     [run] = told["runs"]
-    around = "<user></s><assistant>"  # what the fake model's chat template writes
+    around = "<user></s><assistant>"  # added by the fake model's chat template
     template_tokens = len(fake_tokenizer().encode(around))
     assert run["prompt_tokens"] == 3 * (40 + template_tokens)
     assert run["output_tokens"] == 12
 
 
-def test_completions_take_text_too(url, capsys, tmp_path):
+def test_completions_accept_text(url, capsys, tmp_path):
     fake_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
     told = report(
         capsys, tmp_path, "--url", url, "--tokenizer", str(tmp_path), "--prompts", "text",
@@ -140,13 +142,13 @@ def test_completions_take_text_too(url, capsys, tmp_path):
         (["--url", "URL", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
         (["--url", "URL", "--trace", "nowhere.csv"], "nowhere.csv: No such file"),
         (["--url", "URL", "--rate", "0"], "--rate must be greater than 0"),
-        (["--url", "URL", "--input-len", "8"], "--workload baseline alone"),
+        (["--url", "URL", "--input-len", "8"], "need --workload baseline"),
         (["--url", "URL", "--context", "8"], "at least 64 tokens"),
         (["--model", "nowhere/at/all"], "the server did not start: forge-jax: error: no model"),
         (["--serve-args=--no-such-flag"], "unknown flag --no-such-flag"),
     ],
 )
-def test_what_cannot_run_is_one_line(url, capsys, arguments, message):
+def test_impossible_runs_fail_with_one_line(url, capsys, arguments, message):
     status = serving.main([argument.replace("URL", url) for argument in arguments])
     out, err = capsys.readouterr()
     assert status == 1 and out == ""
@@ -154,7 +156,7 @@ def test_what_cannot_run_is_one_line(url, capsys, arguments, message):
     assert err.count("\n") == 1 and err.startswith("serving: ")
 
 
-def test_requests_that_fail_are_counted_and_end_in_a_failure(url, capsys):
+def test_failed_requests_are_counted_and_fail_the_run(url, capsys):
     wrong_context = ["--context", "2048", "--workload", "chunked_prefill"]
     assert serving.main(["--url", url, "--requests", "8", *wrong_context]) == 1
     out, _ = capsys.readouterr()
@@ -162,7 +164,7 @@ def test_requests_that_fail_are_counted_and_end_in_a_failure(url, capsys):
     assert "error: HTTP 400" in out and "(4 times)" in out
 
 
-def test_a_server_of_our_own_is_started_and_named(capsys, tmp_path):
+def test_own_server_is_started_and_named(capsys, tmp_path):
     told = report(
         capsys, tmp_path, "--serve-args=--fake --max-model-len 512",
         "--workload", "baseline", "--requests", "2",
@@ -172,7 +174,7 @@ def test_a_server_of_our_own_is_started_and_named(capsys, tmp_path):
     assert told["server"]["context"] == 512
 
 
-def test_a_server_that_drafts_says_how_well():
+def test_drafting_server_reports_its_acceptance_rate():
     flags = ["--max-model-len", "512", "--speculation", "suffix", "--fake-step-time-ms", "2"]
 
     async def ask(url: str) -> dict[str, float]:

@@ -52,8 +52,7 @@ def run_load_of_numbers(sides: Any) -> None:
     ],
     ids=["load", "usual", "questions"],
 )
-def test_warm_up_asks_other_questions_than_the_rounds(monkeypatch, run_part, measured):
-    """`suffix` remembers outputs, so it would know the answers."""
+def test_warm_up_uses_other_prompts_than_the_rounds(monkeypatch, run_part, measured):
     warm: set[int] = set()
     rounds: list[int] = []
 
@@ -95,7 +94,7 @@ def test_missing_arguments_are_named(arguments, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_draft_model_leaves_a_report_of_equal_tokens(tmp_path, capsys):
+def test_run_with_a_draft_model_reports_equal_tokens(tmp_path, capsys):
     file = tmp_path / "report.json"
     options = {
         "--drafters": ["draft"],
@@ -114,7 +113,7 @@ def test_a_run_with_a_draft_model_leaves_a_report_of_equal_tokens(tmp_path, caps
         "batch: 2 at once, temperature 0",
         "batch: 2 at once, temperature 0.7",
     ]
-    for sides in parts.values():  # whether drafts are verified follows from times
+    for sides in parts.values():  # the times decide whether drafts are verified
         assert sides["draft"]["tokens"] == sides[OFF]["tokens"] > 0
         assert sides["draft"]["differing_requests"] == 0.0
     assert "| draft |" in capsys.readouterr().out

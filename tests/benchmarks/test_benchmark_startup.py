@@ -12,7 +12,7 @@ from forge_serve.bench.errors import BenchmarkError
 pytestmark = pytest.mark.slow
 
 
-def test_a_round_times_imports_and_both_starts(tmp_path, capsys):
+def test_round_times_imports_and_both_starts(tmp_path, capsys):
     file = tmp_path / "report.json"
     arguments = ["--rounds", "1", "--serve-args=--fake", "--output", str(file)]
     assert startup.main(arguments) == 0
@@ -31,7 +31,7 @@ def test_a_round_times_imports_and_both_starts(tmp_path, capsys):
         assert f"| {kind} cache | {median[kind]['serving_s']:.2f} |" in text
 
 
-def test_the_median_is_of_each_figure():
+def test_median_is_taken_per_figure():
     def figures(imports_s: float, serving_s: float) -> dict:
         times = {"serving_s": serving_s, "ready_s": 2 * serving_s}
         start = {**times, "peak_bytes": 1e9, "phases_s": {"import": 0.5}}
@@ -45,7 +45,7 @@ def test_the_median_is_of_each_figure():
     }  # fmt: skip
 
 
-def test_a_model_in_a_folder_has_floors_and_one_kind_is_enough(tmp_path, monkeypatch):
+def test_model_folder_has_floors_and_one_kind_is_enough(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"x" * 2**20)
     start = {"serving_s": 1.0, "ready_s": 2.0, "peak_bytes": 3e9, "phases_s": {}}
     monkeypatch.setattr(startup, "start", lambda *_: start)
@@ -59,7 +59,7 @@ def test_a_model_in_a_folder_has_floors_and_one_kind_is_enough(tmp_path, monkeyp
     assert all(f"| {title} |" in text for title in FLOORS.values())
 
 
-def test_imports_that_fail_are_an_error(monkeypatch):
+def test_failing_imports_are_an_error(monkeypatch):
     monkeypatch.setattr(startup, "BARE", "import sys; sys.exit(3)")
     with pytest.raises(BenchmarkError, match="installed"):
         startup.bare_imports()

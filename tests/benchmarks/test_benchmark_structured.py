@@ -35,7 +35,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_engine")
-def test_structured_reports_times_and_rates(tmp_path, capsys):
+def test_structured_benchmark_reports_times_and_rates(tmp_path, capsys):
     file = tmp_path / "report.json"
     assert structured.main(["--text", "README.md", *SMALL, "--output", str(file)]) == 0
     out, report = capsys.readouterr().out, json.loads(file.read_text())
@@ -47,13 +47,13 @@ def test_structured_reports_times_and_rates(tmp_path, capsys):
     assert "| mask |" in out and "half of each" in out
 
 
-def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
+def test_short_text_is_rejected(tmp_path, capsys):
     text = tmp_path / "short"
     text.write_text("a few words")
     assert structured.main(["--text", str(text)]) == 1
     assert "pass more" in capsys.readouterr().err
 
 
-def test_schemas_are_drawn_from_the_seed_alone():
+def test_schemas_depend_only_on_the_seed():
     drawn = [json.dumps(structured.schema(random.Random(seed))) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]

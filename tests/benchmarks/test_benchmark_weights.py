@@ -14,7 +14,7 @@ from benchmarks import k_quants, weights
 @pytest.mark.long
 @pytest.mark.quick_compile
 @pytest.mark.slow
-def test_each_form_has_its_row(stories, tmp_path, capsys):
+def test_each_format_has_a_row(stories, tmp_path, capsys):
     file = tmp_path / "report.json"
     sizes = ["--texts", "2", "--rounds", "1", "--context", "8", "--output", str(file)]
     options = ["--forms", "int4", "--gguf", "Q8_0", *sizes]
@@ -34,7 +34,7 @@ def test_each_form_has_its_row(stories, tmp_path, capsys):
     assert "| int4 |" in capsys.readouterr().out
 
 
-def test_an_unknown_model_is_one_line(capsys):
+def test_unknown_model_fails_with_one_line(capsys):
     assert weights.main(["--model", "/nowhere/at/all"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -46,8 +46,7 @@ def test_an_unknown_model_is_one_line(capsys):
         **{"IQ4_NL": 0.09, "IQ4_XS": 0.09},
     }.items(),
 )
-def test_blocks_are_near_what_was_rounded(kind, error):
-    """As the package gguf reads them: a wrong place of a bit would be far above."""
+def test_quantized_blocks_stay_near_the_source_values(kind, error):
     values = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     data = k_quants.quantize(values, kind)
     read = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])

@@ -1,4 +1,4 @@
-"""Workloads: exact lengths, the same for the same seed, and nothing shared that should not be."""
+"""Workloads: exact lengths, equal requests for equal seeds, and no unintended sharing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lengths(workload: Workload) -> list[tuple[int, int, float, str]]:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_same_seed_gives_the_same_requests_and_another_gives_others(name):
+def test_workload_depends_only_on_its_seed(name):
     sizes = Sizes(context=1024, num_requests=12)
     first = MAKERS[name](sizes, PLAIN, 7, 0)
     assert MAKERS[name](sizes, PLAIN, 7, 0) == first
@@ -47,7 +47,7 @@ def test_the_same_seed_gives_the_same_requests_and_another_gives_others(name):
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)
-def test_rounds_are_equal_work_on_other_tokens(name):
+def test_rounds_have_equal_work_with_different_tokens(name):
     sizes = Sizes(context=1024, num_requests=12)
     first, second = (MAKERS[name](sizes, PLAIN, 7, round_) for round_ in (0, 1))
     assert lengths(first) == lengths(second)
@@ -55,7 +55,7 @@ def test_rounds_are_equal_work_on_other_tokens(name):
         assert a.prompt[:16] != b.prompt[:16]
 
 
-def test_no_workload_begins_with_the_prompts_of_another():
+def test_workloads_do_not_share_prompt_beginnings():
     sizes = Sizes(context=1024, num_requests=12)
     beginnings = [
         {r.prompt[:8] for r in MAKERS[name](sizes, PLAIN, 0, 0).requests} for name in OF_TOKENS
@@ -75,7 +75,7 @@ def test_every_request_fits_the_context(name, context):
         assert r.prompt or r.text
 
 
-def test_the_baseline_has_the_lengths_asked_for():
+def test_baseline_has_the_requested_lengths():
     sizes = Sizes(context=1024, num_requests=3, input_len=33, output_len=5)
     assert [n[:2] for n in lengths(make("baseline", sizes, PLAIN))] == [(33, 5)] * 3
 
@@ -95,7 +95,7 @@ def test_conversations_repeat_their_history_and_wait_for_the_answer():
     assert first[256:] != third[256:]
 
 
-def test_long_prompts_come_while_others_decode():
+def test_long_prompts_arrive_while_others_decode():
     workload = make("chunked_prefill", Sizes(context=1024, num_requests=16), PLAIN)
     groups = [r.group for r in workload.requests]
     assert groups.count("long") == groups.count("decoder") == 8
@@ -104,7 +104,7 @@ def test_long_prompts_come_while_others_decode():
     assert (workload.limit_of("long"), workload.limit_of("decoder")) == ("long", "decoder")
 
 
-def test_a_contiguous_cache_would_reserve_more_than_the_sequences_use():
+def test_contiguous_cache_reserves_more_than_the_sequences_use():
     facts = make("paged_attention", Sizes(context=1024), PLAIN).facts
     assert facts["kv_tokens_contiguous"] == 64 * 1024 > 3 * facts["kv_tokens_used"]
 
@@ -118,7 +118,7 @@ def backend(request) -> Backend:
     return Backend.from_file(str(folder / "tokenizer.json"))
 
 
-def test_a_text_has_exactly_as_many_tokens_as_its_prompt(backend):
+def test_text_has_as_many_tokens_as_its_prompt(backend):
     vocabulary = Vocabulary.of(backend)
     special = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
     assert special and special.isdisjoint(vocabulary.ids)
@@ -127,7 +127,7 @@ def test_a_text_has_exactly_as_many_tokens_as_its_prompt(backend):
         assert backend.encode(text, add_special_tokens=False).ids == list(request.prompt)
 
 
-def test_a_vocabulary_is_found_by_the_name_of_its_model(tmp_path):
+def test_vocabulary_is_found_by_model_name(tmp_path):
     assert Vocabulary.of_model("gpt-9", "forge-tiny").has_text
     assert not Vocabulary.of_model("gpt-9", str(tmp_path), None).has_text
     with pytest.raises(BenchmarkError, match="--tokenizer"):
@@ -136,7 +136,7 @@ def test_a_vocabulary_is_found_by_the_name_of_its_model(tmp_path):
         Vocabulary.from_file(tmp_path)
 
 
-def test_arrivals_have_the_rate_and_burstiness_asked_for():
+def test_arrivals_have_the_requested_rate_and_burstiness():
     for burstiness in (1.0, 0.25, 4.0):
         times = poisson(5000, 10.0, burstiness, seed=1)
         gaps = [b - a for a, b in itertools.pairwise(times)]
@@ -149,7 +149,7 @@ def test_arrivals_have_the_rate_and_burstiness_asked_for():
     assert poisson(1, 5.0, 1.0, seed=1) == [0.0]
 
 
-def test_a_load_replaces_the_workloads_own():
+def test_explicit_load_replaces_the_workloads_own():
     workload = make("continuous_batching", Sizes(context=1024, num_requests=8), PLAIN)
     assert workload.requests[-1].arrival_s > 0 and not workload.concurrency
     closed = with_load(workload, concurrency=3)
@@ -177,12 +177,12 @@ def test_a_load_replaces_the_workloads_own():
         (lambda: trace([], Sizes(context=64), PLAIN, time_scale=-1.0), "--trace-scale"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(wrong, named):
+def test_invalid_sizes_are_rejected_by_name(wrong, named):
     with pytest.raises(BenchmarkError, match=named):
         wrong()
 
 
-def test_the_azure_csv_is_read():
+def test_azure_csv_is_parsed():
     entries = read_trace(AZURE)
     assert len(entries) == 50
     assert (entries[0].input_len, entries[0].output_len, entries[0].arrival_s) == (374, 44, 0.0)
@@ -192,7 +192,7 @@ def test_the_azure_csv_is_read():
     assert read_trace(AZURE, 3) == entries[:3]
 
 
-def test_mooncakes_json_lines_are_read():
+def test_mooncake_json_lines_are_parsed():
     entries = read_trace(MOONCAKE)
     assert len(entries) == 50
     assert entries[0] == TraceEntry(
@@ -218,7 +218,7 @@ def test_equal_hash_ids_become_equal_tokens():
 
 
 @pytest.mark.parametrize("path", [AZURE, MOONCAKE])
-def test_a_replay_keeps_the_lengths_that_fit_and_cuts_the_others(path):
+def test_replay_keeps_fitting_lengths_and_truncates_the_rest(path):
     entries = read_trace(path)
     whole = trace(entries, Sizes(context=131072), PLAIN, time_scale=0.5)
     for entry, request in zip(entries, whole.requests, strict=True):
@@ -246,7 +246,7 @@ def test_a_replay_keeps_the_lengths_that_fit_and_cuts_the_others(path):
         ('{"timestamp": "x", "input_length": 1, "output_length": 1}\n', "line 1"),
     ],
 )
-def test_a_broken_trace_names_the_file_and_the_line(tmp_path, text, message):
+def test_broken_trace_error_names_file_and_line(tmp_path, text, message):
     file = tmp_path / "trace.txt"
     file.write_text(text)
     with pytest.raises(BenchmarkError, match=message) as caught:
@@ -254,12 +254,12 @@ def test_a_broken_trace_names_the_file_and_the_line(tmp_path, text, message):
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_trace_that_is_not_there_is_one_line(tmp_path):
+def test_missing_trace_fails_with_one_line(tmp_path):
     with pytest.raises(BenchmarkError, match="No such file"):
         read_trace(tmp_path / "none.csv")
 
 
-def test_shared_tokens_are_those_of_a_common_beginning():
+def test_shared_tokens_are_the_common_prefix():
     prompts = [(1, 2, 3), (1, 2, 4), (2, 2), (1, 2, 3)]
     requests = [Request(prompt=p, max_tokens=1) for p in prompts]
     assert workloads._shared_tokens(requests) == 0 + 2 + 0 + 3

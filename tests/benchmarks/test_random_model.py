@@ -1,4 +1,4 @@
-"""Random models are real model folders, and their tokens can be counted in a text."""
+"""Random models: real model folders whose tokens can be counted in a text."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_engine_serves_one_and_each_token_is_a_space_and_letters(folder):
+def test_random_model_outputs_a_space_and_letters_per_token(folder):
     prompts = np.random.default_rng(0).integers(NUM_RESERVED, TINY.vocab_size, (4, 12)).tolist()
     outputs = LLM(folder, num_blocks=32, **SMALL).generate(
         prompts, SamplingParams(temperature=0, max_tokens=20)
@@ -42,7 +42,7 @@ def test_the_engine_serves_one_and_each_token_is_a_space_and_letters(folder):
         assert min(sample.token_ids) >= NUM_RESERVED
 
 
-def test_a_prompt_as_text_is_the_same_prompt(folder):
+def test_text_prompt_equals_its_token_ids(folder):
     ids = np.random.default_rng(1).integers(NUM_RESERVED, TINY.vocab_size, 64).tolist()
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
@@ -51,7 +51,7 @@ def test_a_prompt_as_text_is_the_same_prompt(folder):
     assert tokenizer.decode(ids) == text
 
 
-def test_reserved_tokens_have_no_weight_in_the_output(folder):
+def test_reserved_tokens_have_zero_output_weights(folder):
     with safe_open(folder / "model.safetensors", "np") as file:
         head = file.get_tensor("lm_head.weight").astype(np.float32)
     assert head.shape == (TINY.vocab_size, TINY.hidden_size)
@@ -59,14 +59,14 @@ def test_reserved_tokens_have_no_weight_in_the_output(folder):
     assert head[NUM_RESERVED:].any(axis=1).all()
 
 
-def test_a_tied_shape_has_no_output_matrix(tmp_path):
+def test_tied_shape_has_no_output_matrix(tmp_path):
     write_model(tmp_path, dataclasses.replace(TINY, tie_word_embeddings=True))
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(folder, tmp_path):
+def test_written_bytes_depend_only_on_the_seed(folder, tmp_path):
     write_model(tmp_path / "again", TINY)
     write_model(tmp_path / "other", TINY, seed=1)
     first = (folder / "model.safetensors").read_bytes()
@@ -74,7 +74,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(folder, tmp
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != first
 
 
-def test_a_vocabulary_has_no_token_twice_and_needs_room_for_words():
+def test_vocabulary_is_unique_and_needs_room_for_words():
     names = vocabulary(SHAPES["S"].vocab_size)
     assert len(names) == len(set(names)) == SHAPES["S"].vocab_size
     with pytest.raises(ValueError, match="larger than 259"):

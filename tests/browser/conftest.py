@@ -1,7 +1,7 @@
-"""A server process with the bundled model, and a real browser that looks at its page.
+"""Fixtures: a server process with the bundled model, and a real browser on its page.
 
-These tests have an environment of their own, which `make test-browser` makes. Where the driver is
-not installed, nothing here is collected.
+`make test-browser` creates the environment of these tests. If the driver is not installed, nothing
+here is collected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """A process that serves."""
+    """A running server process."""
 
     url: str
 
@@ -55,7 +55,6 @@ class Server:
             return json.load(response)
 
     def until(self, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> None:
-        """Waits for something to hold of the engine's counters."""
         end_s = time.monotonic() + timeout_s
         while not holds(stats := self.get("/stats")):
             assert time.monotonic() < end_s, f"it never held: {stats}"
@@ -70,21 +69,20 @@ def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """The bundled model."""
     flags = ("--num-blocks", "512", "--max-num-seqs", "8")
     yield from _serving(request, *flags)
 
 
 @pytest.fixture(scope="session")
 def slow_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Twenty tokens a second, so that there is time to look; drafts from what was said before."""
+    """Start a server at 20 tokens/s that drafts from earlier outputs, so that tests can look."""
     flags = ("--fake", "--fake-step-time-ms", "50", "--num-blocks", "256")
     yield from _serving(request, *flags, "--speculation", "suffix", "--engine-process")
 
 
 @pytest.fixture(scope="session")
 def closed_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Asks for `KEY`; its model does not matter."""
+    """Start a server that requires `KEY`; its model does not matter."""
     yield from _serving(request, "--fake", "--api-key", KEY)
 
 
@@ -95,7 +93,7 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
     chromium = request.config.getoption("--chromium")
     assert chromium, "there is no chromium: install it (on Debian: apt-get install chromium)"
     with sync_playwright() as driver:
-        # Who runs the tests may be root, for whom the browser has no sandbox.
+        # Tests may run as root, for which the browser has no sandbox.
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -103,16 +101,16 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
 
 @dataclass
 class Visit:
-    """A page, and what went on in it; `check` at the end of each test."""
+    """A page and the record of its requests; `check` runs at the end of each test."""
 
     page: Page
     origin: str
     requested: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)  # what the console and the scripts complained of
-    refusals: int = 0  # answers of 400 and more that a test expects
+    wrong: list[str] = field(default_factory=list)  # errors from the console and the scripts
+    refusals: int = 0  # number of 4xx and 5xx answers that a test expects
 
     def check(self) -> None:
-        """No script failed, no policy was violated, no request left for another origin."""
+        """Raise if a script failed, a policy was violated, or a request left for another origin."""
         refused = [text for text in self.wrong if text.startswith("Failed to load resource")]
         assert len(refused) <= self.refusals, refused
         assert not [text for text in self.wrong if text not in refused]
@@ -126,7 +124,7 @@ class Visit:
         self.page.keyboard.press("Enter")
 
     def answered(self, number: int = 1) -> str:
-        """Waits for the end of so many answers; the text of the last."""
+        """Wait for the end of the first `number` answers and return the text of the last one."""
         turns = self.page.locator(".turn.assistant")
         turns.nth(number - 1).locator(".meta").wait_for()
         return turns.nth(number - 1).locator(".text").inner_text()
@@ -134,7 +132,7 @@ class Visit:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
-    """Opens a server's page in a profile of its own; options are those of a browser context."""
+    """Open a server's page in a profile of its own; the options are those of a browser context."""
     with contextlib.ExitStack() as stack:
         visits: list[Visit] = []
 

@@ -1,7 +1,7 @@
 """Makes the pictures of docs/profiling.md: `make pictures`.
 
-Profiles the bundled model with 4 sequences and with 16, compares them, and looks at what came of it
-in TensorBoard, in XProf and as a page.
+Profiles the bundled model with 4 and with 16 sequences, compares them, and captures the result in
+TensorBoard, in XProf and as a page.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLORS = 256
 
 
 def profile(python: str, folder: Path) -> None:
-    """The folders "before" and "after", with what is to be compared, and "diff.html"."""
+    """Write the folders "before" and "after" with the compared profiles, and "diff.html"."""
     for command in (
         "profile forge-tiny --logdir before",
         "profile forge-tiny --logdir after --sequences 16",
@@ -70,11 +70,11 @@ def answers(url: str) -> bool:
 
 
 def scalars(page: Page, url: str) -> None:
-    """Our kernels in a step that decodes, as they were, without smoothing."""
+    """Show our kernels in a decode step, without smoothing."""
     tags = quote("op_time_us/decode/.*forge_", safe="")
     page.goto(f"{url}/#scalars&tagFilter={tags}&_smoothingWeight=0")
     expect(page.get_by_text("forge_attention").first).to_be_visible()
-    page.wait_for_timeout(5000)  # lines are drawn, and in no document
+    page.wait_for_timeout(5000)  # lines are drawn on a canvas, which has no event to wait for
 
 
 def text(page: Page, url: str) -> None:
@@ -83,24 +83,24 @@ def text(page: Page, url: str) -> None:
 
 
 def traces(page: Page, url: str) -> None:
-    """The trace viewer, with the list of traces open."""
+    """Show the trace viewer, with the list of traces open."""
     with urllib.request.urlopen(f"{url}/data/plugin/profile/runs") as response:
         content = response.read()
-    if response.headers.get("Content-Encoding") == "gzip":  # whatever was asked for
+    if response.headers.get("Content-Encoding") == "gzip":  # regardless of Accept-Encoding
         content = gzip.decompress(content)
     run = min(name for name in json.loads(content) if name.startswith("before/decode"))
     page.goto(f"{url}/?tool=trace_viewer@&run={quote(run, safe='')}#profile")
     plugin = page.frame_locator("iframe").first
     viewer = plugin.frame_locator("iframe").first
     viewer.get_by_text("/host:CPU").locator("visible=true").first.wait_for()
-    page.wait_for_timeout(3000)  # what the threads did is drawn, and in no document
+    page.wait_for_timeout(3000)  # the threads are drawn on a canvas, which has no event to wait for
     plugin.get_by_role("combobox").first.click()
     expect(plugin.get_by_role("option")).to_have_count(4)
 
 
 def take(page: Page, file: Path) -> None:
-    """A picture of what is seen, in few colours."""
-    page.wait_for_timeout(2000)  # until what moves has come to rest
+    """Save a picture of the viewport in few colors."""
+    page.wait_for_timeout(2000)  # until all animations have ended
     page.screenshot(path=file)
     with Image.open(file) as picture:
         few = picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
@@ -133,7 +133,7 @@ def main() -> None:
         folder = Path(place)
         profile(options.forge_python, folder)
         with tensorboard(folder) as url, sync_playwright() as driver:
-            # Who makes them may be root, for whom the browser has no sandbox.
+            # The pictures may be made as root, for which the browser has no sandbox.
             browser = driver.chromium.launch(
                 executable_path=options.chromium, args=["--no-sandbox"]
             )

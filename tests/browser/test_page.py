@@ -1,4 +1,4 @@
-"""The page in a real browser: what a person sees and can do, and what it must never do."""
+"""The page in a real browser: its features for users, and its security."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def set_options(page: Page, **values: str) -> None:
 
 
 def bodies(page: Page) -> list[dict[str, Any]]:
-    """Those of the chats that the page asks for from now on."""
+    """Record the bodies of the chats that the page requests from now on."""
     found: list[dict[str, Any]] = []
     page.on("request", lambda r: found.append(r.post_data_json) if r.method == "POST" else None)
     return found
@@ -35,7 +35,7 @@ def bodies(page: Page) -> list[dict[str, Any]]:
 # ---- the chat ----------------------------------------------------------------------------------
 
 
-def test_an_answer_streams_in_and_the_conversation_goes_on(server, visit):
+def test_answer_streams_in_and_the_conversation_continues(server, visit):
     visit = visit(server)
     asked = bodies(visit.page)
     set_options(visit.page, system="Be kind.", temperature="0", seed="12345678901234567890")
@@ -73,7 +73,7 @@ def test_text_appears_before_the_answer_is_complete(slow_server, visit):
 
 
 @pytest.mark.parametrize("how", ["button", "Escape", "New chat", "leaving"])
-def test_stopping_ends_the_request_on_the_server(slow_server, visit, how):
+def test_stop_button_ends_the_request_on_the_server(slow_server, visit, how):
     visit = visit(slow_server)
     before = slow_server.get("/stats")["generation_tokens"]
     set_options(visit.page, max_tokens="3000")
@@ -97,7 +97,7 @@ def test_stopping_ends_the_request_on_the_server(slow_server, visit, how):
         expect(visit.page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_the_answer_to_a_schema_is_json_of_it(server, visit):
+def test_answer_follows_the_json_schema(server, visit):
     visit = visit(server)
     set_options(visit.page, schema=json.dumps(SCHEMA), max_tokens="200")
     expect(visit.page.locator("#schema-note")).to_contain_text("will follow")
@@ -107,7 +107,7 @@ def test_the_answer_to_a_schema_is_json_of_it(server, visit):
     assert answer["name"] in ("Rex", "Bello") and answer["age"] <= 99
 
 
-def test_what_is_no_schema_is_told_and_not_sent(server, visit):
+def test_invalid_schema_is_reported_and_not_sent(server, visit):
     visit = visit(server)
     asked = bodies(visit.page)
     box = visit.page.get_by_label("Schema for the answer")
@@ -143,7 +143,7 @@ def test_sampling_controls_reach_the_server(server, visit):
     assert set(body) - set(asked[1]) == {*given, "stop"} - {"max_tokens"}
 
 
-def test_an_error_is_shown_in_the_servers_words_and_the_message_is_kept(server, visit):
+def test_server_error_is_shown_and_the_message_is_kept(server, visit):
     visit = visit(server)
     visit.refusals = 1
     set_options(visit.page, top_p="7", temperature="0", max_tokens="5")
@@ -160,7 +160,7 @@ def test_an_error_is_shown_in_the_servers_words_and_the_message_is_kept(server, 
 
 
 def events(*deltas: dict[str, Any]) -> str:
-    """A stream of a server that says what no model would."""
+    """Return an event stream that no model would send."""
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     each = [json.dumps({"id": "chatcmpl-x", "choices": [choice]}) for choice in choices]
     return "".join(f"data: {event}\n\n" for event in each) + "data: [DONE]\n\n"
@@ -186,7 +186,7 @@ EVIL = (
 )
 
 
-def test_what_looks_like_html_is_text_wherever_it_comes_from(server, visit):
+def test_markup_in_any_text_is_shown_as_text(server, visit):
     visit = visit(server)
     page = visit.page
     page.route("**/engine_state*", lambda route: route.fulfill(json=evil_state(route)))
@@ -229,8 +229,7 @@ def evil_state(route: Route) -> dict[str, Any]:
     return state
 
 
-def test_the_policy_stops_scripts_that_get_in_all_the_same(server, visit):
-    """The checker of `hacked` sees what runs, and the policy lets nothing in."""
+def test_content_security_policy_blocks_injected_scripts(server, visit):
     visit = visit(server)
     page = visit.page
     page.evaluate("window.hacked = 7")
@@ -261,7 +260,7 @@ def test_the_policy_stops_scripts_that_get_in_all_the_same(server, visit):
 # ---- token probabilities -----------------------------------------------------------------------
 
 
-def test_pointing_at_a_token_shows_its_probability_and_its_rivals(server, visit):
+def test_pointing_at_a_token_shows_its_probability_and_alternatives(server, visit):
     visit = visit(server)
     set_options(visit.page, temperature="0", max_tokens="30", top_logprobs="4")
     visit.ask(STORY)
@@ -278,18 +277,23 @@ def test_pointing_at_a_token_shows_its_probability_and_its_rivals(server, visit)
     parts = [float(p.strip("<% ")) for p in rivals.locator("span").all_text_contents()]
     assert parts == sorted(parts, reverse=True) and sum(parts) < 100.6
     chosen = tip.locator(".chosen code").inner_text()
-    assert chosen == tip.locator(".tip-head code").inner_text()  # at temperature 0 the likeliest
+    assert (
+        chosen == tip.locator(".tip-head code").inner_text()
+    )  # the most likely token at temperature 0
     visit.page.mouse.move(5, 5)
     expect(tip).to_be_hidden()
 
 
-def test_a_character_of_several_tokens_and_tokens_without_text_find_their_place(server, visit):
+def test_multi_token_characters_and_empty_tokens_are_placed(server, visit):
     visit = visit(server)
     smile = "🙂".encode()
     half = {**entry("?"), "token": "\ufffd"}
     halves = [{**half, "bytes": list(smile[:2])}, {**half, "bytes": list(smile[2:])}]
     chunks = [
-        {"delta": {"content": "Hi"}, "logprobs": {"content": [entry(" Hi")]}},  # its space is cut
+        {
+            "delta": {"content": "Hi"},
+            "logprobs": {"content": [entry(" Hi")]},
+        },  # the leading space is stripped
         {"delta": {}, "logprobs": {"content": halves[:1]}},
         {"delta": {"content": "🙂 no"}, "logprobs": {"content": [halves[1]]}},
         {"delta": {"content": "w"}, "logprobs": {"content": [entry(" now", 0.125)]}},
@@ -312,7 +316,7 @@ def number(page: Page, name: str) -> int:
     return int(page.locator(f"#num-{name}").inner_text())
 
 
-def test_the_block_map_and_the_time_line_change_while_a_request_runs(slow_server, visit):
+def test_block_map_and_timeline_change_during_a_request(slow_server, visit):
     visit = visit(slow_server)
     page = visit.page
     blocks = page.get_by_role("img", name=re.compile("Map of 256 KV blocks"))
@@ -338,14 +342,14 @@ def test_the_block_map_and_the_time_line_change_while_a_request_runs(slow_server
     slow_server.until(lambda stats: not stats["num_running"])
     expect(page.locator("#no-sequences")).to_be_visible()
     expect(page.locator("#num-owned")).to_have_text("0")
-    assert number(page, "cached") >= 7  # the prompt stays findable
+    assert number(page, "cached") >= 7  # the prompt stays in the prefix cache
     visit.ask(STORY * 4)
     page.locator(".turn.assistant").nth(1).locator(".token").nth(1).wait_for()
     expect(page.locator("#hits")).not_to_have_text("0 %")
     page.keyboard.press("Escape")
 
 
-def test_shared_blocks_and_other_requests_are_told_apart(slow_server, visit):
+def test_shared_blocks_and_other_requests_are_distinguished(slow_server, visit):
     body = {"prompt": "a dog " * 20, "n": 3, "max_tokens": 300, "ignore_eos": True, "stream": True}
     visit = visit(slow_server)
     visit.page.evaluate(
@@ -363,7 +367,7 @@ def test_shared_blocks_and_other_requests_are_told_apart(slow_server, visit):
 def test_accepted_drafts_are_shown_by_position(slow_server, visit):
     visit = visit(slow_server)
     set_options(visit.page, temperature="0", max_tokens="24", seed="1")
-    for _ in range(8):  # the second has the first to draft from, if drafts paid off before
+    for _ in range(8):  # the second can draft from the first, if drafts paid off before
         visit.ask(STORY)
         visit.answered()
         visit.page.get_by_role("button", name="New chat").click()
@@ -374,26 +378,26 @@ def test_accepted_drafts_are_shown_by_position(slow_server, visit):
     expect(visit.page.locator("#positions li").first).to_have_text(re.compile(r"\d+ %"))
 
 
-def test_speculation_that_is_off_is_said_to_be(server, visit):
+def test_disabled_speculation_is_shown(server, visit):
     visit = visit(server)
     expect(visit.page.locator("#acceptance")).to_have_text("speculation is off")
     expect(visit.page.locator(".of-drafts").first).to_be_hidden()
 
 
-def test_nobody_asks_for_what_nobody_can_see(server, visit):
+def test_engine_state_is_not_polled_while_hidden_or_paused(server, visit):
     visit = visit(server)
     page = visit.page
     looks = lambda: sum("/engine_state" in url for url in visit.requested)  # noqa: E731
     expect(page.locator("#num-free")).not_to_have_text("–")
     page.get_by_role("button", name="Pause").click()
-    page.wait_for_timeout(300)  # one may be on its way
+    page.wait_for_timeout(300)  # a request may be in flight
     paused = looks()
     page.wait_for_timeout(1200)
     assert looks() == paused
     page.get_by_role("button", name="Pause").click()
     with page.expect_request("**/engine_state*"):
         pass
-    page.set_viewport_size({"width": 360, "height": 700})  # there the chat hides it
+    page.set_viewport_size({"width": 360, "height": 700})  # at this size the chat hides it
     page.wait_for_timeout(300)
     hidden = looks()
     page.wait_for_timeout(1200)
@@ -405,7 +409,7 @@ def test_nobody_asks_for_what_nobody_can_see(server, visit):
 # ---- API keys ----------------------------------------------------------------------------------
 
 
-def test_a_server_with_keys_is_used_with_the_key_that_is_entered(closed_server, visit):
+def test_entered_api_key_is_used(closed_server, visit):
     visit = visit(closed_server)
     visit.refusals = 6
     page = visit.page
@@ -436,7 +440,7 @@ def test_a_server_with_keys_is_used_with_the_key_that_is_entered(closed_server, 
     assert KEY not in page.evaluate("JSON.stringify(sessionStorage)")
 
 
-def test_another_tab_does_not_have_the_key(closed_server, visit):
+def test_api_key_is_not_shared_with_another_tab(closed_server, visit):
     one, other = visit(closed_server), visit(closed_server)
     one.refusals = other.refusals = 4
     one.page.get_by_label("Key", exact=True).fill(KEY)
@@ -446,10 +450,10 @@ def test_another_tab_does_not_have_the_key(closed_server, visit):
     expect(other.page.get_by_role("dialog")).to_be_visible()
 
 
-# ---- people ------------------------------------------------------------------------------------
+# ---- accessibility -----------------------------------------------------------------------------
 
 
-def test_everything_can_be_done_with_the_keyboard(server, visit):
+def test_everything_works_with_the_keyboard(server, visit):
     visit = visit(server)
     page = visit.page
     keyboard = page.keyboard
@@ -498,7 +502,7 @@ def test_everything_can_be_done_with_the_keyboard(server, visit):
     expect(page.get_by_role("dialog")).to_be_hidden()
 
 
-def test_every_control_has_a_name(server, visit):
+def test_every_control_has_an_accessible_name(server, visit):
     page, seen = visit(server).page, 0
     for role in ("button", "textbox", "spinbutton", "checkbox", "combobox", "img", "region", "log"):
         for each in page.get_by_role(role).all():
@@ -535,7 +539,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast_in_light_and_in_dark(server, visit, scheme):
+def test_text_has_contrast_in_light_and_dark(server, visit, scheme):
     visit = visit(server, color_scheme=scheme)
     visit.refusals = 1
     set_options(visit.page, temperature="0", max_tokens="60")
@@ -587,7 +591,7 @@ def test_nothing_is_cut_off_at_any_width(server, visit, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_who_wants_no_motion_gets_none(slow_server, visit):
+def test_reduced_motion_disables_animation(slow_server, visit):
     visit = visit(slow_server, reduced_motion="reduce")
     set_options(visit.page, max_tokens="40")
     visit.ask(STORY)
@@ -597,7 +601,7 @@ def test_who_wants_no_motion_gets_none(slow_server, visit):
     visit.answered()
 
 
-def test_the_page_waits_for_a_server_that_starts(server, visit):
+def test_page_waits_for_a_starting_server(server, visit):
     visit = visit(server)
     visit.refusals = 3
     page = visit.page
@@ -618,7 +622,7 @@ def test_the_page_waits_for_a_server_that_starts(server, visit):
     assert len(tries) == 2
 
 
-def test_a_connection_that_breaks_is_told(server, visit):
+def test_lost_connection_is_reported(server, visit):
     visit = visit(server)
     visit.refusals = 1
     visit.page.route("**/v1/chat/completions", lambda route: route.abort())
@@ -627,7 +631,7 @@ def test_a_connection_that_breaks_is_told(server, visit):
     expect(visit.page.get_by_label("Message", exact=True)).to_have_value(STORY)
 
 
-def test_an_answer_that_breaks_off_is_told_and_what_came_stays(server, visit):
+def test_interrupted_answer_is_reported_and_kept(server, visit):
     visit = visit(server)
     answer_with(visit.page, events({"content": "Once upon"}).removesuffix("data: [DONE]\n\n"))
     visit.ask(STORY)
@@ -635,7 +639,7 @@ def test_an_answer_that_breaks_off_is_told_and_what_came_stays(server, visit):
     expect(visit.page.locator(".turn.assistant .text")).to_have_text("Once upon")
 
 
-def test_a_new_chat_knows_nothing_of_an_answer_that_it_stopped(slow_server, visit):
+def test_new_chat_does_not_resend_a_stopped_answer(slow_server, visit):
     visit = visit(slow_server)
     asked = bodies(visit.page)
     set_options(visit.page, max_tokens="3000")
@@ -649,7 +653,7 @@ def test_a_new_chat_knows_nothing_of_an_answer_that_it_stopped(slow_server, visi
     assert [each["content"] for each in asked[1]["messages"]] == ["the new one"]
 
 
-def test_an_engine_that_was_started_again_is_followed(slow_server, visit):
+def test_restarted_engine_is_followed(slow_server, visit):
     visit = visit(slow_server)
     page = visit.page
     state = slow_server.get("/engine_state")
@@ -662,7 +666,7 @@ def test_an_engine_that_was_started_again_is_followed(slow_server, visit):
     expect(page.locator("#steps")).to_have_attribute("aria-label", re.compile("Step 3:"))
 
 
-def test_the_record_of_requests_sees_one_that_leaves(server, visit):
+def test_request_recorder_detects_external_requests(server, visit):
     opened = visit(server)
     opened.requested.append("http://example.org/x")
     with pytest.raises(AssertionError, match=r"example\.org"):

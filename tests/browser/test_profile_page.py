@@ -1,4 +1,4 @@
-"""The page of a difference of two profiles, as wide as a desktop and as narrow as a phone."""
+"""The page that compares two profiles, at desktop and phone widths."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def content() -> str:
 
 
 @pytest.mark.parametrize("width", [320, 390, 960, 961, 1400])
-def test_all_of_it_is_as_wide_as_the_screen(browser, content, width):
+def test_profile_page_is_as_wide_as_the_screen(browser, content, width):
     page = browser.new_page(viewport={"width": width, "height": 700})
     page.set_content(content)
     page.get_by_text("1 hardly changed", exact=True).click()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     heights = page.locator("td:first-child").evaluate_all("all => all.map(e => e.clientHeight)")
-    assert len(heights) == 3 and max(heights) < 80  # a name is no column of single letters
+    assert len(heights) == 3 and max(heights) < 80  # names do not wrap into single letters
     edges = page.locator("td").evaluate_all("all => all.map(e => e.getBoundingClientRect().right)")
     assert max(edges) <= width
     page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_as_dark_as_the_reader_wants_it(browser, content, scheme):
+def test_profile_page_follows_the_color_scheme(browser, content, scheme):
     page = browser.new_page(color_scheme=scheme)
     page.set_content(content)
     ink, paper = page.locator("body").evaluate(

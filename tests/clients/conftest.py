@@ -1,7 +1,7 @@
-"""A server process with the bundled model, and where its clients find it.
+"""Fixtures: a server process with the bundled model, for clients.
 
-These tests have an environment of their own, which `make test-clients` makes. Where the clients are
-not installed, nothing here is collected.
+`make test-clients` creates the environment of these tests. If the clients are not installed,
+nothing here is collected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """A process that serves. `url` has no /v1."""
+    """A running server process. `url` has no /v1."""
 
     url: str
     model: str
@@ -66,7 +66,7 @@ class Server:
             return json.load(response)
 
     def lines(self, path: str, body: dict[str, Any]) -> list[str]:
-        """The lines of a stream that are not empty."""
+        """Return the non-empty lines of a stream."""
         with self._posted(path, body) as response:
             return [line for raw in response if (line := raw.strip().decode())]
 
@@ -83,7 +83,6 @@ class Server:
 
 @contextmanager
 def serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
-    """A server with these flags, on a free port."""
     python = request.config.getoption("--server-python")
     with server_process.serving(python, *flags) as (url, model, process):
         yield Server(url=url, model=model, process=process)
@@ -91,19 +90,19 @@ def serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """The bundled model, with a chat template that has a place for tools."""
+    """Start the bundled model with a chat template that supports tools."""
     with serving(request, "--chat-template", str(HERE / "tools.jinja")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def closed_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Asks for `KEY`; its model does not matter."""
+    """Start a server that requires `KEY`; its model does not matter."""
     with serving(request, "--fake", "--api-key", KEY) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def python() -> str:
-    """The interpreter that has the clients."""
+    """Return the interpreter that has the clients."""
     return sys.executable

@@ -1,10 +1,9 @@
-"""What schemathesis is told of this server: two checks of ours in the place of two of its own, and
-one of events.
+"""Hooks for schemathesis: two checks that replace its own, and one of events.
 
-Its `negative_data_rejection` and `positive_data_acceptance` ask whether a body that the document
-forbids is refused, and one that it allows is served. Ours ask the same of every body that it sends,
-with two exceptions that the document itself states: numbers and booleans may be written as texts,
-and what holds for several fields together is said in words (`EXCUSES`).
+The replaced `negative_data_rejection` and `positive_data_acceptance` check that a body is refused
+if the document forbids it, and served if it allows it. Ours check the same for every body, with two
+exceptions that the document states. Numbers and booleans may be written as strings, and constraints
+across fields are only described in text (`EXCUSES`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import jsonschema
 import schemathesis
 from jsonschema import Draft202012Validator
 
-# Why a body that the schema allows may be refused: each is a `description` in the document.
+# Reasons to refuse a body that the schema allows; each is a `description` in the document.
 EXCUSES = re.compile(
     "|".join(
         (
@@ -36,16 +35,16 @@ EXCUSES = re.compile(
             r"must match a function_call|the model wrote no summary",
             r"start the server with --lora-folder",
             r"leave none of the allowed tokens|leave no token|has no tokens",
-            # The size of things, in bytes and tokens
+            # Sizes in bytes and tokens.
             r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",
             r"together they must be at most|has \d+ texts; at most",
             r"nested deeper than",
             r"the prompt is empty|token id .* outside the model's vocabulary",
-            # Grammars and schemas that are none, or that cannot be enforced
+            # Invalid grammars and schemas, and those that cannot be enforced.
             r"(text\.format|structured_outputs|guided_\w+|response_format|json_schema|regex|ebnf|grammar|tools)"
             r"[\w.\[\]]*:",
             r"chat template",
-            # JSON that the schema does not know
+            # JSON features that the schema does not cover.
             r"occurs twice|digits|out of range|arrays and objects",
         )
     )
@@ -97,7 +96,7 @@ _EVENTS: dict[str, dict[str, Any]] = {}  # of events
 
 
 def _inlined(schema: Any, components: dict[str, Any]) -> Any:
-    """The same without references, which a validator would look up again each time."""
+    """Inline the references of a schema, so that a validator does not resolve them again."""
     if isinstance(schema, list):
         return [_inlined(item, components) for item in schema]
     if not isinstance(schema, dict):
@@ -122,7 +121,7 @@ def after_load_schema(context: Any, schema: Any) -> None:
 
 
 def _body(response: Any) -> Any:
-    """What was sent, if it is JSON; else `Ellipsis`, which no schema allows."""
+    """Return the JSON body that was sent, or `Ellipsis`, which no schema allows."""
     sent = response.request.body or b""
     try:
         return json.loads(sent, parse_constant=lambda constant: 1 / 0)
@@ -132,7 +131,7 @@ def _body(response: Any) -> Any:
 
 @schemathesis.check
 def the_schema_says_what_is_served(ctx: Any, response: Any, case: Any) -> None:
-    """A body that the document forbids is refused; one that it allows is served."""
+    """Check that forbidden bodies are refused and allowed ones served."""
     schema = _SCHEMAS.get(case.operation.path)
     if case.method.upper() != "POST" or schema is None:
         return
@@ -151,7 +150,7 @@ def the_schema_says_what_is_served(ctx: Any, response: Any, case: Any) -> None:
 
 @schemathesis.check
 def the_schema_says_what_is_streamed(ctx: Any, response: Any, case: Any) -> None:
-    """The data of each event is what the document says of events."""
+    """Check that the data of each event matches the document."""
     schema, kind = _EVENTS.get(case.operation.path), response.headers.get("content-type", [""])
     if schema is None or response.status_code != 200 or "text/event-stream" not in kind[0]:
         return

@@ -15,7 +15,7 @@ from conftest import KEY
 from tests.server_process import ROOT
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
-GREEDY = {"temperature": 0}  # no argument of the client's any more
+GREEDY = {"temperature": 0}  # no longer an argument of the client
 WEATHER = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -33,7 +33,7 @@ def client(server):
         yield client
 
 
-def test_a_message_is_the_same_streamed_and_whole(client, server):
+def test_streamed_message_equals_the_whole_one(client, server):
     asked = dict(model=server.model, messages=MESSAGES, max_tokens=24, extra_body=GREEDY)
     whole = client.messages.create(**asked, system="You are a poet.")
     assert (whole.type, whole.role, whole.model) == ("message", "assistant", server.model)
@@ -49,7 +49,7 @@ def test_a_message_is_the_same_streamed_and_whole(client, server):
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
 
 
-def test_a_stop_sequence(client, server):
+def test_stop_sequence_ends_the_message(client, server):
     asked = dict(model=server.model, messages=MESSAGES, max_tokens=64, extra_body=GREEDY)
     text = client.messages.create(**asked).content[0].text
     word = text.split()[2]
@@ -58,14 +58,14 @@ def test_a_stop_sequence(client, server):
     assert stopped.content[0].text == text.partition(word)[0]
 
 
-def test_tokens_are_counted(client, server):
+def test_count_tokens_matches_usage(client, server):
     counted = client.messages.count_tokens(model=server.model, messages=MESSAGES)
     answer = client.messages.create(model=server.model, messages=MESSAGES, max_tokens=1)
     usage = answer.usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens > 0
 
 
-def test_a_tool_that_must_be_called_is_called(client, server):
+def test_required_tool_is_called(client, server):
     asked = dict(
         model=server.model, messages=MESSAGES, tools=[WEATHER], max_tokens=120, extra_body=GREEDY,
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
@@ -92,8 +92,7 @@ def test_a_tool_that_must_be_called_is_called(client, server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_tool_runner_sends_the_whole_conversation(server, stream):
-    """It asks for a thread first, which the server refuses."""
+def test_tool_runner_sends_the_whole_conversation(server, stream):
     sent, statuses, cities = [], [], []
     hooks = {
         "request": [lambda request: sent.append(json.loads(request.read()))],
@@ -140,7 +139,7 @@ def test_the_tool_runner_sends_the_whole_conversation(server, stream):
     assert answered["content"][0]["tool_use_id"] == called["content"][0]["id"]
 
 
-def test_a_system_message_may_be_among_the_others(client, server):
+def test_system_message_is_accepted_among_the_others(client, server):
     note: message_param.MessageParam = {"role": "system", "content": "Speak of cats."}
 
     def count(messages, **more):
@@ -152,8 +151,8 @@ def test_a_system_message_may_be_among_the_others(client, server):
     assert both == count(MESSAGES, system="You are a poet.\n\nSpeak of cats.")
 
 
-def test_every_parameter_is_read_or_documented(server):
-    """As a field of the body: `betas` and two ids are headers."""
+def test_every_client_parameter_is_supported_or_documented(server):
+    """Body fields only: `betas` and two ids are headers."""
     section = (ROOT / "docs/http.md").read_text().split("\n## Messages\n")[1].split("\n## ")[0]
     documented = set(re.findall(r"`(\w+)[`.]", section))
     schema = server.document["components"]["schemas"]["MessagesRequest"]
@@ -165,7 +164,7 @@ def test_every_parameter_is_read_or_documented(server):
     assert names - headers <= documented | set(schema["properties"])
 
 
-def test_the_stream_of_a_call_has_its_arguments_in_pieces(client, server):
+def test_streamed_tool_call_has_its_arguments_in_pieces(client, server):
     asked = dict(
         model=server.model, messages=MESSAGES, tools=[WEATHER], max_tokens=120, extra_body=GREEDY,
         tool_choice={"type": "tool", "name": "get_weather"},
@@ -182,7 +181,7 @@ def test_the_stream_of_a_call_has_its_arguments_in_pieces(client, server):
     assert len(pieces) > 1 and isinstance(json.loads("".join(pieces))["city"], str)
 
 
-def test_an_answer_has_the_form_that_is_demanded(client, server):
+def test_answer_follows_the_output_format(client, server):
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -198,7 +197,7 @@ def test_an_answer_has_the_form_that_is_demanded(client, server):
     assert set(json.loads(answer.content[0].text)) == {"name", "age"}
 
 
-def test_systems_and_turns_in_blocks_count_as_their_texts(client, server):
+def test_block_content_counts_as_its_text(client, server):
     def count(system, content, **more):
         turn = {"role": "user", "content": content}
         counted = client.messages.count_tokens(
@@ -211,7 +210,7 @@ def test_systems_and_turns_in_blocks_count_as_their_texts(client, server):
     assert count(text, text, tools=[WEATHER]) > count(text, text)
 
 
-def test_the_assistants_turn_is_gone_on_with(client, server):
+def test_assistant_prefill_is_continued(client, server):
     begun = [*MESSAGES, {"role": "assistant", "content": "Once upon"}]
     asked = dict(model=server.model, max_tokens=8, extra_body=GREEDY)
     answer = client.messages.create(**asked, messages=begun)
@@ -219,7 +218,7 @@ def test_the_assistants_turn_is_gone_on_with(client, server):
     assert answer.content[0].text != fresh.content[0].text
 
 
-async def test_the_asynchronous_client(server):
+async def test_async_client_works(server):
     async with AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         asked = dict(model=server.model, messages=MESSAGES, max_tokens=8)
         async with client.messages.stream(**asked) as stream:
@@ -228,7 +227,7 @@ async def test_the_asynchronous_client(server):
     assert "".join(pieces) == final.content[0].text and final.usage.output_tokens <= 8
 
 
-def test_errors_are_the_clients_own(client, server, closed_server):
+def test_errors_map_to_the_clients_exceptions(client, server, closed_server):
     with pytest.raises(anthropic.NotFoundError) as refused:
         client.messages.create(model="another", messages=MESSAGES, max_tokens=1)
     assert refused.value.body["error"]["type"] == "not_found_error"

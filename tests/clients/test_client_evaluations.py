@@ -1,8 +1,8 @@
-"""What evaluation harnesses and load generators send and read.
+"""Evaluation harnesses and load generators: their requests, and their reading of the answers.
 
-lm-evaluation-harness runs as itself. guidellm needs torch to be installed: what it sends to
-`/v1/completions` and `/v1/chat/completions`, and what it reads of the events, is done here as in
-its `src/guidellm/backends/openai/request_handlers.py` (version 0.8).
+lm-evaluation-harness runs unmodified. Because guidellm needs torch, these tests imitate
+`src/guidellm/backends/openai/request_handlers.py` of its version 0.8: the requests to
+`/v1/completions` and `/v1/chat/completions`, and the reading of the events.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_lm_eval_generates_in_chats(server):
 
 
 def shown_commands() -> dict[str, list[str]]:
-    """The commands of docs/evaluation.md, by the model class of the harness."""
+    """Return the commands of docs/evaluation.md, by the model class of the harness."""
     text = (ROOT / "docs/evaluation.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     commands = [shlex.split(block.replace("\\\n", "")) for block in blocks]
@@ -99,7 +99,7 @@ def shown_commands() -> dict[str, list[str]]:
         ("local-chat-completions", "forge_questions", 0.5),
     ],
 )
-def test_lm_eval_runs_as_the_documents_show_it(server, tmp_path, model, task, least):
+def test_lm_eval_runs_as_documented(server, tmp_path, model, task, least):
     pytest.importorskip("lm_eval")
     program, *arguments = shown_commands()[model]
     assert program == "lm_eval" and len(shown_commands()) == 2
@@ -125,7 +125,7 @@ def guidellm_lines(url: str, body: dict[str, Any]) -> list[str]:
 
 
 def guidellm_read(lines: list[str]) -> tuple[str, dict[str, Any], str]:
-    """The text, the last usage and the id of a stream."""
+    """Return the text, the last usage and the id of a stream."""
     texts, usage, ids, done = [], {}, [], False
     for line in lines:
         assert not done or not line, "nothing comes after the end"

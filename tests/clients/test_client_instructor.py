@@ -14,7 +14,7 @@ class Person(BaseModel):
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
-def test_a_model_is_extracted(server, mode):
+def test_instructor_extracts_a_model(server, mode):
     with OpenAI(base_url=server.v1, api_key="none", max_retries=0) as openai:
         client = instructor.from_openai(openai, mode=mode)
         person, raw = client.chat.completions.create_with_completion(

@@ -30,7 +30,7 @@ def chat(server):
     )  # fmt: skip
 
 
-def test_a_chat_is_the_same_streamed_and_whole(chat):
+def test_streamed_chat_equals_the_whole_one(chat):
     chat = chat.model_copy(update={"max_tokens": 16})
     whole = chat.invoke("Tell me a story about a dog.")
     assert isinstance(whole, AIMessage) and whole.response_metadata["finish_reason"] == "length"
@@ -39,7 +39,7 @@ def test_a_chat_is_the_same_streamed_and_whole(chat):
     assert "".join(chunk.content for chunk in chunks) == whole.content != ""
 
 
-def test_a_tool_that_must_be_called_is_called(chat):
+def test_required_tool_is_called(chat):
     bound = chat.bind_tools([get_weather], tool_choice="get_weather")
     talk = [HumanMessage("What is the weather?")]
     answer = bound.invoke(talk)
@@ -56,12 +56,12 @@ def test_a_tool_that_must_be_called_is_called(chat):
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output(chat, method):
+def test_langchain_returns_structured_output(chat, method):
     person = chat.with_structured_output(Person, method=method).invoke("Who is John, who is 30?")
     assert isinstance(person, Person)
 
 
-def test_responses(server):
+def test_responses_are_served(server):
     chat = ChatOpenAI(
         base_url=server.v1, api_key="none", model=server.model, temperature=0, max_tokens=160,
         max_retries=0, use_responses_api=True,
@@ -74,7 +74,7 @@ def test_responses(server):
     assert call["name"] == "get_weather" and isinstance(call["args"]["city"], str)
 
 
-def test_embeddings(server):
+def test_embeddings_are_served(server):
     embeddings = OpenAIEmbeddings(
         base_url=server.v1, api_key="none", model=server.model, check_embedding_ctx_length=False
     )

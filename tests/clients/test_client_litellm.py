@@ -11,12 +11,12 @@ from test_client_openai import MESSAGES, WEATHER
 
 @pytest.fixture(scope="module")
 def at(server):
-    """What every call is told."""
+    """Return the arguments of every call."""
     return {"api_base": server.v1, "api_key": "none", "num_retries": 0, "max_retries": 0}
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_a_chat_is_the_same_streamed_and_whole(server, at, provider):
+def test_streamed_chat_equals_the_whole_one(server, at, provider):
     asked = dict(
         model=f"{provider}/{server.model}", messages=MESSAGES, temperature=0, max_tokens=16, **at
     )
@@ -31,14 +31,14 @@ def test_a_chat_is_the_same_streamed_and_whole(server, at, provider):
     assert rebuilt.choices[0].message.content == text
 
 
-async def test_the_asynchronous_call(server, at):
+async def test_async_call_works(server, at):
     answer = await litellm.acompletion(
         model=f"openai/{server.model}", messages=MESSAGES, max_tokens=4, **at
     )
     assert answer.choices[0].message.role == "assistant"
 
 
-def test_a_text_completion(server, at):
+def test_text_completion_is_served(server, at):
     asked = dict(
         model=f"text-completion-openai/{server.model}", prompt="Once upon a time", temperature=0,
         max_tokens=8, **at,
@@ -50,7 +50,7 @@ def test_a_text_completion(server, at):
     assert streamed == whole.choices[0].text != ""
 
 
-def test_a_tool_that_must_be_called_is_called(server, at):
+def test_required_tool_is_called(server, at):
     answer = litellm.completion(
         model=f"openai/{server.model}", messages=MESSAGES, tools=[WEATHER], tool_choice="required",
         temperature=0, max_tokens=120, **at,
@@ -60,7 +60,7 @@ def test_a_tool_that_must_be_called_is_called(server, at):
     assert set(json.loads(call.function.arguments)) == {"city"}
 
 
-def test_errors_are_the_clients_own(server, at):
+def test_errors_map_to_the_clients_exceptions(server, at):
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(
             model=f"openai/{server.model}", messages=MESSAGES, temperature=1000, **at
@@ -69,13 +69,13 @@ def test_errors_are_the_clients_own(server, at):
         litellm.completion(model="openai/another", messages=MESSAGES, **at)
 
 
-def test_embeddings(server, at):
+def test_embeddings_are_served(server, at):
     answer = litellm.embedding(model=f"openai/{server.model}", input=["a dog", "a cat"], **at)
     dog, cat = (item["embedding"] for item in answer.data)
     assert len(dog) == len(cat) > 1 and dog != cat
 
 
-def test_responses(server, at):
+def test_responses_are_served(server, at):
     asked = dict(model=f"openai/{server.model}", input="Hi", temperature=0, max_output_tokens=12)
     whole = litellm.responses(**asked, **at)
     assert whole.status in ("completed", "incomplete") and whole.usage.output_tokens > 0

@@ -1,4 +1,4 @@
-"""Clients in TypeScript: Anthropic's, OpenAI's and the Vercel AI SDK, in the files of `node/`."""
+"""TypeScript clients: Anthropic's, OpenAI's and the Vercel AI SDK, in the files of `node/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "node"
 
 
 @pytest.mark.parametrize("client", ["anthropic", "openai", "ai_sdk"])
-def test_the_tests_of_a_client_in_typescript_pass(server, client):
+def test_typescript_client_tests_pass(server, client):
     ran = subprocess.run(
         ["node", "--test", "--test-reporter=tap", f"{client}.test.mjs"],
         cwd=FOLDER,
@@ -24,6 +24,6 @@ def test_the_tests_of_a_client_in_typescript_pass(server, client):
     assert "# fail 0" in ran.stdout and "# pass 0" not in ran.stdout
 
 
-def test_every_file_of_tests_is_run():
+def test_every_typescript_test_file_runs():
     files = {path.name.removesuffix(".test.mjs") for path in FOLDER.glob("*.test.mjs")}
     assert files == {"anthropic", "openai", "ai_sdk"}

@@ -1,4 +1,4 @@
-"""OpenAI's own client: what it parses, streams, accumulates and raises."""
+"""OpenAI's own client: parsing, streaming, accumulating and errors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def client(server):
         yield client
 
 
-def test_models(client, server):
+def test_models_are_listed(client, server):
     assert [model.id for model in client.models.list()] == [server.model]
     assert client.models.retrieve(server.model).id == server.model
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
 
 
-def test_a_chat_is_the_same_streamed_and_whole(client, server):
+def test_streamed_chat_equals_the_whole_one(client, server):
     asked = dict(model=server.model, messages=MESSAGES, temperature=0, max_completion_tokens=24)
     whole = client.chat.completions.create(**asked)
     assert whole.object == "chat.completion" and whole.model == server.model
@@ -63,7 +63,7 @@ def test_a_chat_is_the_same_streamed_and_whole(client, server):
     assert chunks[-1].usage.completion_tokens == 24 and not chunks[-1].choices
 
 
-def test_the_helper_for_streams(client, server):
+def test_stream_helper_works(client, server):
     asked = dict(model=server.model, messages=MESSAGES, temperature=0, max_tokens=200, stop=".")
     with client.chat.completions.stream(**asked) as stream:
         kinds = {event.type for event in stream}
@@ -81,7 +81,7 @@ def test_samples_are_choices(client, server):
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
-def test_logprobs_of_a_chat(client, server):
+def test_chat_logprobs_are_returned(client, server):
     answer = client.chat.completions.create(
         model=server.model, messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True,
         top_logprobs=3,
@@ -96,7 +96,7 @@ def test_logprobs_of_a_chat(client, server):
         assert token.logprob == max(t.logprob for t in token.top_logprobs) <= 0
 
 
-def test_a_tool_that_must_be_called_is_called(client, server):
+def test_required_tool_is_called(client, server):
     asked = dict(
         model=server.model, messages=MESSAGES, tools=[WEATHER], tool_choice="required",
         parallel_tool_calls=False, temperature=0, max_tokens=120,
@@ -124,7 +124,7 @@ def test_a_tool_that_must_be_called_is_called(client, server):
     assert after.choices[0].finish_reason in ("length", "stop")
 
 
-def test_an_answer_is_parsed_into_a_model(client, server):
+def test_answer_is_parsed_into_a_model(client, server):
     answer = client.chat.completions.parse(
         model=server.model, messages=MESSAGES, response_format=Person, temperature=0, max_tokens=200
     )
@@ -132,14 +132,14 @@ def test_an_answer_is_parsed_into_a_model(client, server):
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
-def test_an_answer_that_was_cut_is_not_parsed(client, server):
+def test_truncated_answer_is_not_parsed(client, server):
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(
             model=server.model, messages=MESSAGES, response_format=Person, max_tokens=2
         )
 
 
-def test_completions(client, server):
+def test_completions_are_served(client, server):
     asked = dict(model=server.model, prompt="Once upon a time", temperature=0, max_tokens=12)
     whole = client.completions.create(**asked)
     assert whole.object == "text_completion" and whole.choices[0].finish_reason == "length"
@@ -152,7 +152,7 @@ def test_completions(client, server):
     assert several.usage.completion_tokens == 24
 
 
-def test_a_prompt_is_scored(client, server):
+def test_prompt_is_scored(client, server):
     answer = client.completions.create(
         model=server.model, prompt="Once upon a time", max_tokens=1, echo=True, logprobs=1
     )
@@ -163,7 +163,7 @@ def test_a_prompt_is_scored(client, server):
     assert answer.choices[0].text.startswith("Once upon a time")
 
 
-def test_errors_are_the_clients_own(client, server, closed_server):
+def test_errors_map_to_the_clients_exceptions(client, server, closed_server):
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=server.model, messages=MESSAGES, temperature=1000)
     assert refused.value.param == "temperature" and refused.value.status_code == 400
@@ -187,7 +187,7 @@ def test_errors_are_the_clients_own(client, server, closed_server):
         assert refused.value.code == "invalid_api_key"
 
 
-async def test_the_asynchronous_client(server):
+async def test_async_client_works(server):
     async with AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(
             model=server.model, messages=MESSAGES, max_tokens=5, stream=True
@@ -196,7 +196,7 @@ async def test_the_asynchronous_client(server):
         assert reasons[-1] in ("length", "stop")
 
 
-def test_embeddings(client, server):
+def test_embeddings_are_served(client, server):
     answer = client.embeddings.create(model=server.model, input=["a dog", "a cat"])  # as base64
     assert answer.object == "list" and [item.index for item in answer.data] == [0, 1]
     dog, cat = (item.embedding for item in answer.data)
@@ -212,14 +212,14 @@ def test_embeddings(client, server):
     assert refused.value.param == "dimensions"
 
 
-# The client's helper for streams wants them to end by themselves.
+# The client's stream helper requires streams that end by themselves.
 RESPONSE = dict(
     input="Tell me a story.", temperature=0, max_output_tokens=200, extra_body={"stop": "."}
 )
 FLAT_WEATHER = {"type": "function", **WEATHER["function"]}
 
 
-def test_a_response_is_the_same_streamed_whole_and_kept(client, server):
+def test_streamed_stored_and_whole_responses_are_equal(client, server):
     whole = client.responses.create(model=server.model, **RESPONSE)
     assert whole.object == "response" and whole.status == "completed"
     assert whole.output_text and 0 < whole.usage.output_tokens < 200
@@ -245,14 +245,14 @@ def test_a_response_is_the_same_streamed_whole_and_kept(client, server):
     assert refused.value.code == "response_not_found"
 
 
-def test_a_response_is_parsed_into_a_model(client, server):
+def test_response_is_parsed_into_a_model(client, server):
     parsed = client.responses.parse(
         model=server.model, input="Who?", text_format=Person, temperature=0, max_output_tokens=200
     )
     assert isinstance(parsed.output_parsed, Person)
 
 
-def test_a_conversation_of_responses_with_a_tool(client, server):
+def test_response_conversation_calls_a_tool(client, server):
     asked = dict(
         model=server.model, tools=[FLAT_WEATHER], temperature=0, max_output_tokens=120,
         parallel_tool_calls=False,
@@ -270,7 +270,7 @@ def test_a_conversation_of_responses_with_a_tool(client, server):
     assert kinds == ["message", "function_call", "function_call_output"]
 
 
-def test_a_response_in_the_background_can_be_cancelled(client, server):
+def test_background_response_can_be_cancelled(client, server):
     asked = dict(model=server.model, input="Hi", background=True, extra_body={"ignore_eos": True})
     made = client.responses.create(**asked, max_output_tokens=700)
     assert made.status == "queued"
@@ -279,7 +279,7 @@ def test_a_response_in_the_background_can_be_cancelled(client, server):
     assert client.responses.retrieve(made.id).status == gone.status
 
 
-async def test_the_asynchronous_client_streams_a_response(server):
+async def test_async_client_streams_a_response(server):
     async with AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
         stream = await client.responses.create(model=server.model, **RESPONSE, stream=True)
         kinds = [event.type async for event in stream]

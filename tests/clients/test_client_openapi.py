@@ -1,4 +1,4 @@
-"""The served document, and schemathesis on a real server: the two say the same."""
+"""The served OpenAPI document, and schemathesis on a real server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 HERE = Path(__file__).parent
-CASES = 15  # of each operation, beside those that cover its schema
+CASES = 15  # per operation, in addition to those that cover its schema
 
 
-def test_the_document_is_openapi_3_1(server):
+def test_openapi_document_is_valid_3_1(server):
     OpenAPIV31SpecValidator(server.document).validate()
 
 
 @pytest.mark.timeout(900)
-def test_schemathesis_finds_nothing(server, tmp_path):
+def test_schemathesis_finds_no_failures(server, tmp_path):
     command = [
         str(Path(sys.executable).parent / "schemathesis"),
         "--config-file", str(HERE / "schemathesis.toml"),

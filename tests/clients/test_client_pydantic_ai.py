@@ -24,14 +24,14 @@ def model(server):
 
 
 @pytest.mark.parametrize("form", [NativeOutput, ToolOutput])
-async def test_an_agent_answers_with_a_model(model, form):
+async def test_agent_answers_with_a_model(model, form):
     agent = Agent(model, output_type=form(Person), model_settings=SETTINGS, retries=0)
     result = await agent.run("John is 30 years old.")
     assert isinstance(result.output, Person)
     assert result.usage.output_tokens > 0
 
 
-async def test_an_agent_calls_a_tool(model):
+async def test_agent_calls_a_tool(model):
     agent = Agent(model, output_type=ToolOutput(Person), model_settings=SETTINGS, retries=3)
     called = []
 
@@ -41,7 +41,7 @@ async def test_an_agent_calls_a_tool(model):
         called.append(name)
         return "30"
 
-    # Either tool may be demanded next: what matters is that each call is one.
+    # Either tool may be required next; each call must be valid.
     async with agent.iter("How old is John?") as run:
         async for _ in run:
             if called:
@@ -49,7 +49,7 @@ async def test_an_agent_calls_a_tool(model):
     assert called or isinstance(run.result.output, Person)
 
 
-async def test_an_agent_streams_text(model):
+async def test_agent_streams_text(model):
     agent = Agent(model, model_settings={"temperature": 0.0, "max_tokens": 12})
     whole = (await agent.run("Tell me a story.")).output
     async with agent.run_stream("Tell me a story.") as stream:

@@ -1,4 +1,4 @@
-"""The recipe for Ray Data runs as it stands in docs/operations.md, with the bundled model."""
+"""The Ray Data recipe of docs/operations.md, verbatim, with the bundled model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [
 
 
 def environment(python: str) -> dict[str, str]:
-    """That of the Python with forge-jax, and behind its packages Ray's, which are here.
+    """Return the environment of forge-jax's Python, with this one's Ray behind its packages.
 
     Ray starts the processes of its actors with the same path.
     """
@@ -32,7 +32,7 @@ def environment(python: str) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_data_set_goes_through_an_engine_in_an_actor(request, tmp_path):
+def test_ray_data_set_runs_through_an_engine_actor(request, tmp_path):
     python = request.config.getoption("--server-python")
     source, out = tmp_path / "in.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

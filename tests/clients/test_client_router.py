@@ -1,4 +1,4 @@
-"""Two servers behind a router that knows what they have cached: `smg` with its policy cache_aware.
+"""Two servers behind the cache-aware router `smg`.
 
 The flags are those of docs/operations.md.
 """
@@ -34,7 +34,7 @@ TOPICS = [
 
 
 def flags_in_the_documents() -> list[str]:
-    """What docs/operations.md says to give `smg launch`, but for the workers and the ports."""
+    """Return the flags of `smg launch` in docs/operations.md, without workers and ports."""
     block = re.search(r"\n *(smg launch(?:[^\n]*\\\n)*[^\n]*)", OPERATIONS.read_text())
     assert block is not None
     words = shlex.split(block[1].replace("\\\n", " "))[2:]
@@ -72,7 +72,6 @@ def until(condition) -> None:
 
 
 def ready(router: Server, number: int) -> bool:
-    """Whether the router has so many workers that are well."""
     try:
         workers = router.get("/workers")["workers"]
     except (urllib.error.URLError, ConnectionError):
@@ -81,7 +80,6 @@ def ready(router: Server, number: int) -> bool:
 
 
 def requests_of(server: Server) -> float:
-    """How many samples a server has finished."""
     with urllib.request.urlopen(server.url + "/metrics") as response:
         text = response.read().decode()
     return sum(map(float, re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.M)))
@@ -100,7 +98,7 @@ def servers(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
         yield first, second
 
 
-def test_what_begins_alike_goes_to_the_same_server(servers):
+def test_router_sends_equal_prefixes_to_one_server(servers):
     went: dict[str, set[int]] = {topic: set() for topic in TOPICS}
     with routing(*servers) as router:
         for question in range(4):
@@ -116,20 +114,20 @@ def test_what_begins_alike_goes_to_the_same_server(servers):
     assert set.union(*went.values()) == {0, 1}, "both have something to do"
 
 
-def test_a_server_that_died_is_left_out_and_its_requests_go_to_the_other(servers):
+def test_router_moves_requests_away_from_a_dead_server(servers):
     with routing(*servers) as router:
         for topic in TOPICS:
             ask(router, topic, 0)
         assert all(requests_of(server) for server in servers)
         servers[0].process.send_signal(signal.SIGKILL)
-        for topic in TOPICS:  # at once, before the router has looked after it
+        for topic in TOPICS:  # at once, before the router checks it again
             assert len(ask(router, topic, 1)["choices"]) == 1
         until(lambda: ready(router, 1))
         for topic in TOPICS:
             assert len(ask(router, topic, 2)["choices"]) == 1
 
 
-def test_a_stream_passes_through(servers):
+def test_router_passes_streams_through(servers):
     with routing(*servers) as router:
         body = {"model": router.model, "prompt": "a", "max_tokens": 5, "stream": True}
         events = router.lines("/v1/completions", body)

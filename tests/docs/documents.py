@@ -1,11 +1,11 @@
-"""What the documents show: blocks of commands and code, with what the tests must know of them.
+"""Commands and code in the documents, with annotations for the tests.
 
-A comment of HTML right before a block, which no reader sees, says it:
+An HTML comment right before a block is invisible to readers and annotates it:
 
-    <!-- not run: REASON -->     it cannot be run here
-    <!-- from: FILE -->          it stands so in a file
-    <!-- before: COMMAND -->     what the reader has done before
-    <!-- server: COMMAND -->     the server that it talks to
+    <!-- not run: REASON -->     cannot run here
+    <!-- from: FILE -->          occurs verbatim in a file
+    <!-- before: COMMAND -->     command that the reader ran before
+    <!-- server: COMMAND -->     server that it uses
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"<!-- (not run|from|before|server): (.*?) -->")
 class Block:
     language: str
     text: str
-    line: int  # of the page, of its first line
+    line: int  # of its first line in the page
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -37,10 +37,10 @@ def pages() -> list[str]:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The fenced blocks of a page, in order.
+    """Yield the fenced blocks of a page, in order.
 
     Raises:
-      ValueError: a fence without its end, or a comment that no block follows.
+      ValueError: A fence has no end, or a comment is not followed by a block.
     """
     return blocks_of((ROOT / page).read_text())
 
@@ -67,7 +67,7 @@ def blocks_of(text: str) -> Iterator[Block]:
 
 
 def hidden_commands(text: str) -> list[str]:
-    """Commands in indented blocks, which look like those in fences, but nobody runs them."""
+    """Return commands in indented blocks, which look like fenced ones but are never run."""
     found, fenced, before = [], False, ""
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
@@ -80,7 +80,7 @@ def hidden_commands(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """A block's commands: lines, with those that they go on in, and the texts they are given."""
+    """Return a block's commands, with continuation lines and here-documents."""
     found: list[str] = []
     lines = iter(text.splitlines())
     for line in lines:

@@ -1,4 +1,4 @@
-"""What the documents show runs as it stands there, and their links lead somewhere."""
+"""The documents: their commands run as shown, and their links resolve."""
 
 import os
 import re
@@ -25,12 +25,12 @@ from documents import (
 
 pytestmark = [pytest.mark.long, pytest.mark.quick_compile]
 
-ADDRESS = "127.0.0.1:8000"  # of the documents
+ADDRESS = "127.0.0.1:8000"  # in the documents
 NAMES = {"SMALLER_MODEL": "forge-tiny", "MODEL": "forge-tiny"}
 
 
 class Reader:
-    """Does what a page says, in a folder of its own."""
+    """A reader who follows a page in a new folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -96,7 +96,7 @@ class Reader:
     def stop(self) -> None:
         if self.server is not None:
             self.server.send_signal(signal.SIGINT)
-            self.server.send_signal(signal.SIGTERM)  # at once: nothing is running
+            self.server.send_signal(signal.SIGTERM)  # at once, because nothing is running
             assert self.server.wait(60) == 0, (self.folder / "server.log").read_text()
         self.server, self.serves = None, ""
 
@@ -131,13 +131,13 @@ def _runs(block: Block) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in pages() if any(map(_runs, blocks(page)))])
-def test_what_a_page_shows_runs(page, reader):
+def test_commands_on_a_page_run(page, reader):
     for block in filter(_runs, blocks(page)):
         reader.read(block)
 
 
 @pytest.mark.parametrize("page", pages())
-def test_no_command_of_a_page_is_left_out(page):
+def test_every_command_on_a_page_is_covered(page):
     assert hidden_commands((ROOT / page).read_text()) == [], "put it into a block of bash"
     for block in blocks(page):
         assert block.language, f"line {block.line}: say the block's language, or text"
@@ -165,7 +165,7 @@ def helps():
 
 @pytest.mark.parametrize("page", pages())
 @pytest.mark.slow
-def test_flags_of_what_is_not_run_exist(page, helps):
+def test_flags_in_unexecuted_commands_exist(page, helps):
     for block in blocks(page):
         if block.language != "bash" or "not run" not in block.notes:
             continue
@@ -180,38 +180,38 @@ def test_flags_of_what_is_not_run_exist(page, helps):
                 assert flag in helps(program), f"{program} has no {flag}"
 
 
-def test_links_lead_somewhere():
+def test_links_resolve():
     for page in pages():
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
             if not target.startswith("http"):
                 assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-# What reads the pages would notice.
+# Planted errors.
 
 
-def test_a_command_that_fails_fails_the_page(reader):
+def test_failing_command_fails_the_page(reader):
     with pytest.raises(AssertionError, match="no-such-thing"):
         reader.read(Block("bash", "ls no-such-thing", 1))
 
 
-def test_a_refused_request_fails_the_page(reader):
+def test_refused_request_fails_the_page(reader):
     serve = {"server": "forge-jax serve --fake"}
     body = '{"prompt": "a", "max_tokens": "many"}'
     with pytest.raises(AssertionError, match="max_tokens"):
         reader.read(Block("bash", f"curl -s http://{ADDRESS}/v1/completions -d '{body}'", 1, serve))
 
 
-def test_commands_are_found_with_the_lines_they_go_on_in():
+def test_commands_include_their_continuation_lines():
     found = ["one \\\n  --two", "cat > f <<'END'\na\nEND", "curl -d '{\n}'", "three"]
     assert commands("\n\n".join(found)) == found
 
 
-def test_an_indented_command_is_found():
+def test_indented_command_is_found():
     assert hidden_commands("text\n\n    forge-jax serve\n") == ["forge-jax serve"]
     assert hidden_commands("text\n\n    some: example\n\n```bash\n\n    make it\n```\n") == []
 
 
-def test_a_comment_without_a_block_is_an_error():
+def test_comment_without_a_block_is_an_error():
     with pytest.raises(ValueError, match="no block follows"):
         list(blocks_of("<!-- not run: why -->\ntext\n"))

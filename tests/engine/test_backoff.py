@@ -1,4 +1,4 @@
-"""How long an engine process is not launched again, on a clock of the test's own."""
+"""Pauses between launches of engine processes, on a test clock."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from forge_jax.engine.process.backoff import EARLY_S, FIRST_S, LONGEST_S, Backof
 
 
 class Lives:
-    """Processes that die one after the other; each death gives the pause that follows."""
+    """Processes that die in sequence; each death returns the pause that follows."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -21,14 +21,14 @@ class Lives:
         return self.backoff.pause_s
 
 
-def test_pauses_double_with_each_early_death_up_to_the_longest():
+def test_pauses_double_with_each_early_death_up_to_the_limit():
     lives = Lives()
     pauses = [lives.die() for _ in range(100)]
     assert pauses[:5] == pytest.approx([FIRST_S * 2**n for n in range(5)])
     assert pauses == sorted(pauses) and set(pauses[5:]) == {LONGEST_S}
 
 
-def test_failed_launches_and_early_deaths_are_counted_together():
+def test_failed_launches_and_early_deaths_share_a_count():
     lives = Lives()
     lives.die()
     lives.backoff.launch_failed()
@@ -37,7 +37,7 @@ def test_failed_launches_and_early_deaths_are_counted_together():
 
 
 @pytest.mark.parametrize("life", [{"useful": True}, {"after_s": EARLY_S}])
-def test_a_process_that_served_is_replaced_at_once(life):
+def test_process_that_served_is_replaced_at_once(life):
     lives = Lives()
     for _ in range(3):
         lives.die()

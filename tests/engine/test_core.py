@@ -1,4 +1,4 @@
-"""`EngineCore`, tick by tick, on the fake device: its switches, and where its time goes."""
+"""`EngineCore`, tick by tick, on the fake device: its switches and phase times."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ def core(**options):
 
 
 def serve(core, num_requests=20) -> tuple[dict[str, list[int]], set[int]]:
-    """(tokens by request, how many steps were in flight after a tick)."""
+    """Return (tokens by request, the numbers of steps in flight after a tick)."""
     for i in range(num_requests):
         params = SamplingParams(max_tokens=5 + i, ignore_eos=True)
         core.add(
@@ -40,7 +40,7 @@ def test_one_step_is_in_flight_after_a_tick():
 
 
 @pytest.mark.parametrize("one_step_ahead", [True, False])
-def test_a_tick_raises_unrecoverable_errors_of_the_device(one_step_ahead):
+def test_tick_raises_unrecoverable_device_errors(one_step_ahead):
     def fail(plan):
         raise AssertionError("a check of the device")
 
@@ -53,7 +53,7 @@ def test_a_tick_raises_unrecoverable_errors_of_the_device(one_step_ahead):
         checked.tick()
 
 
-def test_without_one_step_ahead_none_is():
+def test_no_step_stays_in_flight_without_one_step_ahead():
     tokens, in_flight = serve(core(one_step_ahead=False))
     assert in_flight == {0}
     assert tokens == serve(core())[0]
@@ -68,28 +68,27 @@ def test_without_one_step_ahead_none_is():
     ],
 )
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}])
-def test_the_switches_change_no_token(switches, limits):
+def test_scheduling_switches_do_not_change_tokens(switches, limits):
     assert serve(core(**switches, **limits))[0] == serve(core())[0]
 
 
-def test_a_chunk_size_without_chunks_is_refused():
+def test_chunk_size_without_chunked_prefill_is_rejected():
     with pytest.raises(ConfigError, match=r"prefill_chunk_size.*chunked_prefill=False"):
         EngineConfig.from_options(prefill_chunk_size=8, chunked_prefill=False)
 
 
-def test_the_phases_of_every_step_are_timed():
+def test_phases_of_every_step_are_timed():
     engine = core()
     serve(engine)
     totals = engine.phases.totals()
     for phase in ("dispatch", "read", "commit", "text"):
         assert totals[phase].count == engine.num_steps
-    assert totals["schedule"].count > engine.num_steps  # the last found nothing to do
-    assert totals["deliver"].count == 0  # is the engine thread's
+    assert totals["schedule"].count > engine.num_steps  # the last one had nothing to schedule
+    assert totals["deliver"].count == 0  # measured by the engine thread
 
 
 @pytest.mark.parametrize("options", [{}, {"speculation": "ngram"}, {"one_step_ahead": False}])
-def test_what_may_wait_is_done_while_the_device_computes(options):
-    """Once for each step, after what is dispatched before it is read."""
+def test_deferred_work_runs_while_the_device_computes(options):
     engine, done = core(**options), []
     device = engine._device
     dispatch, read = device.dispatch, device.read
@@ -104,7 +103,7 @@ def test_what_may_wait_is_done_while_the_device_computes(options):
         assert done[:5] == ["dispatch", "dispatch", "wait", "read", "dispatch"]
 
 
-def test_a_phase_is_counted_where_it_belongs():
+def test_phase_durations_fall_into_their_buckets():
     now_s = 0.0
     times = PhaseTimes(clock=lambda: now_s)
     times.begin()

@@ -1,8 +1,8 @@
-"""The deterministic tier: a request's logits are the same bits on every schedule.
+"""The deterministic tier: a request's logits have the same bits on every schedule.
 
 A request runs through the real scheduler and the compiled step in combinations of everything that
-may change how it is scheduled, and every row of logits is compared, bit by bit, with the same
-request alone. The default tier has to fail here: else the comparison would see nothing.
+may change its schedule. Every row of logits is compared bit by bit with the request alone. The
+default tier must fail this comparison, which proves that it can detect differences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow]
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 VOCAB, BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 96, 8, 320, 256, 16, 64
 OUTPUT = 10  # tokens of each sample
-TARGET = "target"  # the request that is compared
+TARGET = "target"  # the compared request
 SEED = 11
 
 Rows = dict[tuple[int, int], set[bytes]]  # (sample, position) -> the bits of its logits rows
@@ -56,7 +56,7 @@ Rows = dict[tuple[int, int], set[bytes]]  # (sample, position) -> the bits of it
 
 
 class OutWithLogits(NamedTuple):
-    """`StepOut`, and the logits that it was made from."""
+    """`StepOut` with the logits behind it."""
 
     packed: jax.Array
     logprob: jax.Array
@@ -84,7 +84,7 @@ class RecordingRunner(Runner):
         return super().read(pending)
 
     def reset(self) -> None:
-        """Forgets the rows, and fills the cache with NaN: what nobody wrote must not matter."""
+        """Drop the rows and fill the cache with NaN, because unwritten values must not matter."""
         self.rows = defaultdict(set)
         self.state.kv = jax.tree.map(
             lambda array: jax.device_put(
@@ -114,7 +114,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def logits_recorded() -> Iterator[None]:
-    """Steps that are traced meanwhile put out their logits, too."""
+    """Make steps traced meanwhile output their logits."""
     sample_rows = step_file._sample_rows
 
     def with_logits(shape, slots, m, logits, *rest):
@@ -136,7 +136,7 @@ def make_runner(
     one_shape: bool = True,
     uniform: bool = True,
 ) -> RecordingRunner:
-    """The deterministic tier is one shape and uniform rows; the default one has neither."""
+    """Return a runner; the deterministic tier has one shape and uniform rows."""
     model = tiny_model(max_position_embeddings=MAX_LEN, dtype=dtype, **SIZES[size])
     runner = RecordingRunner(
         model,
@@ -168,7 +168,7 @@ def make_runner(
     return runner
 
 
-# ---- the matrix --------------------------------------------------------------------------------
+# ---- the full matrix ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ MATRIX = [
 
 
 def some(count: int) -> list[Combination]:
-    """`count` of the combinations, the same ones every time."""
+    """Return `count` of the combinations, always the same ones."""
     return random.Random(count).sample(MATRIX, count)
 
 
@@ -222,7 +222,7 @@ def target(combination: Combination, **changes: Any) -> Request:
 
 
 def companions(count: int, rng: random.Random) -> Iterator[Request]:
-    """Requests of all sizes that use every part of the sampler."""
+    """Yield requests of all sizes that use every part of the sampler."""
     for i in range(count):
         prompt_len = rng.choice((1, 2, 9, 30, 70, 140))
         params = SamplingParams(
@@ -253,7 +253,7 @@ def run(
     num_tokens: int = T,
     **changes: Any,
 ) -> Run:
-    """Runs the target as the combination says; `changes` are to its SamplingParams."""
+    """Run the target as the combination specifies; `changes` are to its SamplingParams."""
     rng = random.Random(seed)
     runner.reset()
     pool = BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=combination.prefix)
@@ -311,7 +311,7 @@ def run(
 
 
 class Thief:
-    """Takes every free block at `tick`, and gives them back once somebody has been preempted."""
+    """A thief that takes every free block at `tick` and returns them after a preemption."""
 
     def __init__(self, scheduler: Scheduler, tick: int):
         self._scheduler = scheduler
@@ -330,7 +330,7 @@ class Thief:
 
 
 class Comparison:
-    """Runs combinations on one runner, and keeps what differed from the request alone."""
+    """Runs combinations on one runner and records differences from the request alone."""
 
     def __init__(self, runner: RecordingRunner, num_tokens: int = T):
         self.runner = runner
@@ -352,7 +352,7 @@ class Comparison:
                 self.differing.append((combination, difference))
 
     def _alone(self, combination: Combination) -> Run:
-        """The request alone, in whole prompts, with every position of the prompt scored."""
+        """Run the request alone, in whole prompts, and score every prompt position."""
         key = combination.prompt_len, combination.temperature
         if key not in self.alone:
             plain = Combination(prompt_len=key[0], temperature=key[1], n=3)
@@ -375,7 +375,7 @@ def check_the_tier(runner: RecordingRunner, combinations: list[Combination], **o
     comparison = Comparison(runner, **options)
     comparison.check(combinations)
     assert comparison.differing == []
-    # The combinations did happen: every row was seen, blocks were shared, sequences thrown out.
+    # The combinations took effect: every row was seen, blocks were shared, sequences preempted.
     assert comparison.num_rows >= sum(c.n * OUTPUT for c in combinations)
     assert comparison.num_cached == sum(c.prefix for c in combinations)
     assert comparison.num_preempted > 0.8 * sum(c.preempt for c in combinations)
@@ -386,61 +386,61 @@ EIGHT_BITS = (("float32", "int8"), ("bfloat16", "fp8"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_has_the_same_bits_on_every_schedule(dtype):
+def test_request_has_the_same_bits_on_every_schedule(dtype):
     check_the_tier(make_runner(dtype), some(300))
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), EIGHT_BITS)
-def test_so_it_has_with_a_cache_in_8_bits(dtype, kv_dtype):
-    """What a step writes it reads back rounded, so it does not matter where a chunk ends."""
+def test_request_has_the_same_bits_with_an_8_bit_cache(dtype, kv_dtype):
+    """A step reads its own writes rounded, so it does not matter where a chunk ends."""
     check_the_tier(make_runner(dtype, kv_dtype=kv_dtype), some(25))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_so_it_has_where_others_choose_the_same_experts(dtype):
+def test_request_has_the_same_bits_with_shared_experts(dtype):
     check_the_tier(make_runner(dtype, size="experts"), some(25))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_and_with_experts_in_the_whole_matrix(dtype):
+def test_request_has_the_same_bits_with_experts_full_matrix(dtype):
     check_the_tier(make_runner(dtype, size="experts"), MATRIX)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
-def test_in_the_whole_matrix(dtype, kv_dtype):
+def test_full_matrix_gives_identical_output(dtype, kv_dtype):
     check_the_tier(make_runner(dtype, kv_dtype=kv_dtype), MATRIX)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("num_tokens", [19, 37, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_steps_of_other_sizes(dtype, num_tokens):
+def test_request_has_the_same_bits_with_other_step_sizes(dtype, num_tokens):
     runner = make_runner(dtype, num_tokens)
     check_the_tier(runner, some(500), num_tokens=num_tokens)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_a_model_as_large_as_the_bundled_one(dtype):
+def test_request_has_the_same_bits_at_the_bundled_models_size(dtype):
     check_the_tier(make_runner(dtype, size="forge-tiny"), some(200))
 
 
-# ---- the comparison has teeth -------------------------------------------------------------------
+# ---- the comparison detects differences ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(("one_shape", "uniform"), [(False, False), (True, False), (False, True)])
-def test_the_default_tier_fails_and_so_does_each_half_of_the_other(one_shape, uniform):
-    """In float32: in bfloat16 rounding hides the differences of so small a model."""
+def test_default_tier_and_each_half_of_the_deterministic_one_differ(one_shape, uniform):
+    """Float32 only, because in bfloat16 rounding hides the differences of so small a model."""
     comparison = Comparison(make_runner("float32", one_shape=one_shape, uniform=uniform))
     comparison.check(some(40))
     assert comparison.differing
 
 
 @pytest.mark.soak
-def test_the_default_tier_fails_in_bfloat16_with_a_larger_model():
+def test_default_tier_differs_in_bfloat16_with_a_larger_model():
     runner = make_runner("bfloat16", 256, size="forge-tiny", one_shape=False, uniform=False)
     comparison = Comparison(runner, num_tokens=256)
     comparison.check(some(100))
@@ -449,14 +449,14 @@ def test_the_default_tier_fails_in_bfloat16_with_a_larger_model():
 
 @pytest.fixture
 def shorter_tiles(monkeypatch):
-    """Attention sums over tiles of 64 keys; what has been traced with others is forgotten."""
+    """Make attention sum over tiles of 64 keys, and drop traces with other tiles."""
     jax.clear_caches()
     monkeypatch.setattr(xla_attention_file, "KV_TILE", 64)
     yield
     jax.clear_caches()
 
 
-def test_another_order_of_sums_shows_in_bfloat16_too(request):
+def test_different_summation_order_is_detected_in_bfloat16(request):
     long = Combination(prompt_len=150)
     expected = Comparison(make_runner("bfloat16"))
     expected.check([long])
@@ -467,9 +467,7 @@ def test_another_order_of_sums_shows_in_bfloat16_too(request):
     assert not expected.differing and comparison.differing
 
 
-def test_scales_that_depend_on_the_company_show(monkeypatch):
-    """One scale for all tokens of a step."""
-
+def test_scales_shared_by_a_batch_are_detected(monkeypatch):
     def quantize_together(rows, dtype):
         largest = attention_api.LARGEST[dtype]
         scale = jax.numpy.full(rows.shape[:-1], abs(rows).max() / largest)
@@ -481,8 +479,7 @@ def test_scales_that_depend_on_the_company_show(monkeypatch):
     assert comparison.differing
 
 
-def test_experts_that_drop_tokens_show(monkeypatch):
-    """No expert takes more than 4 tokens of a step."""
+def test_experts_that_drop_tokens_are_detected(monkeypatch):
     mix = decoder_file.mix_experts
 
     def mix_some(x, gate_up, down, experts, weights, **options):
@@ -498,11 +495,11 @@ def test_experts_that_drop_tokens_show(monkeypatch):
     assert comparison.differing
 
 
-# ---- beyond the scheduler of today --------------------------------------------------------------
+# ---- beyond the current scheduler ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [*((d, "auto") for d in DTYPES), *EIGHT_BITS])
-def test_rows_that_verify_drafts_have_the_bits_of_decoded_ones(dtype, kv_dtype):
+def test_verified_draft_rows_have_the_bits_of_decoded_ones(dtype, kv_dtype):
     runner = make_runner(dtype, kv_dtype=kv_dtype)
     decoded = run(runner, Combination(), 0)
     drafts = decoded.tokens[0][1:5]
@@ -521,7 +518,7 @@ def test_rows_that_verify_drafts_have_the_bits_of_decoded_ones(dtype, kv_dtype):
     assert all(bits == decoded.rows[key] for key, bits in runner.rows.items())
 
 
-def test_options_for_gpus_are_known_to_this_xla():
+def test_gpu_options_exist_in_this_xla():
     lowered = jax.jit(lambda x: x + 1).lower(np.float32(1))
     lowered.compile(DETERMINISTIC_GPU_OPTIONS)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
@@ -529,7 +526,7 @@ def test_options_for_gpus_are_known_to_this_xla():
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
-def test_the_bundled_model_keeps_its_promise_and_says_who_it_is(kernels):
+def test_bundled_model_is_batch_invariant_and_has_a_fingerprint(kernels):
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "kernels": kernels}
     llm = LLM("forge-tiny", deterministic=True, **options)
     steps = [name for name in llm._core._device.compiled() if "[" in name]
@@ -543,7 +540,7 @@ def test_the_bundled_model_keeps_its_promise_and_says_who_it_is(kernels):
     assert re.fullmatch("fp_[0-9a-f]{12}", llm.system_fingerprint)
 
 
-def test_experts_of_the_cpu_kernels_keep_it_too():
+def test_cpu_kernel_experts_are_batch_invariant():
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "dtype": "bfloat16"}
     llm = LLM(str(GOLDENS / "qwen3_moe_step"), deterministic=True, **options)
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=1, logprobs=20, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""`LLM.embed`: pooled hidden states, against a plain forward pass over the whole text."""
+"""`LLM.embed`: pooled hidden states, compared with a plain forward pass over the whole text."""
 
 from functools import cache, partial
 from typing import Any
@@ -26,7 +26,7 @@ def texts(seed: int = 0) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(stories):
-    """(text, pooling) -> f32[d], by one forward pass without an engine."""
+    """Return a function of (text, pooling) to f32[d], by one forward pass without an engine."""
     model = load(stories)
 
     most = max(LENGTHS)
@@ -55,7 +55,7 @@ def reference(stories):
 
 @pytest.fixture(scope="module")
 def llm(stories) -> LLM:
-    """It has room for 320 tokens: prompts and outputs preempt each other."""
+    """Return an LLM with room for 320 tokens, in which prompts and outputs preempt each other."""
     return LLM(stories, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=20, max_model_len=256)
 
 
@@ -64,7 +64,7 @@ def exact(stories) -> LLM:
     return LLM(stories, max_num_seqs=4, max_num_batched_tokens=64, deterministic=True)
 
 
-def test_nothing_is_compiled_for_it_before_the_first_call(llm):
+def test_pooling_compiles_nothing_before_the_first_call(llm):
     device: Any = llm._core._device
     llm.generate(["a"], SamplingParams(max_tokens=2), progress=False)
     assert not [name for name in device.compiled() if name.startswith("pool")]
@@ -74,14 +74,14 @@ def test_nothing_is_compiled_for_it_before_the_first_call(llm):
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_vectors_are_those_of_a_plain_forward_pass(llm, reference, pooling):
+def test_vectors_match_a_plain_forward_pass(llm, reference, pooling):
     vectors = llm.embed(texts(), pooling=pooling, progress=False)
     assert vectors.dtype == np.float32
     for text, vector in zip(texts(), vectors, strict=True):
         np.testing.assert_allclose(vector, reference(text, pooling), atol=2e-5)
 
 
-def test_a_prefix_from_the_cache_loses_nothing(llm, reference):
+def test_cached_prefix_does_not_change_the_vector(llm, reference):
     text = texts(seed=1)[-2]
     for _ in range(2):
         llm.generate([text], SamplingParams(max_tokens=1), progress=False)
@@ -117,7 +117,7 @@ def test_preempted_prompts_are_pooled_from_their_beginning(llm, reference, monke
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.slow
-def test_the_deterministic_tier_gives_equal_bits_in_any_company(exact, pooling):
+def test_vectors_are_batch_invariant_in_the_deterministic_tier(exact, pooling):
     alone = [exact.embed([text], pooling=pooling, progress=False)[0] for text in texts()]
     prompt, params = texts(seed=3)[4], SamplingParams(max_tokens=40, temperature=0, logprobs=0)
     [quiet] = exact.generate([prompt], params, progress=False)
@@ -130,7 +130,7 @@ def test_the_deterministic_tier_gives_equal_bits_in_any_company(exact, pooling):
     assert logprobs == [entry.logprob for entry in quiet.outputs[0].logprobs or ()]
 
 
-def test_unnormalised_vectors_have_the_same_direction(llm):
+def test_unnormalized_vectors_have_the_same_direction(llm):
     text = texts()[5]
     [plain] = llm.embed([text], normalize=False, progress=False)
     [unit] = llm.embed([text], progress=False)
@@ -138,7 +138,7 @@ def test_unnormalised_vectors_have_the_same_direction(llm):
     np.testing.assert_allclose(plain / np.linalg.norm(plain), unit, atol=1e-6)
 
 
-def test_what_cannot_be_served_is_refused(llm):
+def test_unservable_requests_are_rejected(llm):
     with pytest.raises(ContextLengthError):
         llm.embed([[5] * (llm.max_model_len + 1)], progress=False)
     with pytest.raises(RequestError, match="pooling"):

@@ -21,7 +21,7 @@ async def engine():
 
 
 async def read(stream) -> tuple[dict[int, str], dict[int, str]]:
-    """(text by sample, finish reason by sample)."""
+    """Return (text by sample, finish reason by sample)."""
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
     async for deltas in stream:
@@ -33,7 +33,7 @@ async def read(stream) -> tuple[dict[int, str], dict[int, str]]:
 
 
 async def settled(engine, *, steps: int = 2) -> None:
-    """Waits until the engine has nothing left, which must take no more than `steps` steps."""
+    """Wait until the engine is idle, which must take at most `steps` steps."""
     begin = engine.stats().steps
     for _ in range(400):
         if not engine._core.has_work:
@@ -43,7 +43,7 @@ async def settled(engine, *, steps: int = 2) -> None:
     assert engine.stats().steps - begin <= steps
 
 
-async def test_many_streams_at_once_each_get_their_own_text(engine):
+async def test_concurrent_streams_each_get_their_own_text(engine):
     async def one(i: int):
         params = SamplingParams(max_tokens=30, n=2, seed=i)
         return await read(engine.submit([i % 50, 3, 4], params, request_id=f"r{i}"))
@@ -62,7 +62,7 @@ async def test_text_is_whole_characters(engine):
     assert "🙂" in "".join(pieces) and not any("\ufffd" in piece for piece in pieces)
 
 
-async def test_an_aborted_request_frees_its_blocks_within_two_steps():
+async def test_aborted_request_frees_its_blocks_within_two_steps():
     engine = Engine.fake(step_time_s=0.01)
     engine.start()
     stream = engine.submit([1] * 100, SamplingParams(max_tokens=2000), request_id="r")
@@ -85,13 +85,13 @@ async def test_leaving_generate_early_aborts_the_request(engine):
     assert engine.stats().num_running == 0 and engine.stats().num_used_blocks == 0
 
 
-async def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(engine, monkeypatch):
+async def test_text_that_can_never_fit_is_rejected_before_encoding(engine, monkeypatch):
     monkeypatch.setattr(Tokenizer, "encode", None)
     with pytest.raises(ContextLengthError):
         await anext(engine.generate("word " * 1_000_000))
 
 
-async def test_what_cannot_be_served_is_refused_at_submit(engine):
+async def test_unservable_requests_are_rejected_at_submit(engine):
     params = SamplingParams(max_tokens=10)
     with pytest.raises(ContextLengthError):
         engine.submit([1] * 5000, params, request_id="long")
@@ -103,7 +103,7 @@ async def test_what_cannot_be_served_is_refused_at_submit(engine):
     await read(stream)
 
 
-async def test_a_numerical_fault_fails_one_request_only(engine):
+async def test_numerical_fault_fails_only_one_request(engine):
     engine._core._device._fault = lambda scheduled: scheduled.seq_key[0] == "bad"
     good = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="good")
     bad = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="bad")
@@ -113,7 +113,7 @@ async def test_a_numerical_fault_fails_one_request_only(engine):
 
 
 @pytest.mark.parametrize(("interval_s", "items"), [(0.0, range(2, 31)), (3600.0, range(1, 2))])
-async def test_news_may_wait_for_those_of_later_steps_but_not_for_an_end(interval_s, items):
+async def test_updates_are_batched_but_the_last_one_is_not_delayed(interval_s, items):
     engine = Engine.fake(step_time_s=0.002)
     engine.news_interval_s = interval_s
     engine.start()
@@ -124,7 +124,7 @@ async def test_news_may_wait_for_those_of_later_steps_but_not_for_an_end(interva
     await engine.stop()
 
 
-async def test_the_news_before_a_failure_arrive():
+async def test_updates_before_a_failure_are_delivered():
     engine = Engine.fake()
     tick, left = engine._core.tick, iter(range(10))
 
@@ -143,7 +143,7 @@ async def test_the_news_before_a_failure_arrive():
     await engine.stop()
 
 
-async def test_a_failed_engine_says_so_to_everyone(engine, caplog):
+async def test_failed_engine_reports_to_every_stream(engine, caplog):
     def fail(*plan):
         raise RuntimeError("the device is gone")
 
@@ -171,14 +171,14 @@ async def test_stopping_drains_then_aborts_and_ends_the_thread():
         engine.submit([1], SamplingParams(), request_id="late")
 
 
-async def test_an_idle_engine_sleeps(engine):
+async def test_idle_engine_sleeps(engine):
     await read(engine.submit([1], SamplingParams(max_tokens=3), request_id="r"))
     steps = engine.stats().steps
     await asyncio.sleep(0.1)
     assert engine.stats().steps == steps
 
 
-async def test_small_limits_still_serve_everyone():
+async def test_small_limits_still_serve_every_request():
     config = EngineConfig(
         cache=CacheConfig(num_blocks=20, block_size=8),
         batch=BatchConfig(max_num_seqs=3, max_num_batched_tokens=7, prefill_chunk_size=5),
@@ -211,7 +211,7 @@ async def test_tokens_cross_to_the_event_loop_once_per_step(engine, monkeypatch)
     assert len(calls) <= engine.stats().steps - before
 
 
-async def test_a_stream_is_pushed_what_iterating_would_have_given(engine):
+async def test_pushed_updates_equal_iterated_ones(engine):
     params = SamplingParams(max_tokens=50, n=2, seed=1)
     stream = engine.submit([1, 2], params, request_id="pushed")
     texts = {0: "", 1: ""}
@@ -223,7 +223,7 @@ async def test_a_stream_is_pushed_what_iterating_would_have_given(engine):
         if stream.finished:
             over.set()
 
-    while not stream._deltas:  # some come before there is anybody to push them to
+    while not stream._deltas:  # some arrive before a receiver is registered
         await asyncio.sleep(0)
     stream.push_to(receive)
     await over.wait()
@@ -231,15 +231,15 @@ async def test_a_stream_is_pushed_what_iterating_would_have_given(engine):
     await settled(engine, steps=0)
 
 
-async def test_steps_that_the_loop_was_too_slow_for_arrive_together(engine):
+async def test_steps_behind_a_slow_event_loop_are_delivered_together(engine):
     stream = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True), request_id="r")
     while engine.stats().generation_tokens < 20:
-        time.sleep(0.001)  # the loop runs nothing meanwhile
+        time.sleep(0.001)  # blocks the event loop
     items = [deltas async for deltas in stream]
     assert [len(deltas) for deltas in items] == [20]
 
 
-async def test_a_receiver_that_raises_costs_its_own_request_only(engine, caplog):
+async def test_raising_receiver_costs_only_its_own_request(engine, caplog):
     def receive(deltas):
         raise ValueError("cannot take it")
 
@@ -251,7 +251,7 @@ async def test_a_receiver_that_raises_costs_its_own_request_only(engine, caplog)
     assert engine.stats().generation_tokens < 3000 and "cannot take it" in caplog.text
 
 
-def test_offline_a_faulty_prompt_does_not_cost_the_others():
+def test_faulty_offline_prompt_does_not_cost_the_others():
     from forge_jax.engine.fake import assemble_fake
     from forge_jax.llm import LLM
 
@@ -268,8 +268,8 @@ def test_offline_a_faulty_prompt_does_not_cost_the_others():
         list(llm.stream([4], params))
 
 
-async def test_what_breaks_one_request_breaks_no_other(engine, monkeypatch, caplog):
-    """Even a panic inside a library, which is no Exception."""
+async def test_error_in_one_request_does_not_affect_others(engine, monkeypatch, caplog):
+    """A panic inside a library counts, although it is no Exception."""
     from forge_jax.engine.text_output import SequenceText
 
     class Panic(BaseException):
@@ -292,7 +292,7 @@ async def test_what_breaks_one_request_breaks_no_other(engine, monkeypatch, capl
     await settled(engine)
 
 
-async def test_submit_takes_a_copy_and_checks_it(engine):
+async def test_submit_copies_and_checks_its_parameters(engine):
     ids = [5] * 40
     stream = engine.submit(ids, SamplingParams(max_tokens=3), request_id="r")
     ids.clear()
@@ -307,7 +307,7 @@ async def test_submit_takes_a_copy_and_checks_it(engine):
         engine.check([1] * 5000, SamplingParams())
 
 
-async def test_an_engine_thread_that_dies_of_anything_ends_its_streams():
+async def test_engine_thread_death_ends_its_streams():
     class Panic(BaseException):
         pass
 
@@ -323,7 +323,7 @@ async def test_an_engine_thread_that_dies_of_anything_ends_its_streams():
     await engine.stop()
 
 
-def test_an_engine_outlives_the_event_loop_of_its_clients():
+def test_engine_outlives_its_clients_event_loop():
     engine = Engine.fake(step_time_s=0.001)
     engine.start()
 

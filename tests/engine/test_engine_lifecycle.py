@@ -1,4 +1,4 @@
-"""The table of an engine's states and transitions, and that nothing else happens."""
+"""The states of an engine: exactly the transitions in the table."""
 
 import re
 import threading
@@ -8,7 +8,7 @@ import pytest
 
 from forge_jax.engine.lifecycle import TRANSITIONS, Lifecycle, State
 
-# A way into each state.
+# A path into each state.
 PATHS: dict[State, list[State]] = {
     "starting": [],
     "serving": ["serving"],
@@ -27,7 +27,7 @@ def lifecycle_in(state: State) -> Lifecycle:
     return lifecycle
 
 
-def test_the_docstring_lists_exactly_the_transitions():
+def test_docstring_lists_exactly_the_transitions():
     assert Lifecycle.__doc__ is not None
     states = "|".join(TRANSITIONS)
     rows = re.findall(rf"^ *({states}) +({states}) +\S", Lifecycle.__doc__, re.MULTILINE)
@@ -37,14 +37,14 @@ def test_the_docstring_lists_exactly_the_transitions():
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(PATHS, PATHS)))
-def test_only_transitions_of_the_table_change_the_state(before: State, after: State):
+def test_only_listed_transitions_change_the_state(before: State, after: State):
     lifecycle = lifecycle_in(before)
     allowed = after in TRANSITIONS[before]
     assert lifecycle.enter(after) is allowed
     assert lifecycle.state == (after if allowed else before)
 
 
-def test_the_flags_of_each_state():
+def test_each_state_has_its_flags():
     found = {
         state: (life.takes_requests, life.healthy, life.ended)
         for state in PATHS

@@ -1,4 +1,4 @@
-"""The whole engine against Hugging Face's own logits: paged, chunked, batched, preempted."""
+"""The whole engine compared with Hugging Face's logits: paged, chunked, batched, preempted."""
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ def folder(request, goldens):
 
 @pytest.fixture(scope="module")
 def golden(folder):
-    """input_ids i64[3, 61], their logits f32[3, 61, V], and 24 greedy tokens after each."""
+    """Return input_ids i64[3, 61], their logits f32[3, 61, V], and 24 greedy tokens after each."""
     stored = read_header(folder / "golden.safetensors")
     return {name: np.array(tensor.read()) for name, tensor in stored.items()}
 
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    # 10 blocks of 16 tokens for three sequences that need 6 each in the end.
+    # 10 blocks of 16 tokens for three sequences that finally need 6 each.
     return LLM(
         folder,
         max_num_seqs=4,
@@ -41,7 +41,7 @@ def llm(folder):
     )
 
 
-def test_prompts_score_as_in_hugging_face(llm, golden):
+def test_prompt_scores_match_hugging_face(llm, golden):
     ids, logits = golden["input_ids"], golden["logits"].astype(np.float64)
     exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     params = SamplingParams(max_tokens=0, prompt_logprobs=20)
@@ -56,7 +56,7 @@ def test_prompts_score_as_in_hugging_face(llm, golden):
                 assert abs(logprob - exact[s, i, token]) < 2e-4
 
 
-def test_greedy_tokens_are_hugging_faces_also_after_preemption(llm, golden):
+def test_greedy_tokens_match_hugging_face_after_preemption(llm, golden):
     before = llm._core.scheduler.num_preemptions
     together = llm.generate(golden["input_ids"].tolist(), GREEDY, progress=False)
     assert llm._core.scheduler.num_preemptions > before
@@ -67,6 +67,6 @@ def test_greedy_tokens_are_hugging_faces_also_after_preemption(llm, golden):
             np.testing.assert_allclose([p for _, p in a.top], [p for _, p in b.top], atol=2e-4)
 
 
-def test_a_folder_without_tokenizer_serves_token_ids(llm):
+def test_folder_without_tokenizer_serves_token_ids(llm):
     [output] = llm.generate([3, 4, 5], SamplingParams(max_tokens=3), progress=False)
     assert llm.tokenizer is None and output.text == "" and output.outputs[0].token_ids

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: killed at any moment, it goes on with every stream."""
+"""An engine in its own process: killed at any moment, it continues every stream."""
 
 import asyncio
 import dataclasses
@@ -60,7 +60,7 @@ def jobs(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
 
 
 async def outcome(engine: AsyncEngine, name: str, prompt, params) -> dict[int, list]:
-    """What each sample put out: tokens, text, logprobs, prompt logprobs, why it ended."""
+    """Return for each sample: tokens, text, logprobs, prompt logprobs and the finish reason."""
     found = {i: [(), "", (), (), None, None] for i in range(params.n)}
     async for deltas in engine.submit(prompt, params, request_id=name):
         for delta in deltas:
@@ -106,7 +106,7 @@ async def engine():
     await engine.stop()
 
 
-async def test_it_answers_as_an_engine_in_the_same_process(engine):
+async def test_engine_process_answers_like_an_in_process_engine(engine):
     work = jobs(20)
     assert await outcomes(engine, work) == await undisturbed(work)
     await until(lambda: engine.stats().num_used_blocks == 0, "idle")
@@ -115,7 +115,7 @@ async def test_it_answers_as_an_engine_in_the_same_process(engine):
     assert stats.generation_tokens > 100 and stats.step_phases["schedule"].count > 10
 
 
-async def test_pooled_vectors_come_through_and_survive_a_kill(engine):
+async def test_pooled_vectors_survive_a_kill(engine):
     params = SamplingParams(max_tokens=0, detokenize=False)
     prompts = [[9] * 64 + [i] * 3000 for i in range(40)]
     streams = [
@@ -137,7 +137,7 @@ async def test_pooled_vectors_come_through_and_survive_a_kill(engine):
         engine.submit([1], SamplingParams(max_tokens=1), request_id="p", pooling="last")
 
 
-async def test_every_stream_goes_on_after_kills(engine):
+async def test_every_stream_continues_after_kills(engine):
     work = jobs(64, seed=1)
     expected = await undisturbed(work)
     serving = asyncio.ensure_future(outcomes(engine, work))
@@ -155,7 +155,7 @@ async def test_every_stream_goes_on_after_kills(engine):
     await until(lambda: engine.stats().state == "ready", "ready again")
 
 
-async def test_what_comes_while_there_is_no_process_is_served_by_the_next(engine):
+async def test_requests_submitted_without_a_process_are_served_by_the_next(engine):
     [job] = jobs(1, seed=5)
     os.kill(engine.pid, signal.SIGKILL)
     await until(lambda: engine.stats().state == "recovering", "recovering")
@@ -166,8 +166,8 @@ async def test_what_comes_while_there_is_no_process_is_served_by_the_next(engine
 
 
 @pytest.mark.slow
-async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch):
-    """The process dies whenever this request is sent to it, before anybody gets a token of it."""
+async def test_request_that_kills_each_process_is_isolated(engine, monkeypatch):
+    """The process dies whenever it receives this request, before any request gets a token."""
     send = Connection.send
 
     def send_and_kill(self, message):
@@ -179,12 +179,12 @@ async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch)
     work = jobs(9, seed=2)
     expected = await undisturbed(work)
     serving = asyncio.ensure_future(outcomes(engine, work))
-    await asyncio.sleep(0)  # all of them are sent, and none has a token
+    await asyncio.sleep(0)  # all requests are sent, and none has a token
     poison = SamplingParams(max_tokens=5)
     found = await asyncio.wait_for(outcome(engine, "poison", [1], poison), WAIT_S)
     assert found[0][4] == "error" and isinstance(found[0][5], StepError)
     assert await serving == expected
-    # Three crashes of all ten, then halves of 10, 5, 3 and 2 that hold it, and it alone.
+    # Three crashes of all ten, then halves of 10, 5, 3 and 2 that contain it, then it alone.
     assert engine.num_restarts <= MAX_FAILURES + 4 + 1
     assert not engine._journal.searching and not engine._journal
 
@@ -210,8 +210,8 @@ worker.main()
 """
 
 
-async def test_a_device_beyond_repair_takes_its_process_with_it(monkeypatch, tmp_path):
-    """After its first failure every call of the device fails, until there is a new process."""
+async def test_unrecoverable_device_ends_its_process(monkeypatch, tmp_path):
+    """After its first failure every device call fails, until there is a new process."""
     code = STICKY.format(marker=str(tmp_path / "has failed"))
     monkeypatch.setattr(launcher, "WORKER", ("-c", code))
     engine = EngineProcess.fake(step_time_s=0.001)
@@ -224,7 +224,7 @@ async def test_a_device_beyond_repair_takes_its_process_with_it(monkeypatch, tmp
         await engine.stop()
 
 
-async def test_what_waits_is_shed_while_there_is_no_process(engine):
+async def test_waiting_requests_are_shed_while_there_is_no_process(engine):
     os.kill(engine.pid, signal.SIGKILL)
     await until(lambda: engine.stats().state == "recovering", "recovering")
     streams = [engine.submit([1], SamplingParams(max_tokens=3), request_id=r) for r in "ab"]
@@ -245,7 +245,7 @@ async def test_aborts_reach_the_process(engine):
     assert not engine._journal
 
 
-async def test_refusals_are_those_of_an_engine(engine):
+async def test_rejections_match_those_of_an_engine(engine):
     local = Engine.fake()
     for prompt, params in (
         ([], SamplingParams()),
@@ -261,8 +261,8 @@ async def test_refusals_are_those_of_an_engine(engine):
     assert not engine.streams and not engine._journal
 
 
-async def test_a_request_that_cannot_be_encoded_is_refused_and_costs_no_other(engine):
-    """Not even if it comes while there is no process, and its successor would be sent it."""
+async def test_unencodable_request_is_rejected_without_affecting_others(engine):
+    """It may arrive between two processes, when the successor would receive it."""
     [job] = jobs(1, seed=5)
     for kill in (False, True):
         if kill:
@@ -275,7 +275,7 @@ async def test_a_request_that_cannot_be_encoded_is_refused_and_costs_no_other(en
     assert engine.num_restarts == 1
 
 
-async def test_a_drain_lets_running_requests_finish():
+async def test_drain_lets_running_requests_finish():
     engine = EngineProcess.fake(step_time_s=0.002, queue_limits=QueueLimits(samples=3))
     engine.start()
     pid = engine.pid
@@ -290,13 +290,13 @@ async def test_a_drain_lets_running_requests_finish():
         os.kill(pid, 0)
 
 
-async def test_the_process_ends_when_nobody_is_connected():
+async def test_process_ends_when_its_connection_closes():
     process = launcher.launch(Start(EngineConfig(), fake=True))
     process.sock.close()
     assert await asyncio.to_thread(process.process.wait, WAIT_S) == 0
 
 
-async def test_an_engine_that_cannot_be_started_again_says_so(engine, monkeypatch):
+async def test_engine_that_cannot_restart_reports_failure(engine, monkeypatch):
     def refuse(*_):
         raise EngineError("no more processes")
 
@@ -311,7 +311,7 @@ async def test_an_engine_that_cannot_be_started_again_says_so(engine, monkeypatc
 
 
 @pytest.mark.slow
-def test_reasons_why_a_model_cannot_be_served_come_through(tmp_path):
+def test_model_load_errors_reach_the_caller(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json"):
         EngineProcess.load(EngineConfig.from_options(model=str(tmp_path)))
     with pytest.raises(ConfigError, match="--device 99"):
@@ -319,7 +319,7 @@ def test_reasons_why_a_model_cannot_be_served_come_through(tmp_path):
 
 
 @pytest.mark.slow
-async def test_the_bundled_model_goes_on_with_the_same_bits():
+async def test_bundled_model_continues_with_the_same_bits():
     options = {"deterministic": True, "max_num_seqs": 4, "max_model_len": 256, "num_blocks": 64}
     config = EngineConfig.from_options(model="forge-tiny", **options)
     text = "Once upon a time there was a "
@@ -349,14 +349,14 @@ async def test_the_bundled_model_goes_on_with_the_same_bits():
 # ---- how an engine process fails -----------------------------------------------------------------
 
 EXITS = "import sys; sys.exit(1)"
-# Says that it is there, and then nothing any more, not even whether it is alive.
+# Connects, then sends nothing, not even heartbeats.
 HOLDS_ITS_BREATH = """
 import os, signal, sys
 from forge_jax.engine.process import worker
 worker.Engine.fake = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
 worker.main()
 """
-# Beats, and loads for ever.
+# Sends heartbeats and loads forever.
 LOADS_FOR_EVER = """
 import time
 from forge_jax.engine.process import worker
@@ -389,7 +389,6 @@ worker.main()
 
 @pytest.fixture
 def brief_pauses(monkeypatch):
-    """Between two launches."""
     sleep = asyncio.sleep
     monkeypatch.setattr(supervisor.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
@@ -404,16 +403,14 @@ def brief_pauses(monkeypatch):
     ],
     ids=["exits", "killed", "gibberish", "frozen"],
 )
-def test_a_first_start_that_fails_says_how(worker, message, monkeypatch):
+def test_failed_first_start_reports_the_cause(worker, message, monkeypatch):
     monkeypatch.setattr(launcher, "WORKER", ("-c", worker))
     timeout_s = 1.0 if worker == HOLDS_ITS_BREATH else 120.0
     with pytest.raises(EngineError, match=message):
         EngineProcess.fake(config=EngineConfig.from_options(engine_timeout_s=timeout_s))
 
 
-async def test_a_worker_that_ends_at_once_is_launched_again_until_it_is_given_up(
-    engine, monkeypatch, caplog, brief_pauses
-):
+async def test_early_exits_are_retried_until_the_limit(engine, monkeypatch, caplog, brief_pauses):
     serving = asyncio.ensure_future(outcomes(engine, [([1], SamplingParams(max_tokens=4000))]))
     await until(lambda: engine.stats().num_running, "running")
     monkeypatch.setattr(launcher, "WORKER", ("-c", EXITS))
@@ -427,8 +424,8 @@ async def test_a_worker_that_ends_at_once_is_launched_again_until_it_is_given_up
         engine.submit([1], SamplingParams(), request_id="late")
 
 
-async def test_launches_after_repeated_early_deaths_wait_longer_each_time(engine, monkeypatch):
-    """Of processes that say hello and die before they have put out a token."""
+async def test_launches_after_repeated_early_deaths_wait_longer(engine, monkeypatch):
+    """Covers processes that connect and die before they output a token."""
     sleep, slept = asyncio.sleep, []
 
     async def recorded(seconds):
@@ -448,10 +445,10 @@ async def test_launches_after_repeated_early_deaths_wait_longer_each_time(engine
     assert slept == pytest.approx([0.2, 0.4, 0.0])
 
 
-async def test_successors_may_be_killed_at_any_moment_of_their_birth(
+async def test_successors_can_be_killed_at_any_point_of_their_start(
     engine, monkeypatch, brief_pauses
 ):
-    """Also before they have read what to load, when sending it fails."""
+    """Covers the time before a successor reads its configuration, when sending it fails."""
     popen, kills = launcher.subprocess.Popen, iter((0.0, None, 0.1, 0.3))
 
     def popen_and_kill(*args, **kwargs):
@@ -476,8 +473,8 @@ async def test_successors_may_be_killed_at_any_moment_of_their_birth(
 
 
 @pytest.mark.parametrize("place", ["introduce", "connect", "connected", "receive", "died"])
-async def test_what_fails_in_a_recovery_ends_every_stream(engine, monkeypatch, caplog, place):
-    """Planted where nobody awaits: the engine is "failed", and the log has the traceback."""
+async def test_error_during_recovery_ends_every_stream(engine, monkeypatch, caplog, place):
+    """The failing task is not awaited, so the engine fails and the log has the traceback."""
     work = [([i], SamplingParams(max_tokens=4000)) for i in range(3)]
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().num_running, "running")
@@ -499,7 +496,7 @@ async def test_what_fails_in_a_recovery_ends_every_stream(engine, monkeypatch, c
 
 
 @pytest.mark.parametrize("place", ["_connect_first", "_watch"])
-async def test_what_fails_beside_the_streams_ends_them(monkeypatch, caplog, place):
+async def test_supervisor_task_failure_ends_the_streams(monkeypatch, caplog, place):
     async def planted(*_):
         raise ZeroDivisionError("planted")
 
@@ -515,8 +512,8 @@ async def test_what_fails_beside_the_streams_ends_them(monkeypatch, caplog, plac
         await engine.stop()
 
 
-async def test_stop_ends_a_successor_that_is_being_born(engine, monkeypatch):
-    """It does not wait until that one has loaded, which may take minutes."""
+async def test_stop_ends_a_starting_successor(engine, monkeypatch):
+    """The stop must not wait for the successor's load, which may take minutes."""
     monkeypatch.setattr(launcher, "WORKER", ("-c", LOADS_FOR_EVER))
     births = []
     started = PendingLaunch.started
@@ -532,7 +529,7 @@ async def test_stop_ends_a_successor_that_is_being_born(engine, monkeypatch):
     assert engine.stats().state == "stopped" and births[0].returncode == -signal.SIGKILL
 
 
-async def test_a_crash_while_it_drains_is_a_pause_too(engine):
+async def test_crash_during_a_drain_only_pauses_it(engine):
     work = [([1, 2, 3], SamplingParams(max_tokens=1000, seed=1, ignore_eos=True))]
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().num_running, "running")
@@ -544,7 +541,7 @@ async def test_a_crash_while_it_drains_is_a_pause_too(engine):
     assert engine.num_restarts == 1
 
 
-# ---- an engine process that is frozen ------------------------------------------------------------
+# ---- frozen engine processes ------------------------------------------------------------
 
 
 async def frozen_and_replaced(engine: EngineProcess, work, freeze) -> None:
@@ -552,14 +549,14 @@ async def frozen_and_replaced(engine: EngineProcess, work, freeze) -> None:
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().steps > 10, "steps")
     assert not serving.done()
-    engine._supervisor.watchdog.timeout_s = 3.0  # of this process: a start may take its time
+    engine._supervisor.watchdog.timeout_s = 3.0  # of this process; a start may take longer
     freeze()
     assert await serving == expected
     assert engine.num_restarts >= 1
     await until(lambda: engine.stats().state == "ready", "ready again")
 
 
-async def test_a_stopped_process_is_replaced_and_its_streams_go_on(caplog):
+async def test_stopped_process_is_replaced_and_its_streams_continue(caplog):
     engine = EngineProcess.fake(step_time_s=0.02)
     engine.start()
     try:
@@ -572,9 +569,7 @@ async def test_a_stopped_process_is_replaced_and_its_streams_go_on(caplog):
         await engine.stop()
 
 
-async def test_a_step_that_hangs_is_replaced_though_the_process_is_alive(
-    monkeypatch, tmp_path, caplog
-):
+async def test_hanging_step_gets_its_live_process_replaced(monkeypatch, tmp_path, caplog):
     code = HANGS.format(marker=str(tmp_path / "has hung"))
     monkeypatch.setattr(launcher, "WORKER", ("-c", code))
     engine = EngineProcess.fake(step_time_s=0.01)
@@ -592,7 +587,7 @@ async def test_a_step_that_hangs_is_replaced_though_the_process_is_alive(
     [(HOLDS_ITS_BREATH, "has sent nothing for"), (LOADS_FOR_EVER, "could not serve after")],
     ids=["frozen", "loading"],
 )
-async def test_a_successor_that_hangs_in_its_birth_is_replaced(
+async def test_successor_that_hangs_at_start_is_replaced(
     worker, message, monkeypatch, caplog, brief_pauses
 ):
     engine = EngineProcess.fake(step_time_s=0.002)
@@ -618,16 +613,16 @@ async def test_a_successor_that_hangs_in_its_birth_is_replaced(
         await engine.stop()
 
 
-def test_the_timeout_has_a_range():
+def test_timeout_has_a_range():
     for wrong in (-1.0, 0.5, float("nan"), 1e9):
         with pytest.raises(ConfigError, match="engine_timeout_s must be from 1 to 86400 seconds"):
             EngineConfig.from_options(engine_timeout_s=wrong)
     assert EngineConfig.from_options(engine_timeout_s=0.0).parallel.engine_timeout_s == 0.0
 
 
-# ---- adapters that are loaded while the process dies --------------------------------------------
+# ---- adapter loads during a process death --------------------------------------------
 
-# A fake engine that has adapters, and notes each one that it loads. One of them kills it.
+# A fake engine with adapters that records each load; one adapter kills it.
 TAKES_ADAPTERS = """
 import os
 from forge_jax.engine import fake
@@ -655,7 +650,7 @@ worker.main()
 
 @pytest.fixture
 async def with_adapters(monkeypatch, tmp_path):
-    """An engine, and a function that returns the names its present process has loaded."""
+    """Return an engine, and a function that returns the names its current process has loaded."""
     notes = tmp_path / "loaded"
     notes.touch()
     monkeypatch.setattr(launcher, "WORKER", ("-c", TAKES_ADAPTERS.format(notes=str(notes))))
@@ -670,7 +665,7 @@ async def with_adapters(monkeypatch, tmp_path):
     await engine.stop()
 
 
-async def test_a_load_that_a_crash_interrupts_fails_and_may_be_repeated(with_adapters):
+async def test_adapter_load_interrupted_by_a_crash_can_be_retried(with_adapters):
     engine, loaded = with_adapters
     await engine.load_lora("first", "good")
     with pytest.raises(OverloadedError, match="load the adapter again"):
@@ -684,10 +679,10 @@ async def test_a_load_that_a_crash_interrupts_fails_and_may_be_repeated(with_ada
         await engine.load_lora("second", "good")
 
 
-async def test_an_adapter_whose_load_ends_at_a_crash_is_in_the_next_process(
+async def test_adapter_loaded_just_before_a_crash_is_in_the_next_process(
     with_adapters, monkeypatch, caplog
 ):
-    """The process has said that it has it, and dies before the thread that loads takes note."""
+    """The process confirms the load and dies before the loading thread records it."""
     engine, loaded = with_adapters
     answered, may_go_on = threading.Event(), threading.Event()
     install = engine.adapters._install
@@ -713,7 +708,7 @@ async def test_an_adapter_whose_load_ends_at_a_crash_is_in_the_next_process(
 # ---- messages ------------------------------------------------------------------------------------
 
 
-def test_messages_survive_any_cut():
+def test_messages_survive_any_split():
     params = SamplingParams(stop=("a", "b"), logit_bias={3: 1.5}, seed=2**63, n=2)
     request = Request(
         request_id="ü", prompt_token_ids=(1, 2), params=params, seed=2**64 - 1, outputs={1: (5, 6)}
@@ -745,13 +740,13 @@ def test_messages_survive_any_cut():
         (1).to_bytes(4, "big") + b"\xc1",
     ],
 )
-def test_what_is_not_of_the_schema_is_refused(data):
+def test_invalid_message_is_rejected(data):
     with pytest.raises(ValueError):
         list(decoded(Frames(), data, to_engine))
 
 
-def test_the_process_does_not_outlive_its_parent():
-    """Also one that is killed: the operating system closes its end of the connection."""
+def test_process_does_not_outlive_its_parent():
+    """Covers a killed parent: the operating system closes its end of the connection."""
     import subprocess
     import sys
 
@@ -771,7 +766,7 @@ def test_the_process_does_not_outlive_its_parent():
             os.kill(pid, 0)
         except ProcessLookupError:
             return
-        # In a container nobody may be there to collect it: then it stays as a zombie.
+        # In a container without an init process, it stays as a zombie.
         with open(f"/proc/{pid}/stat") as stat:
             if stat.read().rpartition(")")[2].split()[0] == "Z":
                 return

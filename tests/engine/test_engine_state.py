@@ -1,4 +1,4 @@
-"""What an engine tells of itself while it runs: sequences, blocks, steps."""
+"""The state of a running engine: sequences, blocks, steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cells(state: EngineState) -> list[int | str]:
 
 
 def check_blocks(state: EngineState) -> None:
-    """The runs and the numbers of a map whose cells are blocks say the same."""
+    """Check that the runs and the counts of a map with one block per cell agree."""
     blocks, found = state.blocks, cells(state)
     assert blocks.blocks_per_cell == 1 and len(found) == blocks.num_blocks
     assert blocks.num_free == found.count("free")
@@ -56,11 +56,11 @@ def check_blocks(state: EngineState) -> None:
     for place, seq in enumerate(state.sequences):
         assert found.count(place) == seq.blocks - seq.shared_blocks
     for (_, one), (_, other) in itertools.pairwise(blocks.runs):
-        assert one != other  # runs are as long as they can be
+        assert one != other  # runs are maximal
 
 
 @pytest.mark.parametrize("kind", [Engine, EngineProcess])
-async def test_a_look_shows_who_owns_which_blocks_and_what_became_of_them(kind):
+async def test_engine_state_shows_owners_and_fate_of_blocks(kind):
     config = EngineConfig.from_options(num_blocks=300, block_size=16, max_num_seqs=2)
     engine: AsyncEngine = kind.fake(step_time_s=0.002, config=config)
     engine.start()
@@ -112,7 +112,7 @@ async def test_steps_are_recorded_from_the_first_look_on():
     await engine.stop()
 
 
-async def test_nothing_is_recorded_any_more_when_nobody_looks(monkeypatch):
+async def test_recording_stops_when_unwatched(monkeypatch):
     engine = Engine.fake(step_time_s=0.001)
     watcher = engine._core.watcher
     engine.start()
@@ -126,13 +126,13 @@ async def test_nothing_is_recorded_any_more_when_nobody_looks(monkeypatch):
     await engine.stop()
 
 
-async def test_drafts_are_told_with_their_steps():
+async def test_drafts_are_reported_with_their_steps():
     config = EngineConfig.from_options(speculation="suffix")
     engine = Engine.fake(config=config, step_time_s=0.002)
     engine.start()
     await engine.look()
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0, seed=1)
-    for i in range(3):  # the second has the first to draft from
+    for i in range(3):  # the second can draft from the first
         async for _ in engine.submit(PROMPT, params, request_id=f"{i}"):
             pass
     steps, stats = (await engine.look()).steps, engine.stats().speculation
@@ -144,7 +144,7 @@ async def test_drafts_are_told_with_their_steps():
     await engine.stop()
 
 
-async def test_a_look_while_the_engine_stops_ends():
+async def test_look_returns_while_the_engine_stops():
     engine = EngineProcess.fake()
     engine.start()
     while engine.lifecycle.state != "ready":
@@ -162,7 +162,7 @@ async def test_a_look_while_the_engine_stops_ends():
         await asyncio.wait_for(late, 60)
 
 
-async def test_a_look_is_small_however_much_there_is():
+async def test_engine_state_is_bounded_in_size():
     config = EngineConfig.from_options(num_blocks=100_001, max_num_seqs=256)
     engine = Engine.fake(config=config)
     params = SamplingParams(max_tokens=800, ignore_eos=True, n=32)
@@ -188,16 +188,16 @@ def capture(**changed: object) -> Capture:
     return Capture(**(few | changed))
 
 
-def test_a_cell_of_several_blocks_shows_what_is_held_before_what_is_cached(monkeypatch):
+def test_cell_of_several_blocks_shows_held_before_cached(monkeypatch):
     monkeypatch.setattr(engine_state, "MAX_CELLS", 3)
-    # Cells of two: held and cached, cached and free, free alone.
+    # Cells of two blocks: held and cached, cached and free, free and free.
     state = capture(refs=[0, 1, 0, 0, 0], cached=[0, 2]).state()
     assert state.blocks.runs == [(1, "other"), (1, "cached"), (1, "free")]
     assert (state.blocks.num_owned, state.blocks.num_cached, state.blocks.num_free) == (1, 2, 2)
     assert state.blocks.blocks_per_cell == 2
 
 
-def test_the_checker_of_maps_sees_a_wrong_number():
+def test_block_map_checker_detects_a_wrong_number():
     state = capture(refs=[0, 1, 2, 0, 0], cached=[0]).state()
     check_blocks(state)
     wrong = dataclasses.replace(state.blocks, num_shared=0, num_free=3)
@@ -206,7 +206,7 @@ def test_the_checker_of_maps_sees_a_wrong_number():
 
 
 @pytest.mark.parametrize("kind", [Engine, EngineProcess])
-async def test_an_engine_that_is_not_there_cannot_be_looked_at(kind):
+async def test_stopped_engine_rejects_looks(kind):
     engine: AsyncEngine = kind.fake()
     engine.start()
     await engine.stop()
@@ -219,7 +219,7 @@ async def look_until_it_fails(engine: AsyncEngine) -> None:
         await engine.look()
 
 
-async def test_who_looks_when_the_process_dies_is_told_and_can_look_at_the_next():
+async def test_look_fails_when_the_process_dies_and_succeeds_on_the_next():
     engine = EngineProcess.fake()
     engine.start()
     async with asyncio.timeout(20):

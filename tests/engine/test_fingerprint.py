@@ -1,4 +1,4 @@
-"""The fingerprint names what decides the bits: it changes with each part of that only."""
+"""The fingerprint: it changes exactly with the inputs that determine the bits."""
 
 import shutil
 
@@ -20,14 +20,14 @@ def of(folder, **settings):
     return system_fingerprint(folder, jax.devices()[0], SETTINGS | settings)
 
 
-def test_it_is_the_same_for_the_same_engine_wherever_the_model_lies(folder, tmp_path):
+def test_fingerprint_is_independent_of_the_models_path(folder, tmp_path):
     before = of(folder)
     assert before == of(folder)
     (folder / "notes.txt").write_text("no part of the model")
     assert before == of(folder.rename(tmp_path / "elsewhere"))
 
 
-def test_it_changes_with_the_model_the_settings_and_the_flags(folder, monkeypatch):
+def test_fingerprint_changes_with_model_settings_and_flags(folder, monkeypatch):
     seen = {of(folder), of(folder, block_size=32)}
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -43,14 +43,14 @@ def test_it_changes_with_the_model_the_settings_and_the_flags(folder, monkeypatc
     assert len(seen) == 6
 
 
-def test_of_a_large_file_it_reads_the_head_and_samples(folder, monkeypatch):
+def test_fingerprint_samples_large_files(folder, monkeypatch):
     monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1 << 10)
     monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 16)
     monkeypatch.setattr(fingerprint, "NUM_SAMPLES", 8)
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     before = of(folder)
-    # Every byte changes from the middle of the data on, as it does in a model that was trained on.
+    # All bytes from the middle of the data on change, as they do after training.
     half = len(content) // 2
     weights.write_bytes(content[:half] + bytes(b ^ 1 for b in content[half:]))
     assert of(folder) != before

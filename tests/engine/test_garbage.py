@@ -9,13 +9,13 @@ from forge_jax.engine.gc_tuning import NEW_OBJECTS, short_pauses
 
 @pytest.fixture(autouse=True)
 def the_tests_are_no_engine():
-    """Tests have short pauses for their whole session."""
+    """Restore normal pauses, which tests shorten for the whole session."""
     garbage._exit()
     yield
     garbage._enter()
 
 
-def test_the_collectors_settings_come_back_with_the_last_engine():
+def test_last_engine_restores_the_collectors_settings():
     before = gc.get_threshold()
     assert before[0] < NEW_OBJECTS
     with short_pauses():
@@ -27,7 +27,7 @@ def test_the_collectors_settings_come_back_with_the_last_engine():
     assert gc.get_freeze_count() == 0
 
 
-async def test_an_engine_sets_them_while_it_runs():
+async def test_running_engine_changes_the_collectors_settings():
     before = gc.get_threshold()
     engine = Engine.fake()
     engine.start()

@@ -1,4 +1,4 @@
-"""`Journal`: which requests a process is sent, and with which tokens, after any crash."""
+"""`Journal`: the requests and tokens that a process receives after any crash."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def sent_again(journal: Journal) -> list[str]:
     return [request.request_id for request in journal.unsent()]
 
 
-def test_a_successor_is_sent_each_request_with_its_tokens_so_far(journal):
+def test_successor_receives_each_request_with_its_tokens_so_far(journal):
     journal.take({"a": [Delta(0, token_ids=(5, 6))], "b": [Delta(0, finish_reason="stop")]})
     journal.take({"a": [Delta(0, token_ids=(7,))], "unknown": [Delta(0)]})
     assert not list(journal.unsent()), "they are in the process"
@@ -36,7 +36,7 @@ def test_a_successor_is_sent_each_request_with_its_tokens_so_far(journal):
     assert journal.num_tokens == 3 and not list(journal.unsent())
 
 
-def test_the_tokens_that_a_request_came_with_are_kept():
+def test_initial_output_tokens_of_a_request_are_kept():
     journal = Journal()
     params = SamplingParams(max_tokens=9, n=2)
     journal.accept(request("a", params=params, outputs={1: (3, 4)}), sent=True)
@@ -46,7 +46,7 @@ def test_the_tokens_that_a_request_came_with_are_kept():
     assert again.outputs == {1: (3, 4, 5)}
 
 
-def test_a_request_that_was_aborted_before_a_crash_is_not_sent_again(journal):
+def test_request_aborted_before_a_crash_is_not_resent(journal):
     entry = journal.find("c")
     assert entry is not None
     entry.aborted = True
@@ -56,11 +56,11 @@ def test_a_request_that_was_aborted_before_a_crash_is_not_sent_again(journal):
     assert sent_again(journal) == ["a", "b", "d"]
 
 
-def test_a_request_that_crashes_every_process_is_found_and_ends_alone(journal):
-    """ "c" kills each process it is sent to; nobody else does."""
+def test_request_that_crashes_every_process_is_isolated(journal):
+    """Only "c" kills each process that receives it."""
     running, crashes, culprits = set("abcd"), 0, []
     while not culprits:
-        while "c" not in running:  # a half without it: everybody in it gets a token
+        while "c" not in running:  # a half without "c" gets tokens
             tokens = {name: [Delta(0, token_ids=(1,))] for name in running}
             assert journal.take(tokens), "others may run now"
             running |= set(sent_again(journal))

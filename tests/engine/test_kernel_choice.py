@@ -1,6 +1,4 @@
-"""Which kernels an engine runs on, what it says when it cannot have them, and that it may matter
-little which.
-"""
+"""The choice of kernels, the fallbacks with their messages, and equal results of all choices."""
 
 import logging
 from types import SimpleNamespace
@@ -51,7 +49,7 @@ def make_llm():
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """A machine on which they cannot be built, in a process that has not tried yet."""
+    """Make the kernels unbuildable, in a process that has not tried yet."""
 
     def load(*_):
         raise BuildError("no C++ compiler (c++, g++ or clang++): install g++")
@@ -71,7 +69,7 @@ def continuations(llm: LLM) -> list[list[int]]:
 
 
 def same_tokens(a: list[list[int]], b: list[list[int]]) -> int:
-    """Tokens before the first that differs, summed over the prompts."""
+    """Count the tokens before the first difference, summed over the prompts."""
     total = 0
     for mine, theirs in zip(a, b, strict=True):
         pairs = zip(mine, theirs, strict=True)
@@ -79,7 +77,7 @@ def same_tokens(a: list[list[int]], b: list[list[int]]) -> int:
     return total
 
 
-def test_the_kernels_are_used_by_default_and_can_be_refused(make_llm):
+def test_cpu_kernels_are_the_default_and_can_be_disabled(make_llm):
     by_default, plain = make_llm(), make_llm(kernels="xla")
     assert by_default._core._device.model.packings
     assert by_default._core._device.options.implementation == "cpu"
@@ -87,8 +85,8 @@ def test_the_kernels_are_used_by_default_and_can_be_refused(make_llm):
     assert plain._core._device.options.implementation == "auto"
 
 
-def test_greedy_texts_are_those_of_plain_xla(make_llm):
-    """Equal but for near ties, which sums in another order may flip; here there was none."""
+def test_greedy_texts_match_plain_xla(make_llm):
+    """Near ties may flip because of another summation order; these prompts have none."""
     total = len(PROMPTS) * GREEDY.max_tokens
     same = same_tokens(continuations(make_llm()), continuations(make_llm(kernels="xla")))
     assert same > 0.8 * total
@@ -96,7 +94,7 @@ def test_greedy_texts_are_those_of_plain_xla(make_llm):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.quick_cases(1)
-def test_quantised_models_answer(make_llm, quantization):
+def test_quantized_models_answer(make_llm, quantization):
     llm = make_llm(quantization=quantization)
     packings = llm._core._device.model.packings
     assert packings["layers.0.mlp.down.weight"].format == quantization
@@ -108,7 +106,7 @@ def test_quantised_models_answer(make_llm, quantization):
     assert sizes[1] < {"int8": 0.53, "int4": 0.36}[quantization] * sizes[0]
 
 
-def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog):
+def test_missing_kernels_fall_back_to_xla_with_one_warning(no_kernels, caplog):
     with caplog.at_level(logging.WARNING):
         llm = LLM("forge-tiny", **OPTIONS)
         assert choose("forge-tiny").attention == "auto"
@@ -132,7 +130,7 @@ def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog)
     ],
 )
 @pytest.mark.slow
-def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantization, options):
+def test_xla_multiplies_quantized_weights_without_kernel_support(quantization, options):
     llm = LLM("forge-tiny", quantization=quantization, **OPTIONS, **options)
     model, device = llm._core._device.model, llm._core._device
     assert {format.scheme.values for format in model.in_format(QuantizedFormat).values()} == {
@@ -145,20 +143,20 @@ def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantiz
 
 
 @pytest.mark.slow
-def test_quantisation_without_a_compiler_is_plain_xlas(no_kernels):
+def test_quantization_without_a_compiler_uses_plain_xla(no_kernels):
     llm = LLM("forge-tiny", quantization="int8", **OPTIONS)
     model = llm._core._device.model
     assert model.in_format(QuantizedFormat) and not model.packings
 
 
-def test_a_wrong_choice_is_named():
+def test_unknown_kernel_choice_is_named():
     with pytest.raises(ConfigError, match="quantization"):
         LLM("forge-tiny", quantization="int3", **OPTIONS)
     with pytest.raises(ConfigError, match="kernels"):
         LLM("forge-tiny", kernels="fast", **OPTIONS)
 
 
-def test_an_instruction_set_that_cannot_be_used_is_named(monkeypatch):
+def test_unusable_instruction_set_is_named(monkeypatch):
     def available(isa):
         raise BuildError(f"this CPU does not run {isa}: name one of avx2")
 
@@ -169,15 +167,14 @@ def test_an_instruction_set_that_cannot_be_used_is_named(monkeypatch):
 
 
 def test_float32_models_run_on_plain_xla(stories, caplog):
-    """Nothing to complain about: they were not promised the kernels."""
+    """No warning is expected, because the kernels do not cover float32."""
     with caplog.at_level(logging.WARNING):
         kernels = choose(str(stories))
     assert not caplog.records and kernels.formats == WeightFormats() and kernels.attention == "auto"
 
 
 @pytest.mark.slow
-def test_heads_that_attention_is_not_written_for(stories, caplog):
-    """Packed matrices and XLA's attention, with a warning that says why."""
+def test_unsupported_head_size_uses_xla_attention_with_a_warning(stories, caplog):
     with caplog.at_level(logging.WARNING):
         llm = LLM(stories, dtype="bfloat16", **OPTIONS)
     assert "attention in plain XLA, without the CPU kernels: the head dim must be" in caplog.text
@@ -187,12 +184,12 @@ def test_heads_that_attention_is_not_written_for(stories, caplog):
 
 
 def budget_of(platform="cpu", packings=None, **options):
-    """The token budget of an engine that has sizes 64 and 512."""
+    """Return the token budget of an engine with step sizes 64 and 512."""
     config, sizes = EngineConfig.from_options(**options), None if packings else [64, 512]
     return choose_budget(config, sizes, SimpleNamespace(platform=platform))  # type: ignore[arg-type]
 
 
-def test_steps_keep_a_latency_target_by_default_on_a_cpu_alone():
+def test_latency_target_is_the_default_only_on_cpu():
     budget = budget_of()
     assert budget is not None and budget.target_s == 0.2
     assert budget_of("gpu") is None
@@ -204,7 +201,7 @@ def test_steps_keep_a_latency_target_by_default_on_a_cpu_alone():
         assert budget is not None and budget.target_s == 0.05
 
 
-def test_steps_of_kernels_that_skip_unused_rows_have_any_size(caplog):
+def test_kernels_that_skip_unused_rows_allow_any_step_size(caplog):
     caplog.set_level(logging.INFO, logger="forge_jax.engine.builder")
     filled, exact = budget_of(), budget_of(packings={"layers.0.mlp.down.weight": None})
     assert filled is not None and exact is not None

@@ -1,6 +1,4 @@
-"""`--kv-dtype`: twice the tokens in the same memory, through every part of the engine, and nearly
-the same predictions.
-"""
+"""`--kv-dtype`: twice the tokens in the same memory, with nearly the same predictions."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def make_llm():
-    """The bundled model by the type of its cache."""
+    """Return the bundled model by the type of its cache."""
     return functools.cache(lambda kv_dtype: LLM("forge-tiny", kv_dtype=kv_dtype, **OPTIONS))
 
 
@@ -54,7 +52,7 @@ def make_llm():
     ("dtype", "head_dim", "more"), [("bfloat16", 64, 128 / 68), ("float32", 32, 128 / 36)]
 )
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_a_block_in_8_bits_has_as_many_bytes_as_its_arrays(dtype, head_dim, more, platform):
+def test_8_bit_block_size_matches_its_arrays(dtype, head_dim, more, platform):
     model = tiny_model(dtype=dtype, head_dim=head_dim)
 
     def shape(kv_dtype: str):
@@ -77,7 +75,7 @@ def test_a_block_in_8_bits_has_as_many_bytes_as_its_arrays(dtype, head_dim, more
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_a_cache_of_the_cpu_kernels_takes_memory_where_it_is_used():
+def test_cpu_kernel_cache_takes_memory_on_first_use():
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     storage = np.dtype(np.uint16)
@@ -97,7 +95,7 @@ def test_a_cache_of_the_cpu_kernels_takes_memory_where_it_is_used():
     assert sum(layer.nbytes for layer in kv) == shape.total_bytes
 
 
-def test_the_same_memory_holds_nearly_twice_the_blocks(monkeypatch):
+def test_same_memory_holds_nearly_twice_the_8_bit_blocks(monkeypatch):
     model = tiny_model(dtype="bfloat16", head_dim=64)
     monkeypatch.setattr(
         sizes_module, "available_host_bytes", lambda: 10_000_000 + model.param_bytes
@@ -124,13 +122,13 @@ def test_the_same_memory_holds_nearly_twice_the_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("seqs", "free_gib", "gib"),
     [
-        (16, 100, 0.5),  # no less
-        (256, 100, 1.0),  # 1,024 tokens of each
-        (4096, 100, 2.0),  # no more
-        (256, 2, 0.5),  # a quarter of what is available
+        (16, 100, 0.5),  # the minimum
+        (256, 100, 1.0),  # 1,024 tokens per sequence
+        (4096, 100, 2.0),  # the maximum
+        (256, 2, 0.5),  # a quarter of the available memory
     ],
 )
-def test_the_default_on_a_cpu_is_1024_tokens_of_each_sequence(seqs, free_gib, gib, monkeypatch):
+def test_default_cache_on_a_cpu_is_1024_tokens_per_sequence(seqs, free_gib, gib, monkeypatch):
     model = tiny_model(dtype="bfloat16", head_dim=256, max_position_embeddings=1 << 16)
     of_token = 2 * model.spec.num_hidden_layers * model.spec.num_key_value_heads * 256 * 2
     assert of_token == 4096
@@ -146,7 +144,7 @@ def test_the_default_on_a_cpu_is_1024_tokens_of_each_sequence(seqs, free_gib, gi
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.slow
-def test_company_prefix_hits_and_failures_change_no_bit(make_llm, kv_dtype):
+def test_batches_prefix_hits_and_failures_do_not_change_bits(make_llm, kv_dtype):
     llm = make_llm(kv_dtype)
     core = llm._core
     alone = [
@@ -162,12 +160,12 @@ def test_company_prefix_hits_and_failures_change_no_bit(make_llm, kv_dtype):
     assert core.num_recoveries > 2
 
 
-def test_the_fingerprint_tells_the_types_apart(make_llm):
+def test_fingerprint_depends_on_the_kv_dtype(make_llm):
     assert len({make_llm(kv_dtype).system_fingerprint for kv_dtype in CHOICES}) == 3
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_the_cpu_kernels_attend_over_it(make_llm, kv_dtype, caplog):
+def test_cpu_kernels_attend_over_the_8_bit_cache(make_llm, kv_dtype, caplog):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     runner = make_llm(kv_dtype)._core._device
@@ -179,15 +177,15 @@ def test_the_cpu_kernels_attend_over_it(make_llm, kv_dtype, caplog):
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_a_step_takes_the_caches_arrays_over(make_llm, kv_dtype):
-    """With their scales: none is allocated a second time."""
+def test_step_updates_the_cache_arrays_in_place(make_llm, kv_dtype):
+    """Includes the scales: nothing is allocated twice."""
     runner = make_llm(kv_dtype)._core._device
     [step] = [each for name, each in runner.compiled().items() if "[" in name]
     assert step.memory_analysis().alias_size_in_bytes >= runner.options.kv_shape.total_bytes
 
 
 @pytest.mark.slow
-def test_contiguous_blocks_tell_the_story_too(stories):
+def test_contiguous_8_bit_blocks_give_the_same_story(stories):
     options = {"max_num_seqs": 2, "max_model_len": 128, "deterministic": True}
     llm = LLM(stories, kv_dtype="int8", kv_cache="contiguous", **options)
     assert llm._core._device.state.kv[0].shape[3] == 128
@@ -196,7 +194,7 @@ def test_contiguous_blocks_tell_the_story_too(stories):
     assert output.text.startswith(", there was a little girl")
 
 
-def test_an_unknown_type_is_named_with_the_choices():
+def test_unknown_kv_dtype_is_named_with_the_choices():
     with pytest.raises(ConfigError, match="kv_dtype must be one of auto, fp8, int8, not 'fp4'"):
         LLM("forge-tiny", kv_dtype="fp4")
 
@@ -206,7 +204,7 @@ def test_an_unknown_type_is_named_with_the_choices():
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    """Documents that the bundled model was not trained on: 3,800 predictions."""
+    """Return documents that the bundled model was not trained on: 3,800 predictions."""
     return benchmark.held_out(100)
 
 
@@ -216,17 +214,17 @@ def exact(make_llm, texts) -> np.ndarray:
 
 
 def more_perplexity(llm: LLM, texts: list[list[int]], exact: np.ndarray) -> float:
-    """0.01 is one percent more than with the model's own type."""
+    """Return the relative increase of the perplexity over that with the model's own type."""
     return math.expm1((exact - benchmark.log_likelihoods(llm, texts)).mean())
 
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.002), ("fp8", 0.002)])
 @pytest.mark.quick_cases(1)
-def test_8_bits_predict_as_well_as_16(make_llm, texts, exact, kv_dtype, most):
+def test_8_bit_cache_predicts_as_well_as_16_bits(make_llm, texts, exact, kv_dtype, most):
     assert abs(more_perplexity(make_llm(kv_dtype), texts, exact)) < most
 
 
-def test_the_benchmark_makes_its_table(make_llm, monkeypatch):
+def test_kv_dtype_benchmark_writes_its_table(make_llm, monkeypatch):
     monkeypatch.setattr(benchmark, "OUTPUT", 4)
     args = argparse.Namespace(model="forge-tiny", texts=9, rounds=1, contexts=[16, 10**6])
     report = benchmark.compare({name: make_llm(name) for name in CHOICES}, args)
@@ -241,7 +239,7 @@ def test_the_benchmark_makes_its_table(make_llm, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_wrong_scale_shows_in_the_predictions(monkeypatch, texts, exact):
+def test_wrong_scale_is_detected_in_the_perplexity(monkeypatch, texts, exact):
     right = attention_api.quantize_rows
 
     def wrong(rows, dtype):

@@ -1,4 +1,4 @@
-"""`LLM` on a small trained model: what each sampling parameter does, and what never matters."""
+"""`LLM` on a small trained model: the effect of each parameter, and what must have none."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
 @pytest.fixture(scope="module")
 def make_llm(stories):
-    """Engines by their options, made once each."""
+    """Return engines by their options, made once each."""
     engines: dict[tuple, LLM] = {}
 
     def make(**options) -> LLM:
@@ -56,7 +56,7 @@ def used_blocks(llm: LLM) -> int:
     return llm._core.scheduler.pool.num_used
 
 
-def test_a_trained_model_tells_its_story(llm):
+def test_trained_model_tells_its_story(llm):
     output = one(llm, max_tokens=60, temperature=0)
     assert output.text.startswith(STORY)
     assert output.outputs[0].finish_reason == "length"
@@ -71,7 +71,7 @@ def test_prompts_may_be_texts_or_token_ids(llm):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 @pytest.mark.quick_cases(1)
-def test_the_size_of_a_chunk_does_not_matter(make_llm, llm, chunk):
+def test_chunk_size_does_not_change_the_output(make_llm, llm, chunk):
     prompt = PROMPT + STORY
     whole = one(llm, prompt, max_tokens=30, temperature=0, logprobs=0)
     cut = one(
@@ -85,8 +85,8 @@ def test_the_size_of_a_chunk_does_not_matter(make_llm, llm, chunk):
 
 
 @pytest.mark.slow
-def test_preemption_does_not_matter(make_llm, llm):
-    # 12 blocks of 16 tokens: eight sequences of about 70 tokens cannot all stay.
+def test_preemption_does_not_change_the_output(make_llm, llm):
+    # 12 blocks of 16 tokens cannot hold eight sequences of about 70 tokens.
     tight = make_llm(num_blocks=12, max_model_len=160)
     prompts = [PROMPT, "The dog", "One day", "A big red ball", "Lily", "Tom", "Sue", "My mom"]
     params = SamplingParams(max_tokens=60, temperature=0, logprobs=0)
@@ -97,7 +97,7 @@ def test_preemption_does_not_matter(make_llm, llm):
     assert used_blocks(tight) == 0
 
 
-def test_a_prefix_hit_does_not_matter(llm):
+def test_prefix_hit_does_not_change_the_output(llm):
     prompt = "Of all these tests only one begins like this" + STORY
     cold = one(llm, prompt, max_tokens=30, temperature=0, logprobs=0)
     warm = one(llm, prompt, max_tokens=30, temperature=0, logprobs=0)
@@ -113,7 +113,7 @@ def test_contiguous_kv_gives_the_same_text(make_llm, llm):
 
 
 def assert_same(got, expected):
-    """The same tokens, and logprobs that differ by no more than rounding does."""
+    """Check for equal tokens, and logprobs that differ only by rounding."""
     for a, b in zip(got.outputs, expected.outputs, strict=True):
         assert a.token_ids == b.token_ids
         np.testing.assert_allclose(
@@ -122,12 +122,12 @@ def assert_same(got, expected):
 
 
 @pytest.mark.slow
-def test_bfloat16_weights_tell_nearly_the_same_story(make_llm):
+def test_bfloat16_weights_give_nearly_the_same_story(make_llm):
     text = one(make_llm(dtype="bfloat16"), max_tokens=20, temperature=0).text
     assert text.startswith(", there was a little girl named Lily.")
 
 
-def test_a_seed_gives_the_same_sample_in_any_company(llm):
+def test_seeded_sample_is_independent_of_the_batch(llm):
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=11)
     alone = llm.generate(PROMPT, params, progress=False)[0].text
     crowd = llm.generate(
@@ -140,12 +140,12 @@ def test_a_seed_gives_the_same_sample_in_any_company(llm):
     assert crowd[1].text == alone
 
 
-def test_without_a_seed_samples_differ(llm):
+def test_samples_without_a_seed_differ(llm):
     texts = {one(llm, max_tokens=30).text for _ in range(3)}
     assert len(texts) == 3
 
 
-def test_n_samples_of_one_request_differ_and_share_the_prompt(llm):
+def test_n_samples_differ_and_share_the_prompt(llm):
     output = one(llm, PROMPT + STORY, max_tokens=20, n=4, seed=3)
     assert [c.index for c in output.outputs] == [0, 1, 2, 3]
     assert len({c.text for c in output.outputs}) == 4
@@ -153,8 +153,8 @@ def test_n_samples_of_one_request_differ_and_share_the_prompt(llm):
     assert [c.text for c in again.outputs] == [c.text for c in output.outputs]
 
 
-def test_temperature_follows_the_model_distribution(llm):
-    """The first token over many seeds against the model's own probabilities (chi-square)."""
+def test_temperature_sampling_follows_the_model_distribution(llm):
+    """Compares the first token over many seeds with the model's probabilities (chi-square)."""
     from scipy import stats
 
     top = one(llm, max_tokens=1, temperature=0, logprobs=20, prompt="One day").outputs[0]
@@ -173,13 +173,13 @@ def test_top_k_one_is_greedy(llm):
         assert one(llm, max_tokens=20, temperature=1.5, seed=1, **params).text == greedy
 
 
-def test_logit_bias_forces_and_forbids(llm):
+def test_logit_bias_forces_and_forbids_tokens(llm):
     forced = one(llm, max_tokens=5, temperature=0, logit_bias={300: 100.0})
     assert forced.outputs[0].token_ids == (300,) * 5
     first = one(llm, max_tokens=1, temperature=0).outputs[0].token_ids[0]
     other = one(llm, max_tokens=1, temperature=0, logit_bias={first: -100.0})
     assert other.outputs[0].token_ids[0] != first
-    # A slot's bias leaves with its sequence.
+    # A slot's bias does not outlive its sequence.
     assert one(llm, max_tokens=40, temperature=0).text.startswith(STORY[:30])
 
 
@@ -187,8 +187,7 @@ def test_logit_bias_forces_and_forbids(llm):
     "penalty",
     [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}],
 )
-def test_penalties_pick_what_their_formula_picks(llm, penalty):
-    """Greedy under a penalty, token by token, against the formula on the model's own logprobs."""
+def test_penalties_follow_their_formulas(llm, penalty):
     output = one(llm, PROMPT + STORY, max_tokens=30, temperature=0, logprobs=20, **penalty)
     tokens = list(output.outputs[0].token_ids)
     plain = one(llm, PROMPT + STORY, max_tokens=30, temperature=0)
@@ -216,7 +215,7 @@ def test_penalties_survive_preemption_and_prefix_hits(make_llm, llm):
     assert tight._core.scheduler.num_preemptions > before
 
 
-def test_min_tokens_holds_the_end_back(llm):
+def test_min_tokens_suppresses_the_eos_token(llm):
     stop = one(llm, max_tokens=1, temperature=0).outputs[0].token_ids[0]
     at_once = one(llm, max_tokens=20, temperature=0, stop_token_ids=[stop]).outputs[0]
     assert (at_once.finish_reason, at_once.stop_reason, at_once.text) == ("stop", stop, "")
@@ -224,7 +223,7 @@ def test_min_tokens_holds_the_end_back(llm):
     assert len(held.token_ids) >= 6 and stop not in held.token_ids[:6]
 
 
-def test_the_end_token_ends_the_output_unless_told_otherwise(llm):
+def test_eos_token_ends_the_output_unless_ignored(llm):
     eos = llm.tokenizer.eos_token_id
     biased = {"logit_bias": {eos: 100.0}, "temperature": 0, "max_tokens": 5}
     ended = one(llm, **biased).outputs[0]
@@ -234,7 +233,7 @@ def test_the_end_token_ends_the_output_unless_told_otherwise(llm):
 
 
 @pytest.mark.parametrize("stop", ["Lily", "named L", " She loved", ". She"])
-def test_a_stop_string_ends_the_text_wherever_the_tokens_are_cut(llm, stop):
+def test_stop_string_ends_the_text_across_token_boundaries(llm, stop):
     output = one(llm, max_tokens=60, temperature=0, stop=[stop]).outputs[0]
     assert output.text == STORY[: STORY.index(stop)]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
@@ -243,7 +242,7 @@ def test_a_stop_string_ends_the_text_wherever_the_tokens_are_cut(llm, stop):
     assert used_blocks(llm) == 0
 
 
-def test_streamed_text_is_the_text(llm):
+def test_streamed_text_equals_the_whole_text(llm):
     deltas = list(llm.stream(PROMPT, GREEDY))
     assert "".join(d.text for d in deltas) == one(llm, max_tokens=40, temperature=0).text
     assert deltas[-1].finish_reason == "length"
@@ -256,7 +255,7 @@ def test_leaving_a_stream_early_frees_its_blocks(llm):
     assert used_blocks(llm) == 0
 
 
-def test_logprobs_are_the_models_own(llm):
+def test_logprobs_match_the_models_own(llm):
     output = one(llm, max_tokens=10, temperature=0, logprobs=5, frequency_penalty=1.0).outputs[0]
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):
         assert entry.token_id == token and len(entry.top) == 5
@@ -265,8 +264,7 @@ def test_logprobs_are_the_models_own(llm):
         assert dict(entry.top).get(token, entry.logprob) == entry.logprob
 
 
-def test_prompt_logprobs_are_those_of_decoding_the_same_tokens(make_llm, llm):
-    """What the model says of a text it reads is what it said when it wrote it."""
+def test_prompt_logprobs_match_decoding_the_same_tokens(make_llm, llm):
     written = one(llm, max_tokens=30, temperature=0, logprobs=2).outputs[0]
     prompt = llm.tokenizer.encode(PROMPT)
     for engine in (llm, make_llm(prefill_chunk_size=7, prefix_cache=False)):
@@ -280,7 +278,7 @@ def test_prompt_logprobs_are_those_of_decoding_the_same_tokens(make_llm, llm):
         assert [e.top[0][0] for e in tail] == list(written.token_ids)
 
 
-def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(llm, monkeypatch):
+def test_text_that_can_never_fit_is_rejected_before_encoding(llm, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("encoded")
 
@@ -297,7 +295,7 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(llm, monkeypa
     assert error.value.param == "messages"
 
 
-def test_what_can_never_fit_is_refused_with_the_field_named(llm):
+def test_prompt_that_can_never_fit_is_rejected_by_field(llm):
     with pytest.raises(ContextLengthError) as too_long:
         one(llm, [5] * 600, max_tokens=1)
     assert too_long.value.param == "prompt"
@@ -320,12 +318,12 @@ def test_nothing_compiles_after_the_engine_is_ready(llm):
         SamplingParams(max_tokens=2, prompt_logprobs=1, logit_bias={1: 1.0}, top_k=3),
         SamplingParams(max_tokens=3, temperature=0),
     ]
-    before = llm._parts.compilations()  # of the whole process: other tests make other engines
+    before = llm._parts.compilations()  # of the whole process, because other tests create engines
     llm.generate([[7] * 300, PROMPT, [9] * 33, [3]], params, progress=False)
     assert llm._parts.compilations() == before
 
 
-def test_options_that_do_not_fit_are_refused(stories):
+def test_conflicting_options_are_rejected(stories):
     with pytest.raises(ConfigError, match="max_model_len=100000"):
         LLM(stories, max_model_len=100_000)
     with pytest.raises(ConfigError, match="block_size"):
@@ -361,7 +359,7 @@ def test_slot_history_counts_prompt_and_output():
 # ---- one engine, several callers -------------------------------------------------------------
 
 
-def test_streams_may_be_read_in_turn_and_beside_generate(llm):
+def test_streams_may_be_interleaved_with_generate(llm):
     params = SamplingParams(max_tokens=20, temperature=0)
     alone = {p: one(llm, p, max_tokens=20, temperature=0).text for p in (PROMPT, "The dog", "Tom")}
     first, second = llm.stream(PROMPT, params), llm.stream("The dog", params)
@@ -391,14 +389,14 @@ def test_threads_may_share_an_engine(llm):
 
 @pytest.fixture
 def no_collections():
-    """An interrupt between two steps that falls into a callback of the collector is lost."""
+    """Disable collections: an interrupt inside a collector callback is lost."""
     gc.disable()
     yield
     gc.enable()
 
 
 def test_ctrl_c_leaves_the_engine_usable(llm, no_collections):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to ignored
     long = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     for delay_s in (0.05, 0.1, 0.15):
         timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
@@ -409,10 +407,10 @@ def test_ctrl_c_leaves_the_engine_usable(llm, no_collections):
     assert one(llm, max_tokens=40, temperature=0).text.startswith(STORY[:60])
 
 
-# ---- the edges of what may be asked ----------------------------------------------------------
+# ---- edge cases of parameters ------------------------------------------------------------------
 
 
-def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_counts(llm):
+def test_stop_string_that_starts_before_min_tokens_matches(llm):
     for min_tokens in range(5):
         text = one(llm, max_tokens=30, temperature=0, stop=["named Lily"], min_tokens=min_tokens)
         assert text.text == STORY[: STORY.index("named Lily")]
@@ -426,7 +424,7 @@ def test_extreme_values_are_greedy(llm, params):
     assert one(llm, max_tokens=8, seed=1, **params).text == greedy
 
 
-def test_leading_space_survives_a_prompt_that_ends_in_special_tokens(llm):
+def test_leading_space_survives_a_prompt_ending_in_special_tokens(llm):
     ids = [*llm.tokenizer.encode(PROMPT), *[1] * 8]
     output = one(llm, ids, max_tokens=1, temperature=0, logit_bias={432: 100.0})
     assert output.text == llm.tokenizer.decode([*ids, 432])[len(llm.tokenizer.decode(ids)) :]
@@ -446,13 +444,13 @@ def test_parameters_can_be_copied_hashed_and_pickled():
         {"min_tokens": 5, "max_tokens": 4}, {"stop": [""]}, {"logit_bias": {-1: 0.0}},
     ],
 )  # fmt: skip
-def test_a_wrong_parameter_is_named(wrong):
+def test_invalid_parameter_is_named(wrong):
     with pytest.raises(RequestError) as error:
         SamplingParams(**wrong)
     assert error.value.param in wrong
 
 
-def test_numpy_prompts_are_prompts_and_floats_are_not(llm):
+def test_numpy_integer_prompts_are_accepted_and_floats_are_not(llm):
     ids = llm.tokenizer.encode(PROMPT)
     assert one(llm, np.array(ids), max_tokens=5, temperature=0).prompt_token_ids == tuple(ids)
     with pytest.raises(RequestError, match="integers"):
@@ -469,12 +467,12 @@ def test_numpy_prompts_are_prompts_and_floats_are_not(llm):
         {"num_blocks": 10**12}, {"num_blocks": 3, "max_model_len": 200},
     ],
 )  # fmt: skip
-def test_a_wrong_option_is_named(stories, wrong):
+def test_invalid_option_is_named(stories, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         LLM(stories, **wrong)
 
 
-def test_a_broken_checkpoint_is_refused_before_any_long_work(stories, tmp_path, monkeypatch):
+def test_broken_checkpoint_is_rejected_before_any_long_work(stories, tmp_path, monkeypatch):
     from safetensors.numpy import load_file, save_file
 
     from forge_jax.errors import CheckpointError

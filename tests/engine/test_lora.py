@@ -1,7 +1,7 @@
 """Engines with LoRA adapters: chosen by request, loaded and unloaded while others run.
 
-`lora_files.py` merges an adapter into the weights of a copy of the model: what that copy gives is
-what a request with the adapter must give.
+`lora_files.py` merges an adapter into the weights of a copy of the model. A request with the
+adapter must give the results of that copy.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SCORED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def folders(stories, tmp_path_factory) -> dict[str, Path]:
-    """Two adapters, and a copy of the model with each of them in its weights."""
+    """Return two adapters, and a copy of the model merged with each of them."""
     root = tmp_path_factory.mktemp("adapters")
     a = write_adapter(root / "a", stories, seed=1, rank=4, alpha=8.0)
     b = write_adapter(root / "b", stories, seed=2, rank=8, alpha=4.0)
@@ -57,14 +57,14 @@ def llm(stories, folders):
 
 @pytest.fixture
 def both(llm, folders):
-    """With the second adapter loaded for this test."""
+    """Load the second adapter for this test."""
     llm.load_lora("b", folders["b"])
     yield llm
     llm.unload_lora("b")
 
 
 def scores(output) -> np.ndarray:
-    """f32: the logprobs of the prompt's tokens and of the output's."""
+    """Return f32: the logprobs of the prompt's tokens and of the output's."""
     found = [*output.prompt_logprobs, *output.outputs[0].logprobs]
     return np.array([each.logprob for each in found], np.float32)
 
@@ -88,7 +88,7 @@ def test_each_request_of_a_batch_has_its_adapter(both, folders, stories):
     assert len({output.text for output in outputs[:3]}) == 3
 
 
-def test_nothing_is_compiled_when_adapters_come_and_go(llm, folders):
+def test_loading_and_unloading_adapters_compiles_nothing(llm, folders):
     before = llm._parts.compilations()
     llm.load_lora("b", folders["b"])
     run(llm, [PROMPT], lora="b")
@@ -99,7 +99,6 @@ def test_nothing_is_compiled_when_adapters_come_and_go(llm, folders):
 
 
 def computed(llm) -> dict[str, set[str]]:
-    """By executable, the scopes of what it computes."""
     return {
         name: {
             part
@@ -111,7 +110,7 @@ def computed(llm) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-def test_an_engine_without_adapters_has_nothing_of_them(stories, llm):
+def test_engine_without_adapters_has_no_adapter_state(stories, llm):
     with LLM(stories, **OPTIONS) as plain:
         runner = plain._core._device
         assert "set_adapter" not in runner.compiled() and "lora" not in runner.settings
@@ -142,7 +141,7 @@ def test_blocks_are_never_shared_between_adapters(both, folders):
     assert cached("b") == 0, "the same files, but another loading of them"
 
 
-def test_no_salt_passes_for_an_adapter():
+def test_cache_salt_cannot_imitate_an_adapter():
     def name(salt, lora=None):
         ref = None if lora is None else LoraRef(name="x", place=1, identity=lora)
         request = Request(
@@ -157,13 +156,13 @@ def test_no_salt_passes_for_an_adapter():
     assert name("tenant") == "tenant"
 
 
-def test_an_adapter_that_requests_take_is_not_unloaded(both, folders):
+def test_adapter_in_use_is_not_unloaded(both, folders):
     stream = both.stream(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True), lora="b")
     next(stream)
     with pytest.raises(RequestError, match="1 requests use this LoRA adapter"):
         both.unload_lora("b")
     stream.close()
-    late = both.stream(PROMPT, lora="b")  # begins when it is first read
+    late = both.stream(PROMPT, lora="b")  # starts at its first read
     both.unload_lora("b")
     both.load_lora("b", folders["a"])
     with pytest.raises(RequestError, match="has been unloaded"):
@@ -171,7 +170,7 @@ def test_an_adapter_that_requests_take_is_not_unloaded(both, folders):
     assert run(both, [PROMPT], lora="b")[0].text == run(both, [PROMPT], lora="a")[0].text
 
 
-def test_what_cannot_be_loaded_changes_nothing(both, folders, tmp_path):
+def test_failed_adapter_load_changes_nothing(both, folders, tmp_path):
     before = both.loras
     for name, path, named in (
         ("a", folders["b"], "loaded already"),
@@ -196,7 +195,7 @@ def test_what_cannot_be_loaded_changes_nothing(both, folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_embeddings_have_adapters(llm):
+def test_embeddings_use_adapters(llm):
     [one, plain, same] = llm.embed([PROMPT] * 3, lora=["a", None, "a"], progress=False)
     [again] = llm.embed(PROMPT, progress=False)
     np.testing.assert_allclose([same, again], [one, plain], atol=1e-5, rtol=0)
@@ -219,13 +218,13 @@ def exact(stories, exact_options):
 
 
 @pytest.mark.slow
-def test_the_bits_of_a_request_do_not_depend_on_the_adapters_of_others(exact, exact_options):
+def test_bits_are_independent_of_other_requests_adapters(exact, exact_options):
     alone = {name: scores(run(exact, [LONG], lora=name)[0]) for name in ("a", "b", None)}
     for names in (["b", "a", None, "a"], [None, None, "b", "a"], ["a"] * 4):
         outputs = run(exact, [LONG, LONG[3:], [5, 6], LONG], lora=names)
         for row in (0, 3):
             np.testing.assert_array_equal(scores(outputs[row]), alone[names[row]])
-    # At another place, after another adapter was there.
+    # In another place, after another adapter used it.
     exact.unload_lora("a")
     exact.unload_lora("b")
     for name in ("b", "a"):
@@ -243,7 +242,7 @@ SAMPLED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def expected(exact) -> list[tuple]:
-    """What each request of the mix gives alone."""
+    """Return what each request of the mix gives alone."""
     outputs = [run(exact, [p], SAMPLED, lora=name)[0] for p, name in zip(PROMPTS, MIX, strict=True)]
     assert len({o.outputs[0].token_ids for o in outputs}) == len(outputs)
     return [tokens_and_scores(output) for output in outputs]
@@ -258,15 +257,15 @@ def answers(llm) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_a_preempted_request_keeps_its_adapter(stories, exact_options, expected):
+def test_preempted_request_keeps_its_adapter(stories, exact_options, expected):
     with LLM(stories, **exact_options | {"num_blocks": 11, "max_model_len": 128}) as tight:
         assert answers(tight) == expected
         assert tight._core.scheduler.num_preemptions > 0
 
 
 @pytest.mark.slow
-def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
-    """Nor do device arrays that are lost, and made anew."""
+def test_adapters_survive_a_failed_step(exact, expected):
+    """Lost device arrays, which are recreated, are covered, too."""
     calls, core, device = itertools.count(1), exact._core, exact._core._device
     before = core.num_recoveries
     with failing_steps(core, lambda plan, where: next(calls) % 25 == 0):
@@ -281,8 +280,10 @@ def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
     [{"speculation": "suffix"}, {"speculation": "draft", "draft_model": "self", "draft_layers": 1}],
 )
 @pytest.mark.slow
-def test_speculation_changes_nothing_for_an_adapter(stories, exact_options, expected, speculation):
-    """Twice: then there are earlier outputs, of the same adapter and of others."""
+def test_speculation_does_not_change_an_adapters_output(
+    stories, exact_options, expected, speculation
+):
+    """The second run has earlier outputs of the same adapter and of others to draft from."""
     with LLM(stories, **exact_options, **speculation) as guessing:
         for _ in range(2):
             assert answers(guessing) == expected
@@ -305,19 +306,18 @@ def test_speculation_changes_nothing_for_an_adapter(stories, exact_options, expe
         ({"max_lora_rank": 0}, "max_lora_rank must"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, named):
+def test_invalid_options_are_rejected(options, named):
     with pytest.raises(ConfigError, match=named):
         EngineConfig.from_options(**options)
 
 
-def test_an_adapter_that_does_not_fit_stops_the_start(stories, folders, monkeypatch):
-    """Before anything is compiled."""
+def test_adapter_that_does_not_fit_stops_the_start(stories, folders, monkeypatch):
     monkeypatch.setattr(Runner, "compile", None)
     with pytest.raises(ModelError, match=r"lora b=.*rank 8.*max_lora_rank"):
         LLM(stories, **OPTIONS, lora=(f"b={folders['b']}",), max_lora_rank=4)
 
 
-# ---- the async faces ---------------------------------------------------------------------------
+# ---- the async engines -------------------------------------------------------------------------
 
 
 async def text(engine, name, **options):
@@ -352,8 +352,8 @@ async def test_adapters_are_loaded_while_requests_run(stories, folders, both):
 
 
 @pytest.mark.slow
-async def test_a_crash_is_a_pause_for_adapters_too(stories, folders, both, tmp_path):
-    """Those of the start, and those that were loaded since; one whose files changed is lost."""
+async def test_adapters_survive_a_crash(stories, folders, both, tmp_path):
+    """Covers adapters from the start and later ones; an adapter whose files changed is lost."""
     wanted = {name: run(both, [PROMPT], lora=name)[0].text for name in ("a", "b")}
     changing = write_adapter(tmp_path / "changing", stories, seed=3)
     config = EngineConfig.from_options(
@@ -368,7 +368,7 @@ async def test_a_crash_is_a_pause_for_adapters_too(stories, folders, both, tmp_p
             await engine.load_lora("none", str(tmp_path))
         assert [await text(engine, name) for name in ("a", "b")] == list(wanted.values())
         write_adapter(changing, stories, seed=4)
-        os.kill(engine.pid, signal.SIGSTOP)  # nobody answers until it is killed
+        os.kill(engine.pid, signal.SIGSTOP)  # nothing responds until it is killed
         going_on = [asyncio.create_task(text(engine, name)) for name in ("a", "b")]
         params = SamplingParams(max_tokens=12)
         lost = engine.submit([1, 2, 3], params, request_id="lost", lora="changing")

@@ -1,4 +1,4 @@
-"""Free blocks hold NaN and nobody notices; a row that is not finite ends its own request alone."""
+"""Numerical faults: NaN in free blocks has no effect, non-finite rows end only their request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = {"deterministic": True, "max_num_seqs": 4, "max_model_len": 256, "num_
 
 
 class Poisoner:
-    """The engine's device; before each step all KV of the blocks that `which` names becomes NaN."""
+    """A device that fills all KV of the blocks named by `which` with NaN before each step."""
 
     def __init__(self, llm: LLM, which: Callable[[StepPlan], set[int]]):
         core = llm._core
@@ -76,7 +76,7 @@ def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
     [{}, {"kernels": "xla"}, {"dtype": "float32"}, {"kv_dtype": "fp8"}],
 )
 @pytest.mark.quick_cases(1)
-def test_what_free_blocks_hold_does_not_matter(kind):
+def test_contents_of_free_blocks_do_not_matter(kind):
     llm = LLM("forge-tiny", **OPTIONS, **kind)
     expected = answers(llm)
     pool = llm._core.scheduler.pool
@@ -96,9 +96,9 @@ def test_what_free_blocks_hold_does_not_matter(kind):
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.quick_cases(1)
-def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached(kv_dtype):
+def test_non_finite_row_is_isolated_and_not_cached(kv_dtype):
     llm = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)
-    # Without `bad` beside them, and with empty caches: the company does not matter.
+    # Without `bad` in the batch and with empty caches, because the batch does not matter.
     expected = answers(llm)
     core = llm._core
     prompt = "A quite different beginning of a story about a whale " * 3
@@ -120,7 +120,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached(kv_dtype):
     bad = outputs[3].outputs[0]
     assert bad.finish_reason == "error" and isinstance(bad.error, NumericalError)
     assert core.num_recoveries == 0 and core.scheduler.pool.num_used == 0
-    # What the poison touched is gone: the blocks that it had before are all that can be found.
+    # Poisoned blocks are gone from the cache; only blocks registered before can be found.
     core._device = core._device.runner
     [again] = llm.generate([prompt], params[3:], progress=False)
     fresh = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)

@@ -1,4 +1,4 @@
-"""Steps that raise lose nothing, and who makes them raise ends alone."""
+"""Failed steps: nothing is lost, and the request that causes them is isolated."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ def fake_parts(**options):
 
 
 def requests(count: int, seed: int = 0) -> list[Request]:
-    """Named after the seed and their number, "0-3"."""
+    """Return requests named after the seed and their index, such as "0-3"."""
     rng = random.Random(seed)
     made = []
     for i in range(count):
@@ -52,7 +52,7 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 
 
 def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 12) -> Outcome:
-    """What became of each sample; new requests arrive whenever fewer than `at_once` are left."""
+    """Return each sample's outcome; requests arrive while fewer than `at_once` are left."""
     found: dict[tuple[str, int], list] = {}
     waiting = list(reversed(arriving))
     while waiting or core.has_work:
@@ -82,7 +82,7 @@ def failing(parts, fails) -> tuple[EngineCore, FailingDevice]:
 
 @pytest.mark.parametrize("one_step_ahead", [True, False])
 @pytest.mark.quick_cases(1)
-def test_a_step_in_a_hundred_raises_and_nobody_notices(one_step_ahead):
+def test_failing_steps_do_not_change_outputs(one_step_ahead):
     rng = random.Random(1)
     core, device = failing(
         fake_parts(one_step_ahead=one_step_ahead), lambda plan, where: rng.random() < 0.005
@@ -99,7 +99,7 @@ def test_a_step_in_a_hundred_raises_and_nobody_notices(one_step_ahead):
 
 
 @pytest.mark.parametrize("first_step_raises", [False, True])
-def test_an_idle_core_keeps_no_sequence(first_step_raises):
+def test_idle_core_keeps_no_sequence(first_step_raises):
     core, device = failing(
         fake_parts(), lambda plan, where: first_step_raises and not device.num_failures
     )
@@ -115,7 +115,7 @@ def _num_sequences() -> int:
 
 
 def poisoned(*request_ids: str, output: int = 0):
-    """Every step raises that computes one of these from so many output tokens on."""
+    """Make every step raise that computes one of these requests from this many output tokens on."""
 
     def fails(plan, where: str) -> bool:
         return where == "read" and any(
@@ -127,7 +127,7 @@ def poisoned(*request_ids: str, output: int = 0):
 
 @pytest.mark.parametrize("output", [0, 1, 9])
 @pytest.mark.parametrize("poison", [("r3",), ("r0",), ("r2", "r9"), ("r4", "r5", "r6")])
-def test_who_makes_every_step_raise_ends_alone(poison, output):
+def test_request_that_fails_every_step_is_isolated(poison, output):
     batch = [
         Request(
             request_id=f"r{i}",
@@ -147,7 +147,7 @@ def test_who_makes_every_step_raise_ends_alone(poison, output):
             assert len(outcome[0]) == output
         else:
             assert outcome == expected[request_id, index]
-    # Three failures, two for each halving of eight slots, and the last alone; for each of them.
+    # Per culprit: three failures, two for each halving of eight slots, and the last alone.
     assert device.num_failures <= len(poison) * (MAX_FAILURES + 2 * 3 + 2)
     assert not core._bisection._failures and core._bisection.only is None
 
@@ -163,7 +163,7 @@ def test_all_samples_of_a_poisoned_request_end():
         assert outcome[4] == "error" if key[0] == "bad" else outcome == expected[key]
 
 
-def test_who_is_aborted_while_a_culprit_is_looked_for_holds_nobody_up():
+def test_aborting_a_suspect_unblocks_the_others():
     batch = [
         Request(
             request_id=f"r{i}",
@@ -200,7 +200,7 @@ def test_who_is_aborted_while_a_culprit_is_looked_for_holds_nobody_up():
     assert set(ends.values()) == {"abort", "length"}
 
 
-def test_a_device_that_cannot_be_reset_ends_the_engine(monkeypatch):
+def test_device_that_cannot_be_reset_ends_the_engine(monkeypatch):
     parts = fake_parts()
     _, device = failing(parts, lambda plan, where: plan.step == 3)
 
@@ -221,13 +221,13 @@ def test_a_device_that_cannot_be_reset_ends_the_engine(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_stall_is_as_long_as_there_was_work_and_no_step():
+def test_stall_time_counts_only_pending_work_without_a_step():
     now_s = 0.0
     parts = fake_parts()
     parts.core._clock = lambda: now_s
     core = parts.core
     now_s = 100.0
-    assert core.stalled_s == 0.0  # there is nothing to do
+    assert core.stalled_s == 0.0  # there is no work
     core.add(requests(1)[0])
     assert core.stalled_s == 0.0
     now_s = 130.0
@@ -253,8 +253,8 @@ def bundled() -> LLM:
     return LLM("forge-tiny", deterministic=True, max_num_seqs=4, max_model_len=256, num_blocks=64)
 
 
-def test_a_lost_device_array_is_made_anew(bundled):
-    """As after a step that had taken its buffers and then failed, or ran out of memory."""
+def test_lost_device_array_is_recreated(bundled):
+    """Covers a step that fails after it consumed its buffers, and one that runs out of memory."""
     expected = answers(bundled)
     core = bundled._core
     runner: Any = core._device
@@ -278,7 +278,7 @@ def test_a_lost_device_array_is_made_anew(bundled):
     assert answers(bundled) == expected
 
 
-def test_the_bundled_model_gives_the_same_bits_after_failures(bundled):
+def test_bundled_model_gives_the_same_bits_after_failures(bundled):
     expected = answers(bundled)
     rng = random.Random(4)
     core = bundled._core
@@ -294,7 +294,7 @@ def test_the_bundled_model_gives_the_same_bits_after_failures(bundled):
 
 
 @pytest.mark.slow
-def test_a_step_in_a_hundred_of_five_thousand_real_ones_raises(bundled):
+def test_five_thousand_real_steps_survive_failures(bundled):
     rng = random.Random(5)
     expected = answers(bundled)
     core = bundled._core

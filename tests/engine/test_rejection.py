@@ -1,7 +1,7 @@
-"""Rejection sampling through the engine: what it puts out is distributed as without drafts.
+"""Rejection sampling through the engine: the output distribution is that without drafts.
 
-The vocabulary has four tokens, so the probability of each output of four tokens is known: by asking
-the model, without drafts, what follows everything that can come before.
+The vocabulary has four tokens. The probability of each output of four tokens is therefore known
+from the model's predictions after every possible prefix, without drafts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from forge_jax.step.options import RunnerOptions
 from forge_jax.step.runner import Runner
 from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 
-FINE, WRONG = 1e-4, 1e-12  # p-values: what is right is above, what is wrong below
+FINE, WRONG = 1e-4, 1e-12  # p-values: correct results are above FINE, wrong ones below WRONG
 V, LENGTH, DRAFTS = 4, 4, 3
 SLOTS, T, BLOCK, NUM_BLOCKS, MAX_LEN = 128, 512, 8, 600, 32
 PROMPT = [1, 3, 0, 2, 2]
@@ -49,7 +49,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def model_and_leaves(*, unlike: float = 0.0):
-    """The target, or a model that is more or less like it."""
+    """Return the target, or a model that differs from it by `unlike`."""
     model = tiny_model(vocab_size=V, max_position_embeddings=MAX_LEN, tie_word_embeddings=False)
     both = zip(random_leaves(model, seed=5), random_leaves(model, seed=6), strict=True)
     return model, tuple((1 - unlike) * leaf + unlike * other for leaf, other in both)
@@ -93,7 +93,7 @@ def make_draft_model() -> tuple[DraftModel, Runner]:
         model,
         DraftModelOptions(
             shapes=draft_shapes(
-                max_num_seqs=SLOTS // 2,  # so that it takes two calls
+                max_num_seqs=SLOTS // 2,  # needs two calls
                 max_num_batched_tokens=T,
                 max_rows=T,
                 max_blocks=MAX_LEN // BLOCK,
@@ -112,7 +112,7 @@ def make_draft_model() -> tuple[DraftModel, Runner]:
 
 
 class Told:
-    """Drafts that follow from the text, mostly wrong, of many lengths."""
+    """A drafter of mostly wrong n-gram drafts, of many lengths."""
 
     def propose(self, key, tokens, prompt_len, salt):
         rng = random.Random(f"2 {tokens}")
@@ -127,7 +127,7 @@ class Told:
 
 
 def make_speculator(drafter: Drafter) -> Speculator:
-    """Verifies as many drafts as chance has it, in any order; no time is measured."""
+    """Verify a random number of drafts in any order; no time is measured."""
     speculator = Speculator(drafter, max_draft_tokens=DRAFTS, one_step_ahead=False)
     speculator._pays = lambda *_: True
     policy, rng = speculator.policy, random.Random(1)
@@ -159,7 +159,7 @@ def make_core(runner: Runner, speculator: Speculator | None) -> EngineCore:
 
 
 def answers(core: EngineCore, requests: list[Request]) -> dict[str, list]:
-    """By request: (token, logprobs) of each token."""
+    """Return (token, logprobs) of each token by request."""
     got = defaultdict(list)
     for request in requests:
         core.add(request)
@@ -174,7 +174,7 @@ def answers(core: EngineCore, requests: list[Request]) -> dict[str, list]:
 
 @cache
 def logits_after() -> dict[tuple[int, ...], np.ndarray]:
-    """f64[V], but for a constant, after every output of less than `LENGTH` tokens."""
+    """Return f64[V], up to a constant, after every output shorter than `LENGTH` tokens."""
     outputs = [o for n in range(LENGTH) for o in itertools.product(range(V), repeat=n)]
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=V)
     requests = [
@@ -189,7 +189,7 @@ def logits_after() -> dict[tuple[int, ...], np.ndarray]:
 
 
 def follow(output: tuple[int, ...], asked: dict[str, Any]) -> np.ndarray:
-    """f64[V]: what the next token should be."""
+    """Return f64[V]: the distribution of the next token."""
     count = np.bincount(output, minlength=V) if output else np.zeros(V)
     logits = logits_after()[output] - asked.get("frequency_penalty", 0) * count
     logits = (logits - asked.get("presence_penalty", 0) * (count > 0)) / asked["temperature"]
@@ -201,7 +201,7 @@ def follow(output: tuple[int, ...], asked: dict[str, Any]) -> np.ndarray:
 
 
 def p_value(counts: np.ndarray, asked: dict[str, Any]) -> float:
-    """Of `i64[V, V, ...]`, how often each output came."""
+    """Return the p-value of `i64[V, V, ...]`, the count of each output."""
     expected = np.zeros(counts.shape)
     for output in itertools.product(range(V), repeat=LENGTH):
         steps = (follow(output[:n], asked)[output[n]] for n in range(LENGTH))
@@ -236,27 +236,27 @@ def check_drafts(core: EngineCore, low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_without_drafts_outputs_are_as_the_model_has_it(asked):
+def test_outputs_without_drafts_follow_the_model(asked):
     core = make_core(make_runner(None), None)
     assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_with_drafts_that_follow_from_the_text_they_are_the_same(asked):
+def test_ngram_drafts_preserve_the_distribution(asked):
     core = make_core(make_runner(None), make_speculator(OneByOne(Told())))
     assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
     check_drafts(core, 0.1, 0.5)
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_with_drafts_of_a_model_they_are_the_same(asked):
+def test_draft_model_preserves_the_distribution(asked):
     draft_model, runner = make_draft_model()
     core = make_core(runner, make_speculator(ModelDrafter(draft_model)))
     assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
     check_drafts(core, 0.3, 0.95)
 
 
-def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others(monkeypatch):
+def test_wrong_draft_probabilities_are_detected(monkeypatch):
     draft_model, runner = make_draft_model()
     draft, draft_probs = draft_model.draft, draft_model.options.draft_probs
     assert draft_probs is not None
@@ -275,7 +275,7 @@ def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others(mon
 
 
 @pytest.mark.parametrize("kind", ["text", "model"])
-def test_at_temperature_0_tokens_are_those_without_drafts(kind):
+def test_temperature_zero_gives_the_tokens_without_drafts(kind):
     draft_model, runner = make_draft_model()
     drafter = OneByOne(Told()) if kind == "text" else ModelDrafter(draft_model)
     params = SamplingParams(max_tokens=12, temperature=0.0, frequency_penalty=0.5, ignore_eos=True)
@@ -289,7 +289,7 @@ def test_at_temperature_0_tokens_are_those_without_drafts(kind):
     assert core.speculator is not None and core.speculator.stats().num_accepted_tokens > 50
 
 
-def test_with_the_same_drafts_verified_a_seed_gives_the_same_tokens():
+def test_equal_drafts_and_seed_give_equal_tokens():
     draft_model, runner = make_draft_model()
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
 
@@ -301,5 +301,5 @@ def test_with_the_same_drafts_verified_a_seed_gives_the_same_tokens():
     assert run(seed=3) == run(seed=3) != run(seed=4)
 
 
-def test_the_settings_of_the_steps_tell_how_drafts_are_verified():
+def test_step_settings_include_the_draft_verification():
     assert make_runner(None).settings["verification"] == "rejection"

@@ -1,8 +1,8 @@
-"""Speculation changes nothing: tokens, texts, logprobs and logits are the bits they are without.
+"""Speculation does not change a bit of tokens, texts, logprobs and logits.
 
-Each combination of what drafts, what the request asks for and how it is scheduled runs through the
-real scheduler and the compiled step of the deterministic tier, beside other requests that are
-drafted for as well, and is compared with the same request without drafts.
+Each combination of drafter, request and schedule runs through the real scheduler and the compiled
+step of the deterministic tier. Other requests with drafts share its batch. It is compared with the
+same request without drafts.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ VOCAB = TOKENIZER.vocab_size
 EOS = TOKENIZER.eos_token_id
 LETTERS = tuple(TOKENIZER.encode(letter, False)[0] for letter in "abcdef")
 GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB, (EOS,), limits=None)
-NAN_TOKEN = VOCAB - 2  # in some models: its embedding is not finite
+NAN_TOKEN = VOCAB - 2  # in some models; its embedding is not finite
 
 
 class AcceptedRows(RecordingRunner):
-    """Keeps the logits of rows that count: what a wrong draft came to is nobody's."""
+    """A runner that keeps only the logits of accepted rows."""
 
     def read(self, pending):
         result = super(RecordingRunner, self).read(pending)
@@ -114,11 +114,11 @@ def make_runner(dtype: str, *, one_shape: bool = True, nan: bool = False) -> Acc
     return runner
 
 
-# ---- who drafts ----------------------------------------------------------------------------------
+# ---- drafters ------------------------------------------------------------------------------------
 
 
 class Spoiler:
-    """Drafts the target's own outputs, of which `right` are left as they are."""
+    """A drafter of the target's own outputs, of which a share `right` is unchanged."""
 
     def __init__(self, outputs: dict[int, list[int]], right: float, wrong_token: int | None = None):
         self._outputs = outputs
@@ -148,7 +148,7 @@ class Spoiler:
 
 
 class Unwritten(DraftModel):
-    """Where nobody has written, its cache holds no numbers."""
+    """A draft model whose unwritten cache is NaN."""
 
     def reset(self) -> None:
         layer, layers = self.kv_shape.layer, self.kv_shape.num_layers
@@ -183,7 +183,7 @@ def make_draft_model(runner: AcceptedRows, kind: str) -> DraftModel:
             ),
             kv_shape=kv_shape(
                 model.spec,
-                num_blocks=60,  # not enough for all
+                num_blocks=60,  # not enough for all sequences
                 block_size=BLOCK,
                 dtype=model.dtype,
                 platform="cpu",
@@ -219,7 +219,7 @@ def make_drafter(kind: str, outputs: dict[int, list[int]], runner: AcceptedRows)
 
 
 def make_speculator(drafter: Drafter) -> Speculator:
-    """Verifies whatever is drafted: no step seems to take longer for it."""
+    """Verify every draft, as if no step took longer because of it."""
     speculator = Speculator(drafter, max_draft_tokens=MAX_DRAFTS)
     drafts_always_pay(speculator.policy)
     speculator.policy.acceptance.reach = lambda confidence, _: [1.0] * len(confidence)
@@ -302,7 +302,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Seen:
-    """That what is to be shown has happened."""
+    """Counters which show that the intended events happened."""
 
     preempted: int = 0
     cached: int = 0
@@ -381,7 +381,7 @@ def run(
             core.add(other)
     core.add(request)
     samples = [seq for seq in scheduler.waiting() if seq.request_id == TARGET]
-    soon = 3 if combination.drafter in DRAFT_MODELS else 6  # or the sample has ended
+    soon = 3 if combination.drafter in DRAFT_MODELS else 6  # otherwise the sample would have ended
     thief = Thief(scheduler, soon) if schedule == "preempted" else None
     tokens, text, logprobs = defaultdict(list), defaultdict(str), defaultdict(list)
     ends = {}
@@ -410,7 +410,7 @@ def run(
 
 
 class Plain:
-    """What requests come to without drafts, alone; one run for all combinations of a kind."""
+    """The results of requests alone without drafts, one run for all combinations of a kind."""
 
     def __init__(self, runner: AcceptedRows):
         self._runner = runner
@@ -431,14 +431,14 @@ def difference(expected: Outcome, got: Outcome) -> str:
                 return f"sample {sample}: other {what}"
         assert tokens
     for (sample, position), bits in sorted(got.rows.items()):
-        # After a stop string or at a preemption more rows may have been computed than counted.
+        # After a stop string or at a preemption, more rows may be computed than counted.
         if (sample, position) in expected.rows and bits != expected.rows[sample, position]:
             return f"sample {sample}: other logits at position {position}"
     return ""
 
 
 def compare(runner: AcceptedRows, combinations: list[Combination]) -> tuple[list, Seen]:
-    """The combinations that differ from no speculation, and what has happened in all of them."""
+    """Return the combinations that differ from no speculation, and the events in all of them."""
     plain, seen, differing = Plain(runner), Seen(), []
     for seed, combination in enumerate(combinations):
         expected = plain(combination)
@@ -454,13 +454,13 @@ def compare(runner: AcceptedRows, combinations: list[Combination]) -> tuple[list
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("drafter", AXES["drafter"])
 @pytest.mark.quick_cases(1)
-def test_with_and_without_drafts_everything_is_equal(drafter):
+def test_drafts_do_not_change_the_output(drafter):
     check_the_matrix(drafter, 110)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("drafter", AXES["drafter"])
-def test_in_the_whole_matrix(drafter):
+def test_full_matrix_gives_identical_output(drafter):
     check_the_matrix(drafter, 160)
 
 
@@ -495,7 +495,7 @@ def check_the_matrix(drafter: str, count: int) -> None:
     ],
 )
 @pytest.mark.slow
-def test_with_a_draft_model_everything_is_equal(drafter, dtype):
+def test_draft_model_does_not_change_the_output(drafter, dtype):
     rng = random.Random(DRAFT_MODELS.index(drafter))
     combinations = [Combination(asked=asked, temperature=0.9) for asked in ASKED]
     for schedule in AXES["schedule"][1:]:
@@ -521,14 +521,14 @@ def test_with_a_draft_model_everything_is_equal(drafter, dtype):
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_in_bfloat16():
+def test_drafts_do_not_change_the_output_in_bfloat16():
     differing, _ = compare(make_runner("bfloat16"), random.Random(2).sample(MATRIX, 80))
     assert differing == []
 
 
 @pytest.mark.slow
-def test_in_the_default_tier_rounding_differs():
-    """Else the comparison would see nothing."""
+def test_rounding_differs_in_the_default_tier():
+    """The comparison must be able to detect differences."""
     differing, _ = compare(
         make_runner("float32", one_shape=False), random.Random(2).sample(MATRIX, 40)
     )
@@ -536,7 +536,7 @@ def test_in_the_default_tier_rounding_differs():
 
 
 @pytest.mark.slow
-def test_a_draft_that_makes_the_step_not_finite_costs_its_request_nothing():
+def test_draft_with_a_non_finite_row_costs_its_request_nothing():
     runner = make_runner("float32", nan=True)
     combinations = [
         Combination(drafter="not finite", asked=asked, n=n)

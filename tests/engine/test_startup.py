@@ -1,4 +1,4 @@
-"""From serving to ready: steps run on what has been compiled, and nobody waits or notices."""
+"""The time from serving to ready: steps run on the compiled shapes without waiting for others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from forge_jax.telemetry.startup import StartupTimes
 
 LATE = ["decode[4]", "decode[8]", "mixed[128]"]
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "dtype": "bfloat16"}
-# What a request may ask for that some step must do more for.
+# Parameters for which some step must do more.
 ODD = [
     ([7] * 100, SamplingParams(max_tokens=6, n=5, logprobs=20, seed=1)),
     ([9] * 33, SamplingParams(max_tokens=9, temperature=0, prompt_logprobs=20)),
@@ -45,7 +45,7 @@ ODD = [
 
 
 class Held:
-    """Keeps back what an engine can begin without, once it has been compiled."""
+    """Holds back the executables that an engine can start without."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -74,7 +74,7 @@ def held(monkeypatch):
         return compiled
 
     monkeypatch.setattr(Executables, "_compile", compile_and_hold)
-    # All of them wait at the same time, on however few cores.
+    # All of them wait at the same time, on any number of cores.
     monkeypatch.setattr(os, "cpu_count", lambda: len(LATE) + 2)
     yield held
     held.released.set()
@@ -85,7 +85,7 @@ def config(stories, **options) -> EngineConfig:
 
 
 async def outputs(engine: Engine, requests, prefix: str = "r") -> list:
-    """Token ids and finish reasons by sample, of all requests together."""
+    """Return token ids and finish reasons by sample, of all requests together."""
 
     async def one(index: int, prompt, params):
         tokens: dict[int, list[int]] = {}
@@ -107,7 +107,7 @@ async def until_ready(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(stories, held):
+async def test_requests_run_before_and_while_executables_arrive(stories, held):
     engine = await asyncio.to_thread(Engine.load, config(stories, dtype="float32"))
     engine.start()
     await held.all_compiled()
@@ -148,7 +148,7 @@ async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(s
 
 
 @pytest.mark.slow
-async def test_nothing_compiles_after_ready_whatever_is_asked(stories):
+async def test_nothing_compiles_after_ready_for_any_request(stories):
     engine = await asyncio.to_thread(Engine.load, config(stories, num_blocks=40))
     engine.start()
     await until_ready(engine)
@@ -169,7 +169,7 @@ async def test_nothing_compiles_after_ready_whatever_is_asked(stories):
 
 
 @pytest.mark.slow
-async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
+async def test_engine_stopped_early_stops_compiling(stories, held):
     engine = await asyncio.to_thread(Engine.load, config(stories))
     engine.start()
     await engine.stop()
@@ -179,7 +179,7 @@ async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compiled_is_done_without(stories, monkeypatch, caplog):
+def test_uncompilable_executable_is_left_out(stories, monkeypatch, caplog):
     compile_ = Executables._compile
 
     def fail(self, lowered):
@@ -194,7 +194,7 @@ def test_what_cannot_be_compiled_is_done_without(stories, monkeypatch, caplog):
     assert all(len(output.outputs[0].token_ids) == 3 for output in outputs)
 
 
-def test_serving_begins_with_the_shape_that_takes_any_sequence():
+def test_serving_starts_with_the_shape_that_takes_any_sequence():
     shapes = step_shapes(max_num_seqs=8, max_num_batched_tokens=300, max_rows=64, block_size=16)
     names = [shape.name for shape in shapes]
     assert names == ["decode[4]", "decode[8]", "mixed[64]", "mixed[256]", "mixed[300]"]
@@ -205,21 +205,21 @@ def test_serving_begins_with_the_shape_that_takes_any_sequence():
 
 
 @pytest.mark.parametrize("max_drafts", [1, 7, 31, 127])
-def test_shapes_for_drafts_alone_neither_begin_nor_set_the_limits(max_drafts):
+def test_draft_only_shapes_neither_start_serving_nor_set_limits(max_drafts):
     """verify[8] has as many tokens as a sequence with 7 drafts, but takes no prompt."""
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 512, "max_rows": 512}
     shapes = step_shapes(**sizes, block_size=16, max_drafts=max_drafts)
     for platform, first in ("cpu", "mixed[64]"), ("gpu", "mixed[512]"):
         [begins] = first_shapes(shapes, platform)
         assert begins.name == first
-        for late in shapes:  # adopted in any order
+        for late in shapes:  # activated in any order
             limits = step_limits([begins, late])
             assert limits.max_num_batched_tokens == max(
                 shape.num_tokens for shape in (begins, late) if shape.name.startswith("mixed")
             )
 
 
-def test_phases_add_up_and_milestones_count_from_the_beginning():
+def test_startup_phases_add_up_to_the_milestones():
     times = StartupTimes()
     for _ in range(2):
         with times.phase("config"):
@@ -239,9 +239,7 @@ def needed_bytes(stories) -> int:
 
 
 @pytest.mark.slow
-def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
-    stories, monkeypatch, caplog
-):
+def test_cache_that_exceeds_xlas_figures_shrinks_once(stories, monkeypatch, caplog):
     needed = needed_bytes(stories)
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed - 1)
     alive, smaller = [], assemble._make_runner
@@ -267,7 +265,7 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
     ("options", "remedy"), [({"num_blocks": 64}, "at most [0-9]+ fit"), ({}, "lower max_model_len")]
 )
 @pytest.mark.slow
-def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy):
+def test_model_that_cannot_fit_reports_a_remedy(stories, monkeypatch, options, remedy):
     limit = 1 if not options else needed_bytes(stories) // 4
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: limit)
     with pytest.raises(ConfigError, match=remedy):
@@ -275,7 +273,7 @@ def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy)
 
 
 @pytest.mark.slow
-def test_a_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
+def test_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
     needed = needed_bytes(stories)
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed)
     larger = Executables.memory_bytes
@@ -296,7 +294,7 @@ def test_a_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, c
 
 @pytest.fixture
 def jax_cache():
-    """Puts back what a test does to the cache of this process."""
+    """Restore this process's cache settings after a test."""
     names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
     before = {name: getattr(jax.config, name) for name in names}
     yield
@@ -310,7 +308,6 @@ def compile_something() -> None:
 
 
 def entries(folder: Path) -> dict[str, int]:
-    """Sizes by name."""
     return {file.name: file.stat().st_size for file in folder.glob(ENTRIES)}
 
 
@@ -318,7 +315,7 @@ def use(**options) -> None:
     assemble.use_compilation_cache(EngineConfig.from_options(**options))
 
 
-def test_the_compilation_cache_is_in_the_folder_that_is_named_and_private(tmp_path, jax_cache):
+def test_compilation_cache_is_private_in_the_given_folder(tmp_path, jax_cache):
     folder = tmp_path / "a" / "b"
     use(compile_cache_dir=str(folder))
     compile_something()
@@ -332,7 +329,9 @@ def test_the_compilation_cache_is_in_the_folder_that_is_named_and_private(tmp_pa
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, -1], ids="empty byte hundred all-but-one".split())
-def test_half_an_entry_is_removed_and_written_again(tmp_path, jax_cache, caplog, recwarn, left):
+def test_half_written_cache_entry_is_removed_and_rewritten(
+    tmp_path, jax_cache, caplog, recwarn, left
+):
     use(compile_cache_dir=str(tmp_path))
     compile_something()
     jax.jit(lambda x: x - 5).lower(1.0).compile()
@@ -353,9 +352,7 @@ def test_half_an_entry_is_removed_and_written_again(tmp_path, jax_cache, caplog,
     assert entries(tmp_path).keys() == before.keys() and not recwarn.list
 
 
-def test_a_look_that_was_killed_or_met_what_cannot_be_read_misses_nothing(
-    tmp_path, jax_cache, monkeypatch, caplog
-):
+def test_interrupted_cache_scan_is_repeated(tmp_path, jax_cache, monkeypatch, caplog):
     use(compile_cache_dir=str(tmp_path))
     (tmp_path / "half-cache").write_bytes(b"\x78\x9c")
     (tmp_path / "folder-cache").mkdir()
@@ -373,7 +370,7 @@ def test_a_look_that_was_killed_or_met_what_cannot_be_read_misses_nothing(
     assert "cannot read a compiled executable: folder-cache: Is a directory" in caplog.text
 
 
-def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, monkeypatch):
+def test_nothing_is_written_without_a_compilation_cache(tmp_path, jax_cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
     use(compile_cache=False)
@@ -385,9 +382,7 @@ def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, mon
     assert entries(tmp_path / "forge-jax" / "xla")
 
 
-def test_a_cache_folder_that_others_can_write_to_is_refused(
-    tmp_path, jax_cache, monkeypatch, caplog
-):
+def test_cache_folder_writable_by_others_is_rejected(tmp_path, jax_cache, monkeypatch, caplog):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"--compile-cache .*others can write to it: chmod 700"):
         use(compile_cache_dir=str(tmp_path))
@@ -400,14 +395,14 @@ def test_a_cache_folder_that_others_can_write_to_is_refused(
     with pytest.raises(ConfigError, match="belongs to another user"):
         use(compile_cache_dir=str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
-    use()  # the default folder is not what was asked for: a warning is enough
+    use()  # the default folder was not requested, so a warning is enough
     assert "every start recompiles" in caplog.text
     assert not jax.config.jax_enable_compilation_cache
     with pytest.raises(ConfigError, match="remove one of them"):
         use(compile_cache=False, compile_cache_dir=str(tmp_path))
 
 
-def test_the_folder_of_jaxs_own_setting_is_checked_too(tmp_path, jax_cache):
+def test_folder_from_jax_settings_is_checked(tmp_path, jax_cache):
     tmp_path.chmod(0o777)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     with pytest.raises(
@@ -424,8 +419,8 @@ def test_the_folder_of_jaxs_own_setting_is_checked_too(tmp_path, jax_cache):
     assert not Path("gs:").exists()
 
 
-def test_executables_that_others_can_write_are_removed(tmp_path, jax_cache, caplog):
-    """They may be from a time when the folder was open to all."""
+def test_executables_writable_by_others_are_removed(tmp_path, jax_cache, caplog):
+    """They may be from a time when the folder was writable by all."""
     use(compile_cache_dir=str(tmp_path))
     (tmp_path / "own-cache").write_bytes(b"whole, in some form")
     (tmp_path / "below").mkdir()
@@ -442,7 +437,7 @@ def test_executables_that_others_can_write_are_removed(tmp_path, jax_cache, capl
         use(compile_cache_dir=str(tmp_path))
 
 
-def test_xla_takes_the_option_that_turns_command_buffers_off():
+def test_xla_accepts_the_command_buffer_option():
     options = compiler_options("gpu", command_buffers=False, deterministic=False)
     [(name, value)] = options.items()
     lowered = jax.jit(lambda x: x - 5).lower(1.0)

@@ -1,5 +1,7 @@
-"""Requests with a grammar or with lists of tokens, on a device that sees every mistake: whatever
-happens around them, each output is what they allow, and what it would have been alone."""
+"""Structured output and token lists on a device that checks every mistake.
+
+Under every schedule, each output is valid and equals that of the request alone.
+"""
 
 import asyncio
 import itertools
@@ -71,7 +73,7 @@ GRAMMARS = {
 
 @pytest.fixture(scope="module")
 def compiler():
-    """Of all engines here: tried grammars, so that nobody starts a process."""
+    """Share tried grammars between all engines here, so that no trial process starts."""
     made = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, (EOS,), limits=None)
     yield made
     made.close()
@@ -86,7 +88,7 @@ def make_core(compiler):
         parts = assemble_fake(config, step_time_s=0.0, max_model_len=200, check=True)
         core = parts.core
         core.grammars = compiler
-        core._device._next_token = None  # any token is as likely as any other
+        core._device._next_token = None  # every token is equally likely
         if seed is not None:
             core.speculator = scripted(seed, outputs or {})
         if fails is not None:
@@ -97,7 +99,7 @@ def make_core(compiler):
 
 
 class Script:
-    """Drafts what will come, where it is known, and nonsense in between and elsewhere."""
+    """A drafter of the known future tokens, with nonsense in between and elsewhere."""
 
     def __init__(self, seed, outputs):
         self._rng = random.Random(seed)
@@ -126,7 +128,7 @@ def scripted(seed, outputs):
 
 
 LETTERS = tuple(TOKENIZER.encode(letter, False)[0] for letter in "abcd")
-# Beside a grammar: every text can still be written, in other tokens.
+# In combination with a grammar, every text can still be written, in other tokens.
 NO_WORDS = tuple(range(len(WORDS), TOKENIZER.vocab_size))
 LISTS = (
     {"allowed_token_ids": LETTERS},
@@ -177,7 +179,7 @@ def requests(count: int, seed: int) -> list[Request]:
 
 
 def serve(core, arriving, *, at_once=8, tick=None):
-    """By (request id, sample): its tokens, text, logprobs and end."""
+    """Return tokens, text, logprobs and end by (request id, sample)."""
     found: dict = {}
     waiting = list(reversed(arriving))
     while waiting or core.has_work:
@@ -199,7 +201,7 @@ def serve(core, arriving, *, at_once=8, tick=None):
 
 
 def check(found, batch) -> dict[str, int]:
-    """That each output is valid, or was cut where it says so; how many of each kind ended so."""
+    """Check that each output is valid or cut with the right reason; return counts by kind."""
     ended: dict[str, int] = {}
     params = {request.request_id: request.params for request in batch}
     assert sum(p.masked and not p.constrained for p in params.values()) > 3
@@ -216,7 +218,7 @@ def check(found, batch) -> dict[str, int]:
     return ended
 
 
-def test_outputs_are_valid_and_do_not_depend_on_anything_around_them(make_core):
+def test_outputs_are_valid_and_independent_of_the_schedule(make_core):
     batch = requests(60, seed=1)
     alone = serve(make_core(), batch, at_once=1)
     ended = check(alone, batch)
@@ -232,7 +234,7 @@ def test_outputs_are_valid_and_do_not_depend_on_anything_around_them(make_core):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_with_drafts_nothing_changes(make_core, seed):
+def test_drafts_do_not_change_structured_output(make_core, seed):
     batch = requests(60, seed=seed)
     alone = serve(make_core(), batch, at_once=1)
     core = make_core(seed=seed, outputs=alone, num_blocks=40)
@@ -242,7 +244,7 @@ def test_with_drafts_nothing_changes(make_core, seed):
 
 
 @pytest.mark.parametrize("drafts", [None, 5])
-def test_a_device_that_fails_now_and_then_changes_nothing(make_core, drafts):
+def test_failing_device_does_not_change_structured_output(make_core, drafts):
     batch, rng = requests(60, seed=3), random.Random(3)
     alone = serve(make_core(), batch, at_once=1)
     core = make_core(
@@ -252,8 +254,8 @@ def test_a_device_that_fails_now_and_then_changes_nothing(make_core, drafts):
     assert core.num_recoveries > 5
 
 
-def test_a_request_that_moves_goes_on_in_its_grammar(make_core):
-    """As after the death of its process: what is known of it are its tokens."""
+def test_resumed_request_continues_in_its_grammar(make_core):
+    """After a process death, only the request's tokens remain."""
     batch = [r for r in requests(60, seed=4) if r.params.masked]
     batch = [replace(r, params=replace(r.params, prompt_logprobs=None)) for r in batch]
     alone = serve(make_core(), batch, at_once=1)
@@ -286,7 +288,7 @@ def one(make_core, spec, core=None, **params):
     return entry
 
 
-def test_an_open_grammar_ends_as_late_as_it_is_asked_to(make_core):
+def test_open_grammar_ends_no_earlier_than_requested(make_core):
     spec = GRAMMARS["open"][0]
     plain = one(make_core, spec)
     assert plain[3] == "stop" and len(plain[0]) < 20
@@ -294,14 +296,14 @@ def test_an_open_grammar_ends_as_late_as_it_is_asked_to(make_core):
     assert one(make_core, spec, ignore_eos=True)[3] == "length"
 
 
-def test_a_grammar_that_is_complete_ends_the_output_whatever_else_was_asked(make_core):
+def test_complete_grammar_ends_the_output_despite_other_parameters(make_core):
     for more in ({"min_tokens": 50}, {"ignore_eos": True}, {"stop": ("e",), "min_tokens": 9}):
         entry = one(make_core, GRAMMARS["choice"][0], **more)
         assert entry[3] == "stop" and GRAMMARS["choice"][1](entry[1])
 
 
-def test_an_end_that_is_all_that_is_left_is_not_held_back(make_core, monkeypatch):
-    """As where the vocabulary cannot spell what the grammar would go on with."""
+def test_eos_is_allowed_before_min_tokens_if_nothing_else_is(make_core, monkeypatch):
+    """Covers a vocabulary that cannot spell the grammar's continuation."""
     fill = MaskPool.fill
 
     def only_the_end(self, work, masks):
@@ -317,19 +319,19 @@ def test_an_end_that_is_all_that_is_left_is_not_held_back(make_core, monkeypatch
     assert (entry[1], entry[3]) == ("x", "stop")
 
 
-def test_a_stop_string_does_not_cut_an_output(make_core):
+def test_stop_string_does_not_truncate_structured_output(make_core):
     free = one(make_core, GRAMMARS["schema"][0])
     assert one(make_core, GRAMMARS["schema"][0], stop=('"', "}"), stop_token_ids=free[0]) == free
     assert is_person(free[1])
 
 
-def test_the_last_token_may_complete_the_output(make_core):
+def test_last_token_may_complete_the_output(make_core):
     tokens = one(make_core, GRAMMARS["schema"][0])[0]
     assert one(make_core, GRAMMARS["schema"][0], max_tokens=len(tokens))[3] == "stop"
     assert one(make_core, GRAMMARS["schema"][0], max_tokens=len(tokens) - 1)[3] == "length"
 
 
-def test_the_end_token_is_not_part_of_the_text_and_the_last_of_a_grammar_is(make_core):
+def test_eos_is_not_part_of_the_text_but_a_grammars_last_token_is(make_core):
     entry = one(make_core, GRAMMARS["open"][0], skip_special_tokens=False)
     assert entry[0][-1] == EOS and "</s>" not in entry[1]
     entry = one(make_core, GRAMMARS["schema"][0])
@@ -337,7 +339,7 @@ def test_the_end_token_is_not_part_of_the_text_and_the_last_of_a_grammar_is(make
 
 
 @pytest.mark.parametrize("where", ["fill", "accept", "drafts"])
-def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypatch, where):
+def test_failing_matcher_costs_only_its_request(make_core, monkeypatch, where):
     batch = requests(30, seed=6)
     alone = serve(make_core(), batch, at_once=1)
     victims = {key[0] for key in alone if key[0].startswith("schema")}
@@ -376,7 +378,7 @@ def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypa
 
 
 @pytest.mark.parametrize("drafting", [False, True])
-def test_a_request_whose_masks_cost_too_much_ends_alone(make_core, drafting):
+def test_request_with_costly_masks_is_isolated(make_core, drafting):
     batch = requests(30, seed=6)
     alone = serve(make_core(), batch, at_once=1)
     victims = {key[0] for key in alone if key[0].startswith("schema")}
@@ -400,8 +402,8 @@ def test_a_request_whose_masks_cost_too_much_ends_alone(make_core, drafting):
             assert entry == alone[key]
 
 
-def test_samples_of_a_request_are_charged_together(make_core):
-    """By a clock on which a mask takes 20 ms, and a token too."""
+def test_samples_of_a_request_share_a_mask_budget(make_core):
+    """On a clock where each mask and each token takes 20 ms."""
 
     def tokens_until_the_end(n):
         ticks, core = itertools.count(), make_core()
@@ -416,13 +418,13 @@ def test_samples_of_a_request_are_charged_together(make_core):
         return [len(entry[0]) for entry in entries]
 
     [alone] = tokens_until_the_end(1)
-    assert 10 < alone < 30  # 500 ms, and 10 of 40 ms that each token takes
+    assert 10 < alone < 30  # 500 ms, and 10 of the 40 ms that each token takes
     assert max(tokens_until_the_end(4)) < alone
 
 
 @pytest.mark.parametrize("asked", [{"structured_outputs": GRAMMARS["schema"][0]}, LISTS[1]])
-def test_a_device_that_ignores_masks_is_found_out(make_core, asked):
-    """Else all of this could be luck."""
+def test_device_that_ignores_masks_is_detected(make_core, asked):
+    """The other tests must be able to fail."""
 
     class Careless:
         def __init__(self, device):
@@ -454,7 +456,7 @@ def test_a_device_that_ignores_masks_is_found_out(make_core, asked):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("drafts", [None, 7])
-def test_an_output_to_which_nothing_may_be_added_is_an_error(make_core, asked, causes, drafts):
+def test_output_without_allowed_tokens_is_an_error(make_core, asked, causes, drafts):
     spec = asked.get("structured_outputs")
     more = {name: value for name, value in asked.items() if name != "structured_outputs"}
     core = make_core(seed=drafts, outputs={("one", 0): ([*LETTERS[:2] * 20],)} if drafts else None)
@@ -466,7 +468,7 @@ def test_an_output_to_which_nothing_may_be_added_is_an_error(make_core, asked, c
     assert next(iter(serve(core, [other]).values()))[3] == "length", "it costs nobody else anything"
 
 
-def test_an_end_that_is_not_allowed_does_not_come(make_core):
+def test_disallowed_eos_is_never_sampled(make_core):
     def often_ending():
         core = make_core()
         core._device._eos_token_id, core._device._eos_threshold = EOS, 2**30  # one in four
@@ -479,7 +481,7 @@ def test_an_end_that_is_not_allowed_does_not_come(make_core):
 
 
 @pytest.mark.parametrize(("asked", "waits"), [(LISTS[0], False), (LISTS[2], True)])
-def test_allowed_tokens_alone_wait_for_nothing_and_bad_words_do(make_core, asked, waits):
+def test_allowed_tokens_run_one_step_ahead_and_bad_words_do_not(make_core, asked, waits):
     core, unread, depths = make_core(), [], []
     device = core._device
 
@@ -500,14 +502,14 @@ def test_allowed_tokens_alone_wait_for_nothing_and_bad_words_do(make_core, asked
     assert (max(depths) == 0) is waits
 
 
-def test_a_stop_string_ends_an_output_with_lists(make_core):
+def test_stop_string_ends_an_output_with_token_lists(make_core):
     free = one(make_core, None, allowed_token_ids=LETTERS)
     stop = free[1][5:8]
     cut = one(make_core, None, allowed_token_ids=LETTERS, stop=(stop,))
     assert (cut[1], cut[3]) == (free[1][: free[1].index(stop)], "stop")
 
 
-def test_a_step_without_a_grammar_has_no_masks(make_core):
+def test_step_without_a_grammar_has_no_masks(make_core):
     core, seen = make_core(), []
     dispatch = core._device.dispatch
     core._device.dispatch = lambda plan: (seen.append(plan.masks), dispatch(plan))[1]
@@ -522,7 +524,7 @@ def test_a_step_without_a_grammar_has_no_masks(make_core):
 
 
 @pytest.mark.parametrize(("num_free", "num_bound"), [(7, 1), (4, 4), (0, 8)])
-def test_a_few_with_grammars_hold_up_nobody_and_many_are_waited_for(make_core, num_free, num_bound):
+def test_few_masks_do_not_delay_others_and_many_are_awaited(make_core, num_free, num_bound):
     core, in_flight = make_core(prefix_cache=False), []
     device, unread = core._device, []
 
@@ -547,7 +549,7 @@ def test_a_few_with_grammars_hold_up_nobody_and_many_are_waited_for(make_core, n
     while core.has_work:
         core.tick()
     waited = in_flight.count(0)
-    if num_bound == 1:  # then it has the device for itself, every second step
+    if num_bound == 1:  # it has the device to itself every second step
         assert waited <= 25 and len(in_flight) <= 65
     else:
         assert waited == len(in_flight) <= 42
@@ -573,20 +575,20 @@ async def engine():
     await made.stop()
 
 
-async def test_an_engine_compiles_what_it_is_given_off_its_thread(engine):
+async def test_engine_compiles_grammars_off_its_thread(engine):
     params = SamplingParams(max_tokens=80, structured_outputs=GRAMMARS["schema"][0])
     await engine.prepare(params)
     texts = await asyncio.gather(
         *[collect(engine.submit([5, i], params, request_id=f"r{i}")) for i in range(5)]
     )
     assert all(reason == "stop" and is_person(text) for text, reason, _ in texts)
-    other = replace(params, structured_outputs=GRAMMARS["regex"][0])  # nobody has prepared it
+    other = replace(params, structured_outputs=GRAMMARS["regex"][0])  # not prepared before
     text, reason, _ = await collect(engine.submit([5], other, request_id="r"))
     assert reason == "stop" and GRAMMARS["regex"][1](text)
 
 
 @pytest.mark.slow
-async def test_an_engine_process_that_is_killed_goes_on_in_every_grammar():
+async def test_killed_engine_process_continues_in_every_grammar():
     jobs = [
         ([i, 7], SamplingParams(max_tokens=60, seed=i, structured_outputs=GRAMMARS[name][0]))
         for i, name in enumerate(["schema", "regex", "lark", "choice", "schema", "regex"])
@@ -620,7 +622,7 @@ async def test_an_engine_process_that_is_killed_goes_on_in_every_grammar():
     assert all(reason == "stop" for _, reason, _ in expected)
 
 
-async def test_a_grammar_that_cannot_be_compiled_ends_its_request_only(engine):
+async def test_uncompilable_grammar_ends_only_its_request(engine):
     wrong = SamplingParams(structured_outputs=GrammarSpec.json_schema({"not": {}}))
     with pytest.raises(RequestError, match="not supported: not"):
         await engine.prepare(wrong)
@@ -631,7 +633,7 @@ async def test_a_grammar_that_cannot_be_compiled_ends_its_request_only(engine):
     assert (await collect(engine.submit([5], plain, request_id="b")))[1] == "length"
 
 
-async def test_a_request_may_be_given_up_while_its_grammar_is_compiled(engine):
+async def test_request_may_be_aborted_while_its_grammar_compiles(engine):
     params = SamplingParams(structured_outputs=GrammarSpec.regex("[a-z]{9}"))
     stream = engine.submit([5], params, request_id="a")
     stream.abort()

@@ -1,8 +1,9 @@
-"""Bodies that nobody means well, derived from the structs of the protocol.
+"""Malicious bodies, derived from the structs of the protocol.
 
-A case is a path and the bytes of a body. `cases` gives a fixed sequence for a seed: every field of
-every endpoint with every odd value, shuffled together with bodies that are odd as a whole. Texts in
-them hold `SENTINEL`, so that an answer which repeats a part of a body can be told.
+A case is a path and the bytes of a body. `cases` gives a fixed sequence for a
+seed. It shuffles every field of every endpoint with every odd value, and bodies that are malformed
+as a whole.
+Their texts contain `SENTINEL`, so that an answer which repeats part of a body is detected.
 """
 
 from __future__ import annotations
@@ -114,11 +115,11 @@ class Case:
 
 
 class Raw(str):
-    """JSON, or not, as it is to stand in the body."""
+    """Text, JSON or not, that is inserted verbatim."""
 
 
 class Pairs(list):
-    """An object whose keys may be the same."""
+    """An object that may have duplicate keys."""
 
 
 def dump(value: Any) -> str:
@@ -168,15 +169,15 @@ ODD = [
 
 @dataclass(frozen=True)
 class Place:
-    """A field, as deep as it may be."""
+    """A field at any depth."""
 
     path: tuple[str | int, ...]
     hint: Any
-    default: Any = None  # what stands around it, where the valid body has nothing
+    default: Any = None  # enclosing value, if the valid body has none
 
 
 def places(kind: type[msgspec.Struct], before: tuple[str | int, ...] = ()) -> Iterator[Place]:
-    """Every field of a struct, and of the structs in its fields."""
+    """Yield every field of a struct, and of the structs in its fields."""
     for field in msgspec.structs.fields(kind):
         path = (*before, field.encode_name)
         yield Place(path, field.type)
@@ -196,7 +197,7 @@ def _structs(hint: Any, in_list: bool = False) -> Iterator[tuple[type[msgspec.St
 
 
 def put(kind: type[msgspec.Struct], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
-    """A valid body with one thing in it replaced."""
+    """Return a valid body with one value replaced."""
     body = json.loads(json.dumps(VALID[kind]))
     here, inside = body, kind
     for i, step in enumerate(path[:-1]):
@@ -217,7 +218,7 @@ def put(kind: type[msgspec.Struct], path: tuple[str | int, ...], value: Any) -> 
 
 
 def ordinary(hint: Any, rng: random.Random) -> Any:
-    """A value that a field of this type may have, which need not make sense."""
+    """Return a value of the field's type, which need not make sense."""
     options = (
         typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else ()
     )
@@ -253,9 +254,9 @@ def ordinary(hint: Any, rng: random.Random) -> Any:
 
 
 def _several(kind: type[GenerationRequest], rng: random.Random) -> dict[str, Any]:
-    """A valid body with several fields more, most of them with values of their type.
+    """Return a valid body with several more fields, most of them with values of their type.
 
-    Fields that are refused whatever they say are rare, so that many such bodies are served.
+    Fields that are always refused are rare, so that many such bodies are served.
     """
     body = json.loads(json.dumps(VALID[kind]))
     fields = [
@@ -270,7 +271,7 @@ def _several(kind: type[GenerationRequest], rng: random.Random) -> dict[str, Any
 
 
 def _mangled(body: bytes, rng: random.Random) -> bytes:
-    """The same with something done to its bytes."""
+    """Return the body with its bytes modified."""
     at, to = sorted(rng.randrange(len(body) + 1) for _ in range(2))
     junk = rng.choice(
         (b"\x00", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\\", b'"', b"{", b"}", b"[", b",",
@@ -315,7 +316,6 @@ def _odd_whole(path: str, rng: random.Random) -> Case:
 
 
 def matrix() -> list[Case]:
-    """Every field with every odd value."""
     return [
         Case(path, dump(put(kind, place.path, odd)).encode("utf-8", "surrogatepass"))
         for path, kind in ENDPOINTS.items()
@@ -325,7 +325,7 @@ def matrix() -> list[Case]:
 
 
 def cases(seed: int, number: int) -> Iterator[Case]:
-    """So many cases: the whole matrix if it fits into a half of them, else a part of it."""
+    """Yield this many cases; up to half of them are from the matrix."""
     rng = random.Random(seed)
     fixed = matrix()
     rng.shuffle(fixed)

@@ -1,4 +1,4 @@
-"""No body is an internal error, and none hurts the requests after it."""
+"""Fuzzing: no body causes an internal error or affects later requests."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from forge_serve.server.service import Service
 pytestmark = pytest.mark.long
 
 MAY_BE = {200, 400, 404, 413}
-ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # which ask for nothing generated
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # they generate nothing
 CANARY = Case(
     "/v1/completions", b'{"prompt": "the dog", "max_tokens": 9, "seed": 5, "logprobs": 2}'
 )
 CANARY_EACH = 100  # cases
-REQUEST_TIMEOUT_S = 20.0  # a request that takes so long never ends
+REQUEST_TIMEOUT_S = 20.0  # a request that takes longer counts as hanging
 # A path, an address, a traceback, a class, a module.
 LEAK = re.compile(
     rf'/|\\|0x|Traceback|File "|<|>|{SENTINEL}|\bforge_|msgspec|aiohttp|jinja|numpy|object at'
@@ -44,7 +44,7 @@ LEAK = re.compile(
 
 @dataclass
 class Fuzzed:
-    """A server, and what has been seen of it."""
+    """A server, and the statuses seen from it."""
 
     engine: Engine
     http: aiohttp.ClientSession
@@ -65,7 +65,7 @@ class Fuzzed:
         if case.path.startswith("/v1/responses"):
             check_response(status, content_type, answer)
             return
-        expires = b'"timeout"' in case.body  # it may ask for less time than any takes
+        expires = b'"timeout"' in case.body  # its timeout may be shorter than any request
         if expires and (status == 504 or b'"timeout_error"' in answer):
             last = answer.decode().rstrip().rpartition("data: ")[2]
             check_error(json.loads(last), "timeout_error")
@@ -86,7 +86,7 @@ class Fuzzed:
 
 
 def check_message(status: int, content_type: str, answer: bytes) -> None:
-    """The same in the form of /v1/messages."""
+    """Check the error format of /v1/messages."""
     if content_type == "text/event-stream":
         *events, end = answer.decode().split("\n\n")
         assert not end and events[-1].startswith(("event: message_stop\n", "event: error\n"))
@@ -101,7 +101,7 @@ def check_message(status: int, content_type: str, answer: bytes) -> None:
 
 
 def check_response(status: int, content_type: str, answer: bytes) -> None:
-    """The same in the form of /v1/responses."""
+    """Check the error format of /v1/responses."""
     if content_type == "text/event-stream":
         *events, end = answer.decode().split("\n\n")
         assert not end and events[-1].startswith("event: response.")
@@ -151,7 +151,7 @@ async def fuzzed() -> AsyncIterator[Fuzzed]:
 
 
 async def run(seed: int, number: int) -> Counter[int]:
-    """Sends so many cases, one after the other; returns how many had which status."""
+    """Send this many cases one after the other; return the number of answers by status."""
     async with fuzzed() as server:
         first = await server.canary()
         steps = server.engine.stats().steps
@@ -173,13 +173,13 @@ async def run(seed: int, number: int) -> Counter[int]:
 
 
 @pytest.mark.slow
-async def test_bodies_of_all_kinds_are_served_or_refused():
+async def test_bodies_of_all_kinds_are_served_or_rejected():
     statuses = await run(seed=1, number=1_500)
     assert statuses[200] > 150 and statuses[400] > 800, "it has tried both"
 
 
 @pytest.mark.fuzz
-async def test_many_more_bodies_are_served_or_refused(request):
+async def test_many_more_bodies_are_served_or_rejected(request):
     number, seed = (request.config.getoption(f"--fuzz-{name}") for name in ("cases", "seed"))
     number = max(number, 2 * len(matrix()))  # every field is tried with every value
     statuses = await run(seed, number)
@@ -187,17 +187,17 @@ async def test_many_more_bodies_are_served_or_refused(request):
     assert statuses[200] > number / 20 and statuses[400] > number / 3, "it has tried both"
 
 
-def test_every_endpoint_that_takes_a_body_is_tried():
+def test_every_endpoint_with_a_body_is_fuzzed():
     tried = {*ENDPOINTS, *ADAPTERS}
     assert tried <= {path for route in ROUTES for path in route.paths}
     without = {"cancel_response", "start_profile", "stop_profile", "ping"}
-    others = {"invocations"}  # whose bodies are those of other endpoints
+    others = {"invocations"}  # their bodies are those of other endpoints
     for route in ROUTES:
         if route.method == "POST" and route.handler not in without | others:
             assert tried & set(route.paths), route.handler
 
 
-async def test_odd_words_about_adapters_are_refused():
+async def test_malformed_adapter_requests_are_rejected():
     bodies = ["", "[]", "null", "{", '{"lora_name": "a"}', "é" * 9]
     for odd in ODD:
         bodies += [
@@ -222,7 +222,7 @@ async def test_odd_words_about_adapters_are_refused():
         "forge_jax.engine.core", "msgspec.ValidationError", "Traceback (most recent call last)",
     ],
 )  # fmt: skip
-def test_the_check_sees_what_an_error_must_not_tell(message):
+def test_error_checker_detects_leaked_internals(message):
     good = {"message": "n must be 1", "type": "invalid_request_error", "param": "n", "code": None}
     check_error({"error": good})
     with pytest.raises(AssertionError):

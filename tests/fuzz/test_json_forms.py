@@ -1,7 +1,7 @@
-"""What is JSON and what is not, by the classes of JSONTestSuite (github.com/nst/JSONTestSuite).
+"""Valid and invalid JSON, by the classes of JSONTestSuite (github.com/nst/JSONTestSuite).
 
-The texts are our own: `VALID` must be read, `INVALID` must be refused, `EITHER` is left open by
-RFC 8259. Each is tried as a whole body, which none of them can be, and as a field of one.
+The texts are our own: `VALID` must be read, `INVALID` must be refused, and RFC 8259 leaves `EITHER`
+open. Each is tried as a whole body, which is never valid, and as a field of one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge_serve.limits import Limits
 from forge_serve.openai.requests import CompletionRequest
 from forge_serve.openai.validation import decode
 
-SLOW_S = 0.3  # a third of that on a machine with nothing else to do
+SLOW_S = 0.3  # three times the time on an idle machine
 
 VALID = [
     b"null", b"true", b"false", b"0", b"-0", b"-1", b"123", b"0.5", b"-0.5", b"1e1", b"1E+2",
@@ -97,7 +97,6 @@ LARGE = [
 
 
 def named(texts: list[bytes]) -> dict[str, bytes]:
-    """The texts by what their names in a report can be."""
     return {f"{i}-{text[:12]!r}": text for i, text in enumerate(texts)}
 
 
@@ -113,8 +112,8 @@ def refusal(body: bytes) -> str | None:
     return None
 
 
-def test_the_texts_are_what_they_are_called():
-    """A second opinion, which is wider in three points: its constants, BOMs, and depth."""
+def test_json_samples_match_the_standard_librarys_verdict():
+    """The standard library is more permissive in three points: constants, BOMs, and depth."""
     for text in VALID:
         json.loads(text.decode())
     for text in INVALID:
@@ -126,27 +125,27 @@ def test_the_texts_are_what_they_are_called():
 
 
 @pytest.mark.parametrize("text", VALID, ids=named(VALID))
-def test_valid_json_is_read(text):
+def test_valid_json_is_accepted(text):
     assert refusal(as_field(text)) is None
     assert "not a valid request" in (refusal(text) or "") or b"{" in text[:12]
     assert "not valid JSON" not in (refusal(text) or "none at all")
 
 
 @pytest.mark.parametrize("text", INVALID, ids=named(INVALID))
-def test_what_is_not_json_is_refused(text):
+def test_invalid_json_is_rejected(text):
     for body in (text, as_field(text)):
         message = refusal(body)
         assert message is not None and len(message) < 200
 
 
 @pytest.mark.parametrize("text", EITHER, ids=named(EITHER))
-def test_what_may_be_json_is_read_or_refused(text):
+def test_ambiguous_json_is_accepted_or_rejected(text):
     for body in (text, as_field(text)):
         message = refusal(body)
         assert message is None or len(message) < 200
 
 
-async def test_all_of_it_over_http():
+async def test_json_forms_are_handled_over_http():
     async with fuzzed() as server:
         first = await server.canary()
         for texts, statuses in ((VALID, {200}), (INVALID, {400}), (EITHER, {200, 400})):
@@ -159,7 +158,7 @@ async def test_all_of_it_over_http():
 
 
 @pytest.mark.fuzz
-def test_no_text_holds_the_server_up():
+def test_no_text_blocks_the_server():
     for text in (*VALID, *INVALID, *EITHER, *LARGE):
         for body in (text, as_field(text), b'{"prompt": ' + text + b"}"):
             taken_s = []

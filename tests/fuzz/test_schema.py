@@ -1,4 +1,4 @@
-"""The served schema says of a body what the server does: of every field, with every odd value."""
+"""Agreement of the served schema and the server on every field with every odd value."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from forge_serve.server.openapi import document
 from forge_serve.server.service import Service
 
 ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False)
-# A body that its schema allows may be refused for these, and for nothing else: what a schema of
-# single values cannot say. Each is a message.
+# The only reasons to refuse a body that its schema allows, because a schema of single values cannot
+# express them. Each is a message.
 EXCUSES = re.compile(
     r"best_of must equal n|must equal|n must be 1 on this endpoint"
     r"|stream_options requires stream|cannot be combined|is larger than max_tokens"
@@ -62,7 +62,7 @@ def schemas() -> dict[str, Any]:
 
 
 def inlined(schema: Any, components: dict[str, Any]) -> Any:
-    """The same without references, which a validator would look up again each time."""
+    """Inline the references of a schema, so that a validator does not resolve them again."""
     if isinstance(schema, list):
         return [inlined(item, components) for item in schema]
     if not isinstance(schema, dict):
@@ -80,7 +80,7 @@ def judge(path: str) -> jsonschema.protocols.Validator:
 
 
 def refusal(case: Case) -> RequestError | None:
-    """What the server would refuse a body for, before it asks the model."""
+    """Return the error for a body before it reaches the model."""
     kind = ENDPOINTS[case.path]
     try:
         request = validate.decode(case.body, kind, ABOUT.limits)
@@ -112,14 +112,13 @@ def refusal(case: Case) -> RequestError | None:
 
 
 def check_truncation(request: GenerationRequest) -> None:
-    """What is said of it where a prompt is cut."""
     cuts = not isinstance(request, TokenizeRequest | DetokenizeRequest)
     if cuts and (request.truncate_prompt_tokens or 0) > ABOUT.max_model_len:
         raise RequestError("truncate_prompt_tokens is more than the context")
 
 
 def check_ids(prompts: Sequence[str | list[int]]) -> None:
-    """What the engine says of prompts that are token ids."""
+    """Apply the engine's check of prompts that are token ids."""
     for prompt in prompts:
         if isinstance(prompt, list):
             ids = tuple(prompt)
@@ -128,21 +127,21 @@ def check_ids(prompts: Sequence[str | list[int]]) -> None:
 
 
 def read(body: bytes) -> Any:
-    """Strict JSON, or None."""
+    """Return strict JSON, or None."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
     try:
         value = json.loads(body.decode(), parse_constant=refuse)
-        json.dumps(value, ensure_ascii=False).encode()  # no half of a pair of surrogates
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
     except (ValueError, RecursionError):
         return None
     return value
 
 
 def meant(case: Case) -> Any:
-    """The same body with its numbers and booleans in their own types."""
+    """Return the same body with numbers and booleans in their own types."""
     kind = ENDPOINTS[case.path]
     request = msgspec.json.Decoder(kind, strict=False).decode(case.body)
     return msgspec.json.decode(msgspec.json.encode(request))
@@ -169,7 +168,7 @@ def disagreements(found: list[Case]) -> list[str]:
     return wrong
 
 
-def test_the_schema_and_the_server_agree_on_odd_bodies():
+def test_schema_and_server_agree_on_odd_bodies():
     rng = random.Random(5)
     tried = [
         Case(path, dump(put(kind, place.path, odd)).encode())
@@ -183,12 +182,12 @@ def test_the_schema_and_the_server_agree_on_odd_bodies():
 
 
 @pytest.mark.fuzz
-def test_the_schema_and_the_server_agree_on_every_field_with_every_odd_value():
+def test_schema_and_server_agree_on_odd_values_of_every_field():
     wrong = disagreements([*matrix(), *cases(seed=7, number=20_000)])
     assert not wrong, "\n".join(wrong[:50])
 
 
-def test_the_check_sees_a_schema_that_says_something_else(monkeypatch):
+def test_checker_detects_a_contradicting_schema(monkeypatch):
     path = "/v1/completions"
     fields = judge(path).schema["properties"]
     good = Case(path, b'{"prompt": "a", "temperature": 1.5}')

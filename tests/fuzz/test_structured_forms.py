@@ -1,4 +1,4 @@
-"""Thousands of odd demands for a form of the output: each is served or refused with a 400."""
+"""Thousands of odd structured-output requests: each is served or refused with a 400."""
 
 import json
 import random
@@ -40,7 +40,7 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(KEYS): value(rng, depth + 1) for _ in range(rng.randint(1, 4))}
 
 
-def test_odd_forms_are_served_or_refused():
+def test_odd_structured_outputs_are_served_or_rejected():
     tokenizer, rng = fake_tokenizer(), random.Random(1)
     assert tokenizer.eos_token_id is not None
     ends = [tokenizer.eos_token_id]

@@ -1,4 +1,4 @@
-"""Grammars are compiled within limits, and matchers say what may come next."""
+"""Grammars: compilation within limits, and the matchers' allowed tokens."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# Texts that an output may be, and texts that none may be.
+# Texts that are valid outputs, and texts that are not.
 EXAMPLES = {
     "object": (GrammarSpec.json_object(), ["{}", '{"a": [1, 2.5e3, null]}'], ["[]", "{", "1"]),
     "schema": (
@@ -188,7 +188,7 @@ def allowed(matcher: Matcher, vocab_size: int) -> set[int]:
 
 
 def takes(matcher: Matcher, ids: list[int]) -> bool:
-    """Whether it is a whole output."""
+    """Return True if the tokens are a complete output."""
     try:
         matcher.accept(ids)
     except GrammarError:
@@ -197,7 +197,7 @@ def takes(matcher: Matcher, ids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_grammar_takes_its_texts_and_no_others(compiler, tokenizer, name):
+def test_grammar_accepts_only_its_texts(compiler, tokenizer, name):
     spec, texts, others = EXAMPLES[name]
     grammar = compiler.compile(spec)
     for text in texts:
@@ -207,7 +207,7 @@ def test_a_grammar_takes_its_texts_and_no_others(compiler, tokenizer, name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_random_choices_among_the_allowed_tokens_write_is_valid(compiler, tokenizer, name):
+def test_random_allowed_tokens_form_valid_text(compiler, tokenizer, name):
     spec = EXAMPLES[name][0]
     rng = random.Random(name)
     for _ in range(5):
@@ -227,7 +227,7 @@ def test_what_random_choices_among_the_allowed_tokens_write_is_valid(compiler, t
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_used_is_refused_without_being_quoted(compiler, name):
+def test_unusable_grammar_is_rejected_without_being_quoted(compiler, name):
     make, why = REFUSED[name]
     with pytest.raises(RequestError, match=why) as caught:
         compiler.compile(make())
@@ -236,7 +236,7 @@ def test_what_cannot_be_used_is_refused_without_being_quoted(compiler, name):
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_and_the_next_grammar_is_not(compiler, name):
+def test_costly_grammar_is_rejected_and_the_next_one_compiles(compiler, name):
     with pytest.raises(RequestError, match=r"too|memory|no text|not valid"):
         compiler.check(BOMBS[name])
     with pytest.raises(RequestError):  # and is not tried again
@@ -244,7 +244,7 @@ def test_a_bomb_is_refused_and_the_next_grammar_is_not(compiler, name):
     compiler.check(GrammarSpec.regex(f"after {name}"))
 
 
-def test_an_event_loop_goes_on_while_a_grammar_is_compiled(compiler):
+def test_event_loop_runs_while_a_grammar_compiles(compiler):
     slow = GrammarSpec.json_schema({"type": "integer", "multipleOf": 1000007})
 
     async def longest_pause() -> float:
@@ -261,12 +261,12 @@ def test_an_event_loop_goes_on_while_a_grammar_is_compiled(compiler):
     assert asyncio.run(longest_pause()) < 0.4
 
 
-def test_a_lenient_schema_ignores_what_cannot_be_enforced(compiler, tokenizer):
+def test_lenient_schema_ignores_unenforceable_keywords(compiler, tokenizer):
     spec = GrammarSpec.json_schema({"type": "integer", "not": {"const": 3}}, lenient=True)
     assert takes(compiler.compile(spec).matcher(), tokenizer.encode("3", False))
 
 
-def test_the_end_comes_only_where_the_grammar_is_complete(compiler, tokenizer):
+def test_eos_is_allowed_only_where_the_grammar_is_complete(compiler, tokenizer):
     end = tokenizer.eos_token_id
     matcher = compiler.compile(GrammarSpec.regex("ab+")).matcher()
     [a], [b] = tokenizer.encode("a", False), tokenizer.encode("b", False)
@@ -278,7 +278,7 @@ def test_the_end_comes_only_where_the_grammar_is_complete(compiler, tokenizer):
     assert matcher.stopped
 
 
-def test_drafts_are_cut_before_what_is_wrong_and_before_the_end(compiler, tokenizer):
+def test_drafts_are_truncated_before_an_error_and_before_the_end(compiler, tokenizer):
     grammar = compiler.compile(GrammarSpec.json_schema(PERSON))
     ids = tokenizer.encode('{"name": "b", "age": 12}', False)
     matcher = grammar.matcher()
@@ -287,7 +287,7 @@ def test_drafts_are_cut_before_what_is_wrong_and_before_the_end(compiler, tokeni
     assert matcher.valid_drafts([*ids[:3], tokenizer.eos_token_id]) == 3
     wrong = [*ids[:4], ids[0], *ids[4:]]
     assert 4 <= matcher.valid_drafts(wrong) <= len(wrong)
-    matcher.accept(ids)  # nothing of that has left a trace
+    matcher.accept(ids)  # the failed attempt left no trace
     assert matcher.stopped
     matcher.rollback(2)
     assert not matcher.accepting
@@ -296,7 +296,7 @@ def test_drafts_are_cut_before_what_is_wrong_and_before_the_end(compiler, tokeni
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_many_masks_are_those_of_one_at_a_time(compiler, tokenizer, timed):
+def test_batched_masks_equal_single_ones(compiler, tokenizer, timed):
     specs = [EXAMPLES[name][0] for name in ("schema", "lark", "choice", "object")]
     matchers = [compiler.compile(spec).matcher() for spec in specs]
     ids = tokenizer.encode('{"name": "b", "age": 12}', False)
@@ -315,7 +315,7 @@ def test_many_masks_are_those_of_one_at_a_time(compiler, tokenizer, timed):
                 matcher.accept([token])
 
 
-def test_a_matcher_that_fails_says_so(compiler, tokenizer):
+def test_failing_matcher_raises(compiler, tokenizer):
     spec = GrammarSpec.regex("a?" * 1000 + "a{1000}")
     matcher = build(spec, compiler._llguidance_tokenizer, compiler.vocab_size).matcher()
     row = np.zeros((1, mask_width(compiler.vocab_size)), np.int32)
@@ -346,7 +346,7 @@ TOO_COSTLY = {
 
 
 @pytest.mark.parametrize("name", TOO_COSTLY)
-def test_costly_grammar_is_refused_with_the_limit_before_it_runs(compiler, name):
+def test_costly_grammar_is_rejected_with_the_limit_before_it_runs(compiler, name):
     spec, why = TOO_COSTLY[name]
     with pytest.raises(RequestError, match=why):
         compiler.check(spec)
@@ -360,7 +360,7 @@ def test_many_plain_choices_can_be_followed(compiler, tokenizer):
     assert not takes(grammar.matcher(), tokenizer.encode("choice x", False))
 
 
-def test_choices_mean_themselves_whatever_their_characters(compiler, tokenizer):
+def test_choices_are_literal_in_any_characters(compiler, tokenizer):
     choices = [*(chr(i) for i in range(32, 127)), "a|b", "\\d", "[x]{2}", "(?i)y", "ß\t\r\n#"]
     grammar = compiler.compile(GrammarSpec.choice(choices))
     for text in choices:
@@ -370,7 +370,7 @@ def test_choices_mean_themselves_whatever_their_characters(compiler, tokenizer):
 
 
 class Clock:
-    """CPU time that passes by `tick_s` at each look."""
+    """A CPU clock that advances by `tick_s` at each read."""
 
     def __init__(self, tick_s):
         self.tick_s, self.now_s = tick_s, 0.0
@@ -380,14 +380,14 @@ class Clock:
         return self.now_s
 
 
-def test_trial_refuses_masks_that_take_long_on_average(compiler):
+def test_trial_rejects_masks_that_are_slow_on_average(compiler):
     grammar = compiler.compile(EXAMPLES["schema"][0])
     assert try_out(grammar, compiler.vocab_size, compiler.end_ids, clock=Clock(0.001)) is None
     why = try_out(grammar, compiler.vocab_size, compiler.end_ids, clock=Clock(0.1))
     assert why == "its masks take 100 ms of CPU time each; at most 25 are allowed"
 
 
-def test_slow_masks_are_timed_one_by_one_from_the_next_step_on(compiler, monkeypatch):
+def test_slow_masks_are_timed_individually_from_the_next_step(compiler, monkeypatch):
     monkeypatch.setattr(matchers, "SLOW_S", 0.0)  # so that every step counts as slow
     pool = MaskPool(2, clock=Clock(1.0))
     several = [compiler.compile(EXAMPLES["schema"][0]).matcher() for _ in range(3)]
@@ -399,7 +399,7 @@ def test_slow_masks_are_timed_one_by_one_from_the_next_step_on(compiler, monkeyp
     assert all(matcher.spent_s >= 1.0 for matcher in several)
 
 
-def test_the_cache_is_bounded_in_bytes_and_keeps_what_was_used_last(tokenizer):
+def test_cache_is_bounded_in_bytes_and_evicts_the_least_recently_used(tokenizer):
     compiler = GrammarCompiler(
         tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id], limits=None, cache_bytes=300_000
     )
@@ -413,7 +413,7 @@ def test_the_cache_is_bounded_in_bytes_and_keeps_what_was_used_last(tokenizer):
     compiler.close()
 
 
-def test_many_threads_may_ask_at_once(compiler):
+def test_compiler_is_thread_safe(compiler):
     found, specs = [], [GrammarSpec.regex(f"[a-z]{{{i + 1}}}") for i in range(12)]
 
     def ask(spec):
@@ -427,7 +427,7 @@ def test_many_threads_may_ask_at_once(compiler):
     assert len(found) == 24
 
 
-def test_a_model_without_text_or_without_an_end_has_no_grammars(tokenizer):
+def test_grammar_needs_a_tokenizer_and_an_eos_token(tokenizer):
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(None, 100, [1]).compile(GrammarSpec.json_object())
     with pytest.raises(RequestError, match="the model has no EOS token"):
@@ -435,7 +435,7 @@ def test_a_model_without_text_or_without_an_end_has_no_grammars(tokenizer):
 
 
 @pytest.mark.parametrize("folder", ["tests/fixtures/text/stories260k", None])
-def test_other_vocabularies_write_valid_json_too(folder):
+def test_other_vocabularies_write_valid_json(folder):
     other = Tokenizer.from_folder(folder) if folder else fake_tokenizer()
     assert other is not None and other.eos_token_id is not None
     compiler = GrammarCompiler(other, other.vocab_size, [other.eos_token_id], limits=None)
@@ -451,15 +451,15 @@ def test_other_vocabularies_write_valid_json_too(folder):
     compiler.close()
 
 
-def test_an_end_token_that_is_plain_text_is_never_taken_for_text(tokenizer):
-    [brace] = tokenizer.encode("}", False)  # a model that ends with this, say
+def test_eos_token_spelled_as_text_is_not_treated_as_text(tokenizer):
+    [brace] = tokenizer.encode("}", False)  # for a model whose EOS token is this one
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [brace], limits=None)
     matcher = compiler.compile(GrammarSpec.regex(".*x")).matcher()
     assert brace not in allowed(matcher, tokenizer.vocab_size)
     compiler.close()
 
 
-def test_a_tokenizer_that_reads_otherwise_than_we_do_is_not_used_by_llguidance(tokenizer):
+def test_tokenizer_with_deviating_bytes_is_not_used_by_llguidance(tokenizer):
     vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
     assert canonical_tokenizer(tokenizer, vocabulary) is not None
     vocabulary.tokens[500] += b"?"

@@ -1,4 +1,4 @@
-"""A sample of the JSON Schema Test Suite: our grammars do what llguidance expects of itself."""
+"""A sample of the JSON Schema Test Suite: our grammars give llguidance's expected results."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ from forge_jax.grammar import GrammarCompiler, GrammarSpec
 
 SAMPLE = Path(__file__).parent.parent / "fixtures" / "json_schema" / "sample.jsonl"
 TOKENIZER = fake_tokenizer()
-# llguidance's categories, best first; those of schemas that do not compile are one.
+# llguidance's categories, best first; schemas that do not compile are one category.
 WORSE = ("pass", "false_negative", "refused", "false_positive")
 REFUSED = ("skip_compile", "compile_error_valid", "compile_error_all_invalid")
 
@@ -24,7 +24,7 @@ def compiler():
     made.close()
 
 
-def test_three_hundred_schemas_are_as_llguidance_expects(compiler):
+def test_schema_suite_gives_llguidances_results(compiler):
     seen, worse = Counter(), []
     lines = SAMPLE.read_text().splitlines()
     for group in map(json.loads, lines):
@@ -59,7 +59,7 @@ def outcome(matcher, value, valid: bool) -> str:
     return "false_negative" if valid else "false_positive"
 
 
-def test_a_grammar_that_lets_more_through_is_found_out(compiler):
+def test_overly_permissive_grammar_is_detected(compiler):
     narrow = {"schema": {"maximum": 3}, "tests": [{"data": 4, "valid": False}]}
     assert outcomes(compiler, narrow) == ["pass"]
     assert outcomes(compiler, {**narrow, "schema": {}}) == ["false_positive"]

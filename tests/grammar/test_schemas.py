@@ -1,4 +1,4 @@
-"""Three hundred JSON schemas, with `jsonschema` as the judge of what llguidance lets through."""
+"""Three hundred JSON schemas, with `jsonschema` as the reference for llguidance."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ FORMATS = {"date": "2024-02-29", "uuid": "123e4567-e89b-12d3-a456-426614174000",
 
 
 class Maker:
-    """Draws a schema, and values that it accepts."""
+    """A generator of schemas and of values that they accept."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
@@ -155,7 +155,7 @@ class Maker:
 
 
 def spoiled(value, rng: random.Random):
-    """Some other value, that a schema for the first one is likely to refuse."""
+    """Return another value, which a schema for the first one probably rejects."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(list(value))
         match rng.randrange(3):
@@ -199,7 +199,7 @@ def takes(matcher, ids) -> bool:
 
 
 @pytest.mark.timeout(200)
-def test_schemas_take_what_is_valid_refuse_what_is_not_and_write_nothing_else(compiler, tokenizer):
+def test_schemas_accept_and_write_only_valid_values(compiler, tokenizer):
     rng, vocab_size = random.Random(0), tokenizer.vocab_size
     refused = accepted = rejected = written = 0
     for seed in range(COUNT):
@@ -221,7 +221,7 @@ def test_schemas_take_what_is_valid_refuse_what_is_not_and_write_nothing_else(co
                 assert took == valid or (valid and given is wrong), (seed, schema, text)
                 accepted += took
                 rejected += not valid
-        for _ in range(2):  # and what a model without any sense would write
+        for _ in range(2):  # and a model that writes nonsense
             matcher, ids = grammar.matcher(), []
             row = np.zeros(mask_width(vocab_size), np.int32)
             while not matcher.stopped and len(ids) < 120:
@@ -237,8 +237,7 @@ def test_schemas_take_what_is_valid_refuse_what_is_not_and_write_nothing_else(co
     assert accepted > 3 * COUNT and rejected > 2 * COUNT and written > COUNT // 2
 
 
-def test_the_judge_can_tell():
-    """A grammar that is too wide is found out: here, one that has lost its bounds."""
+def test_validator_detects_a_grammar_without_bounds():
     schema = {"type": "integer", "minimum": 3, "maximum": 4}
     assert judge(schema, "3") and not judge(schema, "7")
     assert not judge({"type": "string", "format": "date"}, '"2024-02-30"')

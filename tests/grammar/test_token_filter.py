@@ -29,7 +29,7 @@ def by_definition(output, allowed, bad, vocab_size) -> list[int]:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300])
-def test_the_mask_after_each_output_is_what_the_lists_leave(vocab_size):
+def test_mask_after_each_output_follows_the_lists(vocab_size):
     rng = random.Random(vocab_size)
     for _ in range(40):
         letters = rng.sample(range(vocab_size), min(vocab_size, 4))
@@ -66,7 +66,7 @@ def filter_of(tokenizer=TOKENIZER, **params) -> TokenFilter:
 
 
 @pytest.mark.parametrize("text", ["girl", "garden", "Paris", "the"])
-def test_a_word_is_banned_with_and_without_a_space_before_it(text):
+def test_word_is_banned_with_and_without_a_leading_space(text):
     tokenizer = Tokenizer.from_folder(FORGE_TINY)
     spellings = [tokenizer.encode(spelled, False) for spelled in (text, f" {text}")]
     assert spellings[0] != spellings[1]
@@ -80,8 +80,7 @@ def test_a_word_is_banned_with_and_without_a_space_before_it(text):
                 follower.accept(ids[-1:])
 
 
-def test_what_the_prompt_ends_with_does_not_count():
-    """As in vLLM: only the output's own tokens complete a word."""
+def test_end_of_the_prompt_does_not_count_towards_a_bad_word():
     d, o = TOKENIZER.encode("do", False)
     follower = filter_of(bad_words=["do"]).follower()
     assert o in ids_of(follower.mask())
@@ -89,7 +88,7 @@ def test_what_the_prompt_ends_with_does_not_count():
     assert o not in ids_of(follower.mask())
 
 
-def test_without_lists_there_is_no_filter():
+def test_empty_lists_make_no_filter():
     assert TokenFilter.of(SamplingParams(bad_words=[]), TOKENIZER, VOCAB) is None
     assert (
         not SamplingParams().masked and not SamplingParams(allowed_token_ids=[1]).needs_host_token
@@ -116,7 +115,7 @@ def test_without_lists_there_is_no_filter():
         ({"bad_words": ["a"], "allowed_token_ids": TOKENIZER.encode("a")}, "bad_words"),
     ],
 )
-def test_lists_that_cannot_be_are_refused_by_name(params, param):
+def test_invalid_lists_are_rejected_by_name(params, param):
     with pytest.raises(RequestError) as refused:
         check(TOKENIZER, **params)
     assert refused.value.param == param

@@ -7,7 +7,7 @@ from forge_kernels import cpu
 
 @pytest.fixture(scope="session")
 def cpu_kernels(compilation_cache) -> str:
-    """The instruction set that the kernels of this process use."""
+    """Return the instruction set that the kernels of this process use."""
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     return cpu.load()

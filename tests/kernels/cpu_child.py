@@ -1,8 +1,9 @@
-"""Checks of the CPU kernels in a fresh process; prints what failed, and hashes, as JSON.
+"""Checks of the CPU kernels in a new process; prints failures and hashes as JSON.
 
     python cpu_child.py [--isa ISA|amx] [--one-cpu] [--sources FOLDER] [--no-checks]
 
-A process has one library, and the number of its CPUs when jax starts: so these run apart.
+A process has one library, and a CPU count that is fixed when jax starts, so these checks run
+separately.
 """
 
 import argparse
@@ -13,7 +14,13 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-LEFT_OUT = ("norm, wide", "norm, residual", "residual", "swiglu", "plain")  # of linear's cases
+LEFT_OUT = (
+    "norm, wide",
+    "norm, residual",
+    "residual",
+    "swiglu",
+    "plain",
+)  # cases of linear that are skipped here
 RAGGED = ("mixed", "tile edges", "empty sequences between", "nothing at all")
 
 
@@ -57,7 +64,7 @@ def main() -> None:
 
 
 def checks(isa: str, *, in_tiles: bool) -> dict[str, Callable[[], None]]:
-    """A selection of every operation's contract."""
+    """Return a selection of every operation's contract."""
     import cpu_contract as contract
     import test_attention as attention
     import test_blocks as blocks

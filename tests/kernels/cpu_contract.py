@@ -1,12 +1,12 @@
-"""What the packed linear layer of the CPU kernels must do, written without jax's help.
+"""The contract of the CPU kernels' packed linear layer, written without jax.
 
-Used by `test_cpu_kernels.py`, and by `cpu_child.py` in processes of another instruction set, with
-one CPU, or with a library built from faulty sources.
+`test_cpu_kernels.py` uses it, and so does `cpu_child.py` in processes with another instruction set,
+with one CPU, or with a library built from faulty sources.
 
-The oracle models what the kernels promise: how weights and rows of activations are rounded is
-repeated in numpy to the bit, sums are done in float64. So the tolerance is only that of float32
-sums (a chain of n sums is off by about sqrt(n) units of roundoff of the sum of magnitudes: Higham
-and Mary 2019) and of what is rounded at the end.
+The oracle models the kernels' promises. The rounding of weights and activation rows is repeated in
+numpy to the bit, and sums are in float64. The tolerance therefore covers only float32 sums and the
+final rounding. A chain of n sums is off by about sqrt(n) units of roundoff of the sum of magnitudes
+(Higham and Mary 2019).
 """
 
 import ctypes
@@ -37,25 +37,25 @@ def f32(x: np.ndarray) -> np.ndarray:
     return np.asarray(x).astype(np.float32)
 
 
-# ---- quantisation and layout, slowly ------------------------------------------------------------
+# ---- quantization and layout, slowly ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Whole numbers and their scales: the weight [N, K] is `values * scale`, in groups along K."""
+    """Integers and their scales: the weight [N, K] is `values * scale`, in groups along K."""
 
     values: np.ndarray  # i64[N, K], or the floats themselves
     scale: np.ndarray  # f32[N, groups]
     group: int
 
     @property
-    def floats(self) -> np.ndarray:  # f64[N, K]
+    def floats(self) -> np.ndarray:  # Return f64[N, K].
         scale = np.repeat(self.scale.astype(np.float64), self.group, axis=1)
         return self.values * scale[:, : self.values.shape[1]]
 
 
 def quantise(w: np.ndarray, form: str) -> Quantised:
-    """bf16[N, K] as the format rounds it."""
+    """Round bf16[N, K] as the format does."""
     x = f32(w)
     if form == "bf16":
         return Quantised(x.astype(np.float64), np.ones((len(x), 1), np.float32), x.shape[1])
@@ -73,14 +73,14 @@ def quantise(w: np.ndarray, form: str) -> Quantised:
 
 
 def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each row of f32[T, K] to the nearest of 255 steps: (i64[T, K], f32[T])."""
+    """Round each row of f32[T, K] to the nearest of 255 steps: (i64[T, K], f32[T])."""
     top = np.abs(x).max(axis=1)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
     return np.rint(x * inverse[:, None]).astype(np.int64), top / np.float32(127)
 
 
 def slow_pack(w: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
-    """`pack` by the description of the layout in linear.h."""
+    """Pack as described in linear.h."""
     N, K = w.shape
     if packing.paired:  # 16 gates, then their 16 ups
         order = np.full((packing.panels, 2, 16), -1)
@@ -139,7 +139,7 @@ def make(case: Case) -> Arrays:
     rng = np.random.default_rng([case.seed, case.outputs, case.inputs])
     x = rng.standard_normal((case.rows, case.inputs)) * rng.uniform(0.5, 3, (case.rows, 1))
     w = rng.standard_normal((case.outputs, case.inputs)) * case.inputs**-0.5
-    w[:, case.inputs // 2] *= 3  # ranges differ between groups
+    w[:, case.inputs // 2] *= 3  # so that ranges differ between groups
     w[case.outputs // 2] = 0
     norm = rng.uniform(0.5, 1.5, case.inputs)
     residual = rng.standard_normal((case.rows, case.outputs))
@@ -167,7 +167,7 @@ def packed(case: Case, w: np.ndarray) -> PackedWeight:
 
 
 def run(case: Case, arrays: Arrays, num_rows: int | None = None) -> np.ndarray:
-    """What the kernels say, as f32 of the rows that were asked for."""
+    """Return the kernels' result as f32 of the first `num_rows` rows."""
     num_rows = len(arrays.x) if num_rows is None else num_rows
     y = _linear(
         arrays.x,
@@ -185,17 +185,17 @@ def run(case: Case, arrays: Arrays, num_rows: int | None = None) -> np.ndarray:
 
 
 def normalised(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """RMSNorm of bf16 rows, rounded where Hugging Face rounds; f32 whose values are bf16's."""
+    """Return RMSNorm of bf16 rows as f32, rounded where Hugging Face rounds to bf16."""
     x = f32(x)
     scale = f32(1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS))
     return f32(bf16(f32(bf16(x * scale)) * f32(weight)))
 
 
 def expected(case: Case, arrays: Arrays, *, slips: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(f64[T, N], how far from it the kernels may be).
+    """Return (f64[T, N], the tolerance of the kernels).
 
-    The norm's sum has another order in float32, so once in some thousand elements its result rounds
-    to a neighbour: with `slips` the tolerance has room for that.
+    The norm's float32 sum has another order, so once in some thousand elements its result rounds to
+    a neighbor. `slips` adds that to the tolerance.
     """
     x = normalised(arrays.x, arrays.norm) if case.norm else f32(arrays.x)
     w = quantise(arrays.w, case.form)
@@ -225,7 +225,7 @@ def expected(case: Case, arrays: Arrays, *, slips: bool = False) -> tuple[np.nda
         (gate, up), (by_gate, by_up) = np.split(y, 2, axis=1), np.split(error, 2, axis=1)
         silu = gate / (1 + np.exp(-gate))
         y = silu * up
-        # silu is nowhere steeper than 1.1; its own arithmetic is good for 16 units.
+        # The slope of silu is at most 1.1; its own arithmetic is accurate to 16 units.
         error = 1.1 * by_gate * np.abs(up) + (np.abs(silu) + 1.1 * by_gate) * by_up
         error = error + 16 * U32 * np.abs(y)
     if case.residual:
@@ -237,7 +237,7 @@ def expected(case: Case, arrays: Arrays, *, slips: bool = False) -> tuple[np.nda
 
 
 def check(case: Case) -> None:
-    """Raises AssertionError where the kernels are outside of what rounding explains."""
+    """Raise AssertionError if rounding does not explain the kernels' result."""
     arrays = make(case)
     out, (want, tolerance) = run(case, arrays), expected(case, arrays)
     assert out.shape == want.shape
@@ -271,12 +271,12 @@ OPTIONS = {
 
 
 def wide_outputs(threads: int) -> int:
-    """From so many columns on a thread takes two panels at a time, if there are few rows."""
+    """Return the column count from which a thread takes two panels at a time, with few rows."""
     return 64 * threads * PANEL
 
 
 def cases(form: str) -> dict[str, Case]:
-    """By name: every shape, every option on a shape with tails, several tiles."""
+    """Return by name: every shape, every option on a shape with tails, several tiles."""
     found = {
         name: Case(form, outputs=N, inputs=K, rows=1 + 3 * i % 7)
         for i, (name, (N, K)) in enumerate(SHAPES.items())
@@ -297,7 +297,7 @@ def invariance_case(form: str, option: str) -> Case:
 
 
 def check_invariance(case: Case) -> None:
-    """A row's bits are its own: whatever the number of rows, its place and its neighbours."""
+    """Check that a row's bits are independent of the other rows, their number and its position."""
     arrays = make(case)
     whole = run(case, arrays)
     for rows in range(1, case.rows):
@@ -318,7 +318,7 @@ def check_invariance(case: Case) -> None:
 
 
 def check_not_finite(case: Case) -> None:
-    """What is not finite in a row makes all of that row not finite, and no other row different."""
+    """Check that a non-finite value makes its row non-finite and leaves others unchanged."""
     arrays = make(case)
     clean, others = run(case, arrays), np.arange(case.rows) != 3
     for value in (np.nan, np.inf, -np.inf):
@@ -331,18 +331,20 @@ def check_not_finite(case: Case) -> None:
 
 
 def check_fma_bits() -> None:
-    """Without BF16 a sum of bfloat16 products is a chain of FMAs in the order of k, to the bit."""
+    """Check that without BF16, products are summed as a chain of FMAs in the order of k."""
     case = Case("bf16", rows=40, outputs=95, inputs=99)
     arrays = make(case)
     x, w = f32(arrays.x), f32(arrays.w)
     want = np.zeros((case.rows, case.outputs), np.float32)
-    for k in range(case.inputs):  # a product of two bfloat16 is exact: this rounds as an FMA does
+    for k in range(
+        case.inputs
+    ):  # a product of two bfloat16 is exact, so this rounds as an FMA does
         want += x[:, k, None] * w[None, :, k]
     np.testing.assert_array_equal(run(case, arrays), want)
 
 
 def check_tile_bits() -> None:
-    """In tiles each 32 values of k are summed apart: even ones and odd ones, then both."""
+    """Check that tiles sum each 32 values of k separately: even and odd ones, then both."""
     case = Case("bf16", rows=40, outputs=95, inputs=99)
     arrays = make(case)
     x, w = (np.pad(f32(a), ((0, 0), (0, 29))).reshape(-1, 4, 16, 2) for a in (arrays.x, arrays.w))
@@ -357,7 +359,7 @@ def check_tile_bits() -> None:
 
 
 def check_tiles_by_shape() -> None:
-    """From 64 rows of x on tiles are used, however many of them are computed; before, never."""
+    """Check that tiles are used from 64 rows of x on, whatever part of the rows is computed."""
     case = Case("bf16", rows=70, outputs=95, inputs=99)
     arrays = make(case)
     in_tiles = run(case, arrays)
@@ -375,12 +377,11 @@ def check_tiles_by_shape() -> None:
 
 
 def digest(case: Case) -> str:
-    """A hash of the result's bits."""
     return hashlib.sha256(run(case, make(case)).tobytes()).hexdigest()
 
 
 def digests() -> dict[str, str]:
-    """Of matrices of so many columns that one thread takes two panels at a time, and two do not."""
+    """Return hashes for widths at which one thread takes two panels at a time, two threads one."""
     return {
         f"{form}, {option}": digest(
             replace(invariance_case(form, option), rows=rows, outputs=wide_outputs(1) + 2 * PANEL)

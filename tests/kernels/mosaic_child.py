@@ -1,9 +1,9 @@
-"""Attention for GPUs in Pallas' interpreter, in a process of its own; prints what failed, as JSON.
+"""GPU attention in Pallas' interpreter, in a process of its own; prints failures as JSON.
 
     NPROC=32 python mosaic_child.py cases|quantized|bits|faults|'some faults'
 
-The interpreter runs each warpgroup's steps in XLA's thread pool, where they wait for each other: on
-a machine of few CPUs all threads of the pool would wait. `NPROC` is how many there are.
+The interpreter runs each warpgroup's steps in XLA's thread pool, where they wait for each other. On
+a machine with few CPUs all threads of the pool would wait. `NPROC` sets the number of threads.
 """
 
 import inspect
@@ -96,9 +96,9 @@ CASES = {
 
 E4M3 = "float8_e4m3fn"
 
-# The cache in 8 bits: its type, the batch, options.
+# The 8-bit cache: its type, the batch, options.
 QUANTIZED = {
-    # Head dim 128 and few thread blocks: more KV tiles than are in shared memory at once.
+    # Head dim 128 and few thread blocks: more KV tiles than fit into shared memory at once.
     "decode, cut between thread blocks, head dim 128": (
         E4M3,
         replace(SMALL, head_dim=128, seqs=((1, 190), (1, 150), (1, 20)), rows=5),
@@ -154,7 +154,7 @@ def rounded(batch: Batch, arrays: Arrays) -> tuple[jax.Array, ...]:
 
 
 def check(batch: Batch, attention: Callable = jitted_attention, **options) -> None:
-    """As `check_cpu`: half a unit of the type for each weight of a value, and for the result."""
+    """Check like `check_cpu`: half a unit of the type per value's weight, and of the result."""
     window, soft_cap = options.get("window"), options.get("soft_cap")
     arrays = make(batch, window=window, soft_cap=soft_cap)
     out = attend(rounded(batch, arrays), attention, **options)
@@ -167,9 +167,9 @@ def check(batch: Batch, attention: Callable = jitted_attention, **options) -> No
 
 
 def quantized(batch: Batch, arrays: Arrays, kv_dtype: str, *, seed: int = 0) -> tuple[Any, ...]:
-    """The cache in 8 bits, each key and value of another magnitude.
+    """Return the 8-bit cache, with keys and values of different magnitudes.
 
-    Where no sequence has a token, scales are NaN, and data is whatever has been left there.
+    Scales are NaN and data is arbitrary where no sequence has a token.
     """
     q, kv, *rest = rounded(batch, arrays)
     rng = np.random.default_rng(seed)
@@ -180,9 +180,11 @@ def quantized(batch: Batch, arrays: Arrays, kv_dtype: str, *, seed: int = 0) -> 
 
 
 def dense(batch: Batch, arrays: Arrays, q, kv: QuantizedKV, window=None, soft_cap=None):
-    """What attention should be, and the sum of its terms' magnitudes: f64[T, H, D], each."""
+    """Return the reference attention and the sum of its terms' magnitudes: f64[T, H, D] each."""
     q = np.asarray(q, np.float64)
-    cache = np.asarray(dequantize_rows(*kv), np.float64)  # the product of few bits and a float32
+    cache = np.asarray(
+        dequantize_rows(*kv), np.float64
+    )  # exact: the product of few bits and a float32
     expected, spread = np.zeros_like(q), np.zeros_like(q)
     for s, (rows, context) in enumerate(batch.seqs):
         positions = np.arange(context)
@@ -220,13 +222,13 @@ def check_quantized(
 
 
 def check_nan_stays() -> None:
-    """A NaN among the scales of a sequence's head makes that head NaN, and changes no other."""
+    """Check that a NaN among the scales of a sequence's head makes only that head NaN."""
     batch = replace(SMALL, seqs=((1, 70), (2, 90), (1, 17)), rows=5)
     arrays = make(batch)
     q, kv, *rest = quantized(batch, arrays, E4M3)
     clean = attend((q, kv, *rest))
     blocks = arrays.block_tables[:, 3]
-    # A key's of sequence 0 and head 0, and a value's of sequence 1 and head 1.
+    # A key's scale of sequence 0 and head 0, and a value's of sequence 1 and head 1.
     scale = kv.scale.at[blocks[0], 0, 0, 5].set(jnp.nan).at[blocks[1], 1, 1, 5].set(jnp.nan)
     out = attend((q, QuantizedKV(kv.data, scale), *rest))
     hit = np.zeros(out.shape[:2], bool)
@@ -236,7 +238,7 @@ def check_nan_stays() -> None:
 
 
 def check_same_bits_in_any_company(kv_dtype: str | None = None) -> None:
-    """Rows of one sequence alone, cut otherwise, and beside others: the same bits, if uniform."""
+    """Check that uniform rows have the same bits alone, chunked differently, and in a batch."""
     context = 150
     seqs = ((context, context), (1, 150), (3, 20))
     batch = replace(SMALL, heads=4, seqs=seqs, rows=context + 8)
@@ -276,7 +278,7 @@ def check_same_bits_in_any_company(kv_dtype: str | None = None) -> None:
 
 
 def check_forward() -> None:
-    """A whole model by `implementation="mosaic"`, against the reference."""
+    """Check a whole model with `implementation="mosaic"` against the reference."""
     model = tiny_model(head_dim=64, dtype="bfloat16")
     spec, block_size, context = model.spec, 16, (70, 40, 5)
     rng = np.random.default_rng(0)
@@ -368,7 +370,7 @@ FAULTS_OF_8_BITS = {
 
 
 def check_fault(old: str, new: str, check: Callable = check, head_dim: int = 64) -> None:
-    """The contract must fail: by a wrong result, by a race, or because the interpreter refuses."""
+    """Check that a fault breaks the contract: a wrong result, a race, or an interpreter error."""
     text = inspect.getsource(mosaic_gpu)
     assert text.count(old) == 1, "there is no such place"
     module = type(sys)("faulty")

@@ -35,7 +35,6 @@ BF16_ROUNDOFF = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def _kernels_of(request: pytest.FixtureRequest) -> None:
-    """The CPU kernels are loaded where a test is about them."""
     if getattr(request.node, "callspec", None) and "cpu" in request.node.callspec.params.values():
         request.getfixturevalue("cpu_kernels")
 
@@ -44,7 +43,7 @@ def _kernels_of(request: pytest.FixtureRequest) -> None:
 class Batch:
     """Sequences as (rows, context), and the shapes of the arrays that hold them.
 
-    The batches share their shapes where they can, and so their executables.
+    Batches share shapes, and thus executables, where possible.
     """
 
     seqs: tuple[tuple[int, int], ...]
@@ -57,14 +56,14 @@ class Batch:
     pool_tokens: int = 3584  # N * bs
     max_context: int = 320
     seed: int = 0
-    dtype: str = "float32"  # that queries, keys and values are rounded to
+    dtype: str = "float32"  # rounding of queries, keys and values
 
     def for_cpu(self) -> "Batch":
-        """What the CPU kernels are for: bfloat16 and heads that are multiples of 32."""
+        """Return the batch for the CPU kernels: bfloat16 and head dims that are multiples of 32."""
         return replace(self, dtype="bfloat16", head_dim=-(-self.head_dim // 32) * 32)
 
     def exact(self) -> "Batch":
-        """Without padding rows, padding sequences, or a free block."""
+        """Return the batch without padding rows, padding sequences, or a free block."""
         blocks = sum(-(-context // self.block_size) for _, context in self.seqs)
         return replace(
             self,
@@ -95,9 +94,11 @@ def make(
     kv_dtype: str | None = None,
     magnitudes: tuple[float, ...] = (1.0,),
 ) -> Arrays:
-    """`kv_dtype`: of 8 bits, that keys and values are rounded to; `magnitudes`: of tokens, in turn.
+    """Return the arrays of a batch.
 
-    The queries are divided by the largest.
+    Args:
+      kv_dtype: 8-bit type to which keys and values are rounded.
+      magnitudes: Magnitudes of tokens, in turn; queries are divided by the largest.
     """
     rng = np.random.default_rng(batch.seed)
     H, K, D, bs = batch.heads, batch.kv_heads, batch.head_dim, batch.block_size
@@ -113,7 +114,7 @@ def make(
     q[int(q_lens.sum()) :] = np.nan
     kv = np.full((N, 2, K, bs, D), np.nan, np.float32)
     order = rng.permutation(N)
-    # What lies beyond a sequence in its table, and beyond num_seqs, is stale.
+    # Table entries beyond a sequence and beyond num_seqs are stale.
     tables = rng.integers(0, N, (S, max_blocks)).astype(np.int32)
     kv_lens = np.full(S, 77, np.int32)
     cu_q_lens = np.full(S + 1, T, np.int32)
@@ -167,7 +168,7 @@ def run(arrays, **options):
 
 
 def inputs(a: Arrays, kv_dtype: str | None = None) -> tuple[Any, ...]:
-    """`kv_dtype`: of 8 bits, the cache as a QuantizedKV, stored as on a CPU."""
+    """Return the arguments of attention; an 8-bit `kv_dtype` gives a QuantizedKV as on a CPU."""
     arrays = (a.q, a.kv, a.block_tables, a.kv_lens, a.cu_q_lens, a.num_seqs)
     q, kv, *rest = (jnp.asarray(array) for array in arrays)
     return (q, kv if kv_dtype not in EIGHT_BITS else quantized(kv, kv_dtype), *rest)
@@ -175,7 +176,7 @@ def inputs(a: Arrays, kv_dtype: str | None = None) -> tuple[Any, ...]:
 
 @partial(jax.jit, static_argnums=1)
 def quantized(kv: jax.Array, kv_dtype: str) -> QuantizedKV:
-    """Where `kv` is NaN, the scale is, and the data is NaN if there is one and else large."""
+    """Quantize `kv`; where it is NaN, so is the scale, and the data is NaN or large."""
     data, scale = quantize_rows(kv, kv_dtype)
     if kv_dtype == "float8_e4m3fn":
         data = lax.bitcast_convert_type(data, jnp.uint8)
@@ -183,7 +184,7 @@ def quantized(kv: jax.Array, kv_dtype: str) -> QuantizedKV:
 
 
 def run_cpu(a: Arrays, *, kv_dtype: str = "bfloat16", **options: Any) -> np.ndarray:
-    """By the CPU kernels: f32 of the rows that exist."""
+    """Return the CPU kernels' result as f32 of the rows that exist."""
     q, kv, *rest = inputs(a, kv_dtype)
     if not isinstance(kv, QuantizedKV):
         kv = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
@@ -194,7 +195,7 @@ def run_cpu(a: Arrays, *, kv_dtype: str = "bfloat16", **options: Any) -> np.ndar
 
 
 def check_cpu(batch: Batch, **kind: Any) -> None:
-    """Half a unit of bfloat16 for each weight of a value, and for the result; sums are float32."""
+    """Check within half a bfloat16 unit per value's weight and of the result; sums are float32."""
     arrays = make(batch, **kind)
     out = run_cpu(arrays, **kind)
     rows = len(out)
@@ -257,11 +258,11 @@ BATCHES = {
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.quick_cases(12)
-def test_agrees_with_dense_attention_in_float64(name, implementation, uniform):
+def test_output_matches_dense_attention_in_float64(name, implementation, uniform):
     check(BATCHES[name], implementation, uniform=uniform)
 
 
-# What the cache is stored as, what of it is seen, and how scores are bent.
+# The type of the cache, the visible part of it, and the cap of the scores.
 KINDS: dict[str, dict[str, Any]] = {
     "int8": {"kv_dtype": "int8"},
     "fp8": {"kv_dtype": "float8_e4m3fn"},
@@ -276,7 +277,9 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick_cases(5)
-def test_8_bits_windows_and_soft_caps_agree_with_dense_attention(kind, implementation, uniform):
+def test_8_bit_windowed_and_soft_capped_output_matches_dense_attention(
+    kind, implementation, uniform
+):
     shared = ("decode, several groups", "verify rows", "chunks", "mixed", "tile edges")
     for name in (*shared, "empty sequences between", "nothing at all"):
         check(BATCHES[name], implementation, uniform=uniform, **KINDS[kind])
@@ -293,7 +296,7 @@ def test_scales_are_found_in_blocks_of_all_sizes(block_size, window):
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
-def test_rows_of_8_bits_may_be_zero_tiny_or_huge(implementation, uniform, kv_dtype):
+def test_8_bit_rows_may_be_zero_tiny_or_huge(implementation, uniform, kv_dtype):
     options = {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
     arrays = make(MIXED, kv_dtype=kv_dtype, magnitudes=(1.0, 0.0, 1e-39, 1e5))
     out = np.asarray(run(inputs(arrays, kv_dtype), **options))
@@ -303,14 +306,14 @@ def test_rows_of_8_bits_may_be_zero_tiny_or_huge(implementation, uniform, kv_dty
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
-def test_a_nan_in_8_bits_stays_in_its_sequence(implementation, uniform, kv_dtype):
-    """In a scale, or in data that can hold one, of keys or values."""
+def test_8_bit_nan_stays_in_its_sequence(implementation, uniform, kv_dtype):
+    """The NaN is in a scale of keys or values, or in data that can hold one."""
     options = {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
     arrays = make(MIXED, kv_dtype=kv_dtype)
     q, kv, *rest = inputs(arrays, kv_dtype)
     want = np.asarray(run((q, kv, *rest), **options))
     assert np.isfinite(want).all()
-    # A decode in a group with others that see as far, and the last 11 rows of a chunk.
+    # A decode in a group with others of the same length, and the last 11 rows of a chunk.
     for s, at, sees in ((2, 5, 1), (6, 190, 11)):
         context, block_size = MIXED.seqs[s][1], MIXED.block_size
         mine = np.arange(arrays.cu_q_lens[s], arrays.cu_q_lens[s + 1])
@@ -330,7 +333,7 @@ def test_a_nan_in_8_bits_stays_in_its_sequence(implementation, uniform, kv_dtype
 @pytest.mark.parametrize("kv_dtype", [None, *EIGHT_BITS])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.quick_cases(2)
-def test_what_every_window_has_passed_may_be_nan(implementation, uniform, kv_dtype):
+def test_nan_behind_every_window_is_ignored(implementation, uniform, kv_dtype):
     options = {"window": 37}
     if kv_dtype is not None:
         options = KINDS["int8, window, soft cap"] | {"kv_dtype": kv_dtype}
@@ -344,7 +347,7 @@ def test_what_every_window_has_passed_may_be_nan(implementation, uniform, kv_dty
 
 
 def pass_by(arrays: Arrays, batch: Batch, *, window: int) -> None:
-    """Makes NaN of what no row of a sequence sees any more."""
+    """Fill everything that is behind the window of every row with NaN."""
     for table, (rows, context) in zip(arrays.block_tables, batch.seqs, strict=False):
         for position in range(context - rows + 1 - window):
             arrays.kv[table[position // batch.block_size], :, :, position % batch.block_size] = (
@@ -355,13 +358,13 @@ def pass_by(arrays: Arrays, batch: Batch, *, window: int) -> None:
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.quick_cases(1)
-def test_queries_of_bfloat16_meet_caches_of_8_bits(uniform, kv_dtype):
+def test_bfloat16_queries_attend_over_8_bit_caches(uniform, kv_dtype):
     arrays = make(BATCHES["decode"], kv_dtype=kv_dtype)
     q, kv, *rest = inputs(arrays, kv_dtype)
     q, options = q.astype(jnp.bfloat16), {"implementation": "xla", "uniform": uniform}
     out = run((q, kv, *rest), kv_dtype=kv_dtype, max_q_len=1, **options)
     assert out.dtype == jnp.bfloat16
-    rounding = BF16_ROUNDOFF * (4 + np.abs(arrays.expected) + arrays.spread)  # q too
+    rounding = BF16_ROUNDOFF * (4 + np.abs(arrays.expected) + arrays.spread)  # includes q
     assert (np.abs(np.asarray(out, np.float64) - arrays.expected) <= rounding).all()
     if kv_dtype == "float8_e4m3fn":
         as_float = kv._replace(data=lax.bitcast_convert_type(kv.data, jnp.float8_e4m3fn))
@@ -370,8 +373,8 @@ def test_queries_of_bfloat16_meet_caches_of_8_bits(uniform, kv_dtype):
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.slow
-def test_the_cost_of_a_window_follows_the_window(uniform, monkeypatch):
-    """KV tiles that are read, each time for a group of sequences or rows."""
+def test_windowed_cost_follows_the_window(uniform, monkeypatch):
+    """Counts the KV tiles that are read, once per group of sequences or rows."""
     read = xla_file._Pool.tile
     counted: list[int] = []
 
@@ -404,7 +407,7 @@ LONG = Batch(seqs=(), rows=80, max_seqs=5, max_context=1024)
 
 
 def random_mix(seed: int) -> tuple[tuple[int, int], ...]:
-    """Decode rows, drafts, chunks and empty sequences in any order."""
+    """Return decode rows, drafts, chunks and empty sequences in any order."""
     rng = np.random.default_rng(seed)
     kinds = ((1, 1), (2, 5), (0, 0), (10, 70))
     seqs = []
@@ -442,11 +445,11 @@ CPU_BATCHES = {
 
 
 @pytest.mark.parametrize("name", CPU_BATCHES)
-def test_the_cpu_kernels_know_all_sizes(cpu_kernels, name):
+def test_cpu_kernels_support_all_sizes(cpu_kernels, name):
     check_cpu(CPU_BATCHES[name].for_cpu())
 
 
-# Of contexts that are summed up in several chunks: too few items for the threads, and enough.
+# Contexts that are summed in several chunks, with too few items for the threads and with enough.
 MANY_KEYS = replace(SMALL, rows=40, pool_tokens=6400, max_context=2100, block_size=16, head_dim=32)
 MANY_KEYS_BATCHES = {
     "one decode": replace(MANY_KEYS, seqs=((1, 2100),)),
@@ -456,7 +459,7 @@ MANY_KEYS_BATCHES = {
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_the_cpu_kernels_know_8_bits_windows_soft_caps_and_long_contexts(cpu_kernels, kind):
+def test_cpu_kernels_support_8_bits_windows_soft_caps_and_long_contexts(cpu_kernels, kind):
     options = {} if kind is None else KINDS[kind]
     for name in ("decode, several groups", "chunks", "mixed", "empty sequences between"):
         check_cpu(BATCHES[name].for_cpu(), **options)
@@ -465,7 +468,7 @@ def test_the_cpu_kernels_know_8_bits_windows_soft_caps_and_long_contexts(cpu_ker
 
 
 def cpu_digests() -> dict[str, str]:
-    """Hashes of what the CPU kernels compute of long contexts."""
+    """Return hashes of the CPU kernels' results for long contexts."""
     found = {}
     for (name, batch), kind in itertools.product(MANY_KEYS_BATCHES.items(), ("int8", "window")):
         batch = batch.for_cpu()
@@ -475,7 +478,7 @@ def cpu_digests() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_the_cpu_kernels_keep_a_nan_in_8_bits_in_its_sequence(cpu_kernels, kv_dtype):
+def test_cpu_kernels_keep_an_8_bit_nan_in_its_sequence(cpu_kernels, kv_dtype):
     batch = Batch(seqs=((1, 40), (5, 5), (30, 100))).for_cpu()
     arrays = make(batch, kv_dtype=kv_dtype)
     q, kv, *rest = inputs(arrays, kv_dtype)
@@ -497,7 +500,7 @@ def test_the_cpu_kernels_keep_a_nan_in_8_bits_in_its_sequence(cpu_kernels, kv_dt
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
-def test_what_every_window_has_passed_may_be_nan_for_the_cpu_kernels(cpu_kernels, kv_dtype):
+def test_cpu_kernels_ignore_nan_behind_every_window(cpu_kernels, kv_dtype):
     options = {"window": 37, "kv_dtype": kv_dtype}
     for name in ("decode, several groups", "verify rows", "chunks", "mixed"):
         batch = BATCHES[name].for_cpu()
@@ -511,7 +514,7 @@ def test_what_every_window_has_passed_may_be_nan_for_the_cpu_kernels(cpu_kernels
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.quick_cases(2)
-def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_dtype):
+def test_16_bit_caches_may_be_stored_as_bits(implementation, uniform, kv_dtype):
     arrays = make(SHORT_ROWS)
     # Rounded first, so that only the arithmetic differs from the dense one.
     rounded = jnp.asarray(arrays.kv, kv_dtype)
@@ -530,7 +533,7 @@ def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_d
 
 
 @pytest.mark.slow
-def test_a_promise_of_short_rows_changes_nothing():
+def test_max_q_len_hint_does_not_change_the_output():
     decode, verify = make(BATCHES["decode, several groups"]), make(BATCHES["verify rows"])
     for arrays, max_q_len in ((decode, 1), (verify, SHORT)):
         promised = run(inputs(arrays), implementation="xla", max_q_len=max_q_len)
@@ -538,8 +541,7 @@ def test_a_promise_of_short_rows_changes_nothing():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
-def test_a_row_does_not_depend_on_its_company(implementation):
-    """The same sequence beside longer contexts and in other blocks: the same bits."""
+def test_row_is_independent_of_the_batch(implementation):
     batch = Batch(seqs=((1, 40),))
     batch = batch.for_cpu() if implementation == "cpu" else batch
     alone = make(batch)
@@ -553,18 +555,18 @@ def test_a_row_does_not_depend_on_its_company(implementation):
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 150, (7, 50, 93), (64, 86), (149, 1)], ids=str)
-def test_a_row_of_the_cpu_kernels_does_not_depend_on_the_chunks(cpu_kernels, sizes):
+def test_cpu_kernel_row_is_independent_of_the_chunks(cpu_kernels, sizes):
     check_chunks(sizes)
 
 
 @pytest.mark.parametrize("kind", ["int8", "window longer than a tile", "fp8, window, soft cap"])
 @pytest.mark.parametrize("sizes", [(700, 600), (1299, 1), (1, 511, 1, 787)], ids=str)
-def test_nor_in_long_prompts_and_other_caches(cpu_kernels, sizes, kind):
+def test_cpu_kernel_row_is_independent_of_the_chunks_in_long_prompts(cpu_kernels, sizes, kind):
     check_chunks(sizes, **KINDS[kind])
 
 
 def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
-    """A prompt in any chunks, behind whatever else is in the step: the same bits."""
+    """Check that a prompt has the same bits in any chunks and in any batch."""
     length = sum(sizes)
     prompt = Batch(
         seqs=((length, length),),
@@ -578,7 +580,7 @@ def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
     whole = make(prompt, **options)
     want, order = run_cpu(whole, **options), np.random.default_rng(0).permutation(len(sizes))
     ends = np.cumsum(sizes)
-    # Each chunk as a sequence of its own, of the same blocks; shuffled, between other sequences.
+    # Each chunk as a sequence of its own in the same blocks, shuffled between other sequences.
     pieces = [(sizes[i], ends[i]) for i in order]
     others = make(replace(prompt, seqs=((1, 30), (3, 3)), seed=1), **options)
     S = len(pieces) + 2
@@ -606,8 +608,8 @@ def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
         at += n
 
 
-def test_a_row_that_is_not_finite_stays_alone(cpu_kernels):
-    """Another sequence's NaN, in queries or in the cache, changes no bit."""
+def test_non_finite_row_stays_in_its_sequence(cpu_kernels):
+    """The NaN is in another sequence's queries or cache."""
     batch = Batch(seqs=((1, 40), (5, 5), (30, 100))).for_cpu()
     clean = make(batch)
     want = run_cpu(clean)
@@ -626,7 +628,7 @@ def test_a_row_that_is_not_finite_stays_alone(cpu_kernels):
         )
 
 
-def test_the_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
+def test_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
     check_rotate_and_write()
 
 
@@ -643,7 +645,8 @@ def check_rotate_and_write() -> None:
         write = partial(rotate_and_write, qkv, kv, cos, sin, jnp.asarray(slots))
         by_xla = jax.jit(partial(write, kv_dtype=jnp.bfloat16))()
         by_kernel = jax.jit(partial(write, kv_dtype=jnp.bfloat16, implementation="cpu"))()
-        # Products are summed in one rounding or in two: half a unit of bfloat16 where it matters.
+        # Products are summed with one rounding or with two: half a unit of bfloat16 where it
+        # matters.
         for mine, theirs in zip(by_kernel, by_xla, strict=True):
             if mine.dtype == jnp.uint16:
                 written = np.flatnonzero((slots >= 0) & (slots < N * bs))
@@ -661,15 +664,14 @@ def check_rotate_and_write() -> None:
             np.testing.assert_allclose(mine, theirs, rtol=2 * BF16_ROUNDOFF, atol=1e-6)
             assert (mine != theirs).mean() < 0.001
 
-        # -1 is no index: the kernels drop it where XLA would wrap it.
+        # Index -1 is invalid: the kernels drop it, but XLA would wrap it.
         _, dropped = jax.jit(
             partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation="cpu")
         )(qkv, kv, cos, sin, jnp.full(T, -1, jnp.int32))
         np.testing.assert_array_equal(dropped, kv)
 
 
-def test_the_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
-    """No copy of the cache: the result is the same memory, and there are no temporaries."""
+def test_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
     kv = jnp.zeros((64, 2, 2, 16, 64), jnp.uint16)
     qkv = jnp.ones((4, 6, 64), jnp.bfloat16)
     angles = jnp.zeros((4, 32))
@@ -688,7 +690,7 @@ def test_the_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
     assert not np.asarray(kept).any(), "a cache that was not donated has been written to"
 
 
-def test_the_cpu_kernels_say_what_they_are_not_for():
+def test_cpu_kernels_name_what_they_do_not_support():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
     attend = partial(ragged_paged_attention, sm_scale=1.0, implementation="cpu")
     with pytest.raises(TypeError, match="or float8_e4m3fn, not float32"):
@@ -706,13 +708,13 @@ def test_the_cpu_kernels_say_what_they_are_not_for():
 
 
 def differing_schedules(**options: Any) -> list[str]:
-    """Which ways to compute the last rows of a sequence give other bits than all of it at once."""
+    """Return the schedules of a sequence's last rows that give other bits than one step."""
     context = 150
     seqs = ((context, context), *((1, 90 + i) for i in range(9)))
     kv_dtype = options.get("kv_dtype")
     arrays = make(
         Batch(seqs=seqs, head_dim=32), kv_dtype=kv_dtype
-    )  # 16 or 64: XLA:CPU's sums agree by themselves
+    )  # at 16 or 64, XLA:CPU's sums agree by chance
 
     def last_rows(rows: int, num_beside: int) -> np.ndarray:
         index = [*range(1, num_beside + 1), 0]
@@ -740,20 +742,20 @@ def differing_schedules(**options: Any) -> list[str]:
 
 @pytest.mark.parametrize(("implementation", "uniform"), [("xla", True), ("reference", False)])
 @pytest.mark.quick_cases(1)
-def test_a_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
+def test_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
     assert differing_schedules(implementation=implementation, uniform=uniform) == []
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), [("xla", True), ("reference", False)])
 @pytest.mark.quick_cases(1)
-def test_a_uniform_row_of_8_bits_has_too(implementation, uniform, kv_dtype):
+def test_uniform_8_bit_row_has_the_same_bits_on_every_schedule(implementation, uniform, kv_dtype):
     kind = {} if kv_dtype == "int8" else {"window": 70, "soft_cap": 2.0}
     kind |= {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
     assert differing_schedules(**kind) == []
 
 
-def test_the_walking_form_has_not():
+def test_walking_form_depends_on_the_schedule():
     assert differing_schedules(implementation="xla", uniform=False)
 
 
@@ -796,7 +798,7 @@ FAULT_KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.quick_cases(3)
-def test_this_suite_catches_a_planted_fault(fault):
+def test_suite_detects_a_planted_fault(fault):
     text, (old, new) = inspect.getsource(xla_file), FAULTS[fault]
     assert text.count(old) == 1
     faulty: dict = {}
@@ -815,7 +817,7 @@ def test_this_suite_catches_a_planted_fault(fault):
         np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
 
 
-def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
+def test_writes_fill_their_slots_and_drop_the_one_past_the_end():
     rng = np.random.default_rng(0)
     N, K, bs, D = 5, 2, 8, 4
     kv = rng.standard_normal((N, 2, K, bs, D)).astype(np.float32)
@@ -838,7 +840,7 @@ def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_rows_of_8_bits_are_written_with_their_scales(kv_dtype):
+def test_8_bit_rows_are_written_with_their_scales(kv_dtype):
     rng = np.random.default_rng(0)
     N, K, bs, D = 5, 2, 8, 4
     storage = kv_storage_dtype(kv_dtype, "cpu")
@@ -861,7 +863,7 @@ def test_rows_of_8_bits_are_written_with_their_scales(kv_dtype):
         np.testing.assert_array_equal(written.scale, expected_scale)
 
 
-def test_keys_of_8_bits_are_rotated_before_they_are_rounded():
+def test_8_bit_keys_are_rotated_before_rounding():
     rng = np.random.default_rng(0)
     H, K, D, T = 4, 2, 16, 5
     qkv = jnp.asarray(rng.standard_normal((T, H + 2 * K, D)), jnp.float32)
@@ -878,8 +880,7 @@ def test_keys_of_8_bits_are_rotated_before_they_are_rounded():
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
 @pytest.mark.quick_cases(2)
-def test_a_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
-    """No copy of the data nor of the scales: the result is the same memory."""
+def test_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
     form = kv_shape_dtype((512, 2, 2, 16, 64), kv_storage_dtype(kv_dtype, "cpu"))
     kv = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), form)
     k, i32 = jnp.ones((rows, 2, 64), jnp.bfloat16), partial(jnp.ones, dtype=jnp.int32)
@@ -905,7 +906,7 @@ def test_a_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
     assert all(np.asarray(array).any() for array in jax.tree.leaves(written))
 
 
-def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
+def test_16_and_8_bit_floats_are_stored_as_bits_only_on_cpu():
     assert kv_storage_dtype("bfloat16", "cpu") == jnp.uint16
     assert kv_storage_dtype("float16", "cpu") == jnp.uint16
     assert kv_storage_dtype("float32", "cpu") == jnp.float32
@@ -917,7 +918,7 @@ def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
         kv_storage_dtype("float8_e5m2", "cpu")
 
 
-def test_a_cache_of_8_bits_has_a_scale_for_each_row():
+def test_8_bit_cache_has_a_scale_per_row():
     shape = (5, 2, 3, 8, 16)
     assert kv_shape_dtype(shape, jnp.uint16) == jax.ShapeDtypeStruct(shape, jnp.uint16)
     for storage in (jnp.int8, jnp.uint8, jnp.float8_e4m3fn):
@@ -926,7 +927,7 @@ def test_a_cache_of_8_bits_has_a_scale_for_each_row():
         assert scale == jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
 
 
-def test_caches_of_8_bits_that_do_not_fit_are_refused():
+def test_mismatched_8_bit_caches_are_rejected():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, sm_scale=1.0)
     int8, fp8 = quantized(kv, "int8"), quantized(kv, "float8_e4m3fn")
@@ -950,7 +951,7 @@ def test_caches_of_8_bits_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "mosaic"])
-def test_windows_and_soft_caps_that_make_no_sense_are_refused(implementation):
+def test_invalid_windows_and_soft_caps_are_rejected(implementation):
     arrays = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, *arrays, sm_scale=1.0, implementation=implementation)
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
@@ -960,7 +961,7 @@ def test_windows_and_soft_caps_that_make_no_sense_are_refused(implementation):
             call(soft_cap=soft_cap)
 
 
-def test_inputs_that_do_not_fit_are_refused():
+def test_mismatched_inputs_are_rejected():
     q, kv, tables, lens, cu, num = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, sm_scale=1.0)
     bits = jnp.zeros(kv.shape, jnp.uint16)
@@ -983,7 +984,7 @@ def test_inputs_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
-def test_a_write_that_does_not_fit_the_cache_is_refused(implementation):
+def test_write_that_does_not_fit_the_cache_is_rejected(implementation):
     qkv, kv = jnp.zeros((3, 6, 32), jnp.bfloat16), jnp.zeros((4, 2, 2, 8, 32), jnp.uint16)
     angles, slots = jnp.zeros((3, 16)), jnp.zeros(3, jnp.int32)
     write = partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation=implementation)
@@ -1044,8 +1045,8 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
     ],
 )
 @pytest.mark.quick_cases(2)
-def test_temporaries_stay_small_at_the_shapes_of_real_models(name, kv_dtype):
-    """A copy or a conversion of the pool would show here: it is 60 times the bound."""
+def test_temporaries_stay_small_at_real_model_shapes(name, kv_dtype):
+    """A copy or a conversion of the pool would exceed the bound 60 times."""
     shape = SHAPES[name]
     S, bs, max_blocks, N = 16, 16, 128, 4096
     pool_shape = (N, 2, shape.kv_heads, bs, shape.head_dim)

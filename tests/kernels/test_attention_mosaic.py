@@ -1,8 +1,8 @@
-"""Attention for GPUs against the contract of `test_attention`, in Pallas' interpreter.
+"""GPU attention in Pallas' interpreter, against the contract of `test_attention`.
 
-The interpreter simulates the memory spaces, barriers and copies, and looks for races; it is slow,
-so the cases are small. What it cannot show, `tests/aot` and a GPU must: that it compiles, and that
-the tensor cores do what they are believed to.
+The interpreter simulates memory spaces, barriers and copies, and detects races. It is slow, so the
+cases are small. Only `tests/aot` can show that the kernels compile, and only a GPU that the tensor
+cores work as modeled.
 """
 
 import functools
@@ -29,8 +29,8 @@ CHILD = Path(__file__).with_name("mosaic_child.py")
     "group",
     ["cases", "quantized", "bits", "some faults", pytest.param("faults", marks=pytest.mark.soak)],
 )
-def test_the_interpreted_kernels_keep_the_contract(group):
-    """`faults`: each fault that is planted into the kernels is noticed."""
+def test_interpreted_kernels_keep_the_contract(group):
+    """The group `faults` checks that each fault planted into the kernels is detected."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_the_interpreted_kernels_keep_the_contract(group):
     assert result["failed"] == {}
 
 
-def test_what_the_kernels_are_not_for_is_named():
+def test_unsupported_kernel_inputs_are_named():
     bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     assert unsupported(32, 8, 128, 64, bf16, bf16) is None
     assert "head dim must be one of 64, 80, 96, 128, 256, not 72" in unsupported(
@@ -54,7 +54,7 @@ def test_what_the_kernels_are_not_for_is_named():
     for of_8_bits in (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)):
         assert unsupported(32, 8, 256, 8, bf16, of_8_bits) is None
         assert "float32" in unsupported(32, 8, 128, 64, f32, of_8_bits)
-    # The bits of a type that they know are not that type.
+    # The raw bits of a supported type are not that type.
     assert "cache of uint8" in unsupported(32, 8, 128, 64, bf16, jnp.dtype(jnp.uint8))
     assert "71 query heads" in unsupported(71, 1, 128, 64, bf16, bf16)
     q, kv = jnp.zeros((2, 4, 72), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 72), jnp.bfloat16)
@@ -72,7 +72,7 @@ def test_what_the_kernels_are_not_for_is_named():
         )
 
 
-def test_on_a_hopper_gpu_auto_takes_them_where_it_can_and_says_once_where_not(monkeypatch, caplog):
+def test_auto_uses_the_kernels_on_hopper_and_reports_exceptions_once(monkeypatch, caplog):
     monkeypatch.setattr(api, "_on_hopper", lambda: True)
     monkeypatch.setattr(api, "_say_once", functools.cache(api._say_once.__wrapped__))
 

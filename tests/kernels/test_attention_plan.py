@@ -1,4 +1,4 @@
-"""The work list of the GPU's attention, walked: complete, balanced, nothing written twice."""
+"""The work list of the GPU attention, walked: complete, balanced, nothing written twice."""
 
 import inspect
 from collections import Counter
@@ -32,7 +32,7 @@ class Item:
     high: int
     target: int  # slice
     slices: int
-    partial: int | None  # which of the partial items it is
+    partial: int | None  # index of the partial item
 
 
 def geometry(**options) -> Geometry:
@@ -50,7 +50,7 @@ def plan_of(g: Geometry, seqs, make) -> Plan:
 
 
 def walk(g: Geometry, plan: Plan) -> list[Item]:
-    """The items of all CTAs, as the kernel goes through them."""
+    """Return the items of all CTAs in the kernel's order."""
     items = []
     for cta, (tile, head, offset, count, left) in enumerate(plan.ctas):
         for _ in range(count):
@@ -84,7 +84,7 @@ def walk(g: Geometry, plan: Plan) -> list[Item]:
 
 
 def visible_pairs(g: Geometry, seqs) -> Counter:
-    """(token, kv head, KV tile) of everything that some row has to see."""
+    """Return (token, kv head, KV tile) of everything that some row must see."""
     pairs, start = Counter(), 0
     for rows, context in seqs:
         for j in range(rows):
@@ -104,7 +104,7 @@ def check(g: Geometry, seqs, make=jitted_plan) -> None:
     token_of = np.where(plan.pack < last, plan.pack // g.heads, -1)
     token_of = token_of.reshape(g.kv_heads, g.num_slices, SLICE)
 
-    # Every visible pair exactly once; a tile may also cover pairs that are masked for some rows.
+    # Every visible pair exactly once; a tile may cover pairs that are masked for some rows.
     seen, wanted = Counter(), visible_pairs(g, seqs)
     for item in items:
         first = plan.tiles[item.tile, Tile.SLICE]
@@ -118,7 +118,7 @@ def check(g: Geometry, seqs, make=jitted_plan) -> None:
     beyond = [kv_tile - limit[token] for token, _, kv_tile in seen]
     assert max(beyond, default=0) <= -(-g.tile_tokens // KV_TILE)
 
-    # Loads: equal but for one KV tile, or for one split.
+    # Loads are equal up to one KV tile or one split.
     loads = Counter({cta: 0 for cta in range(g.ctas)})
     for item in items:
         loads[item.cta] += item.high - item.low
@@ -129,7 +129,7 @@ def check(g: Geometry, seqs, make=jitted_plan) -> None:
     if busy and g.uniform:
         assert max(busy) <= -(-sum(busy) // g.ctas) + g.split
 
-    # Nothing is written twice, and the sums name exactly what was written.
+    # Nothing is written twice, and the sums name exactly the written slices.
     written = {}
     for item in items:
         for j in range(item.slices):
@@ -157,7 +157,7 @@ def check(g: Geometry, seqs, make=jitted_plan) -> None:
             assert all(low % g.split == 0 for low in lows[1:])
     assert sorted(summed) == sorted(written)
 
-    # Every row of q goes into a slice and comes back.
+    # Every row of q enters a slice and returns.
     rows = sum(rows for rows, _ in seqs)
     np.testing.assert_array_equal(plan.unpack[rows:], num_slices * SLICE)
     packed = plan.pack[plan.unpack[:rows]]
@@ -177,13 +177,13 @@ FORMS = {
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.quick_cases(3)
-def test_every_visible_pair_is_computed_once_and_summed_in_order(form, uniform):
+def test_every_visible_pair_is_computed_once_in_order(form, uniform):
     for seqs in CASES.values():
         check(geometry(uniform=uniform, **FORMS[form]), seqs)
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-def test_random_batches(uniform):
+def test_random_batches_are_computed_once_in_order(uniform):
     rng = np.random.default_rng(0)
     for _ in range(8):
         rows = rng.choice([0, 1, 1, 1, 4, 30, 70], 8)
@@ -191,7 +191,7 @@ def test_random_batches(uniform):
         check(geometry(tokens=600, uniform=uniform), seqs)
 
 
-def test_a_decode_step_has_one_tile_and_one_slice_for_each_sequence_and_head():
+def test_decode_step_has_one_tile_and_slice_per_sequence_and_head():
     g = Geometry(
         tokens=64,
         seqs=64,
@@ -222,7 +222,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.quick_cases(2)
-def test_the_walk_catches_a_planted_fault(fault):
+def test_walk_detects_a_planted_fault(fault):
     text, (old, new) = inspect.getsource(plan_file), FAULTS[fault]
     assert text.count(old) == 1
     faulty: dict = {"__name__": plan_file.__name__}

@@ -1,7 +1,7 @@
-"""Matrices in blocks: the C++ kernels give the bits of bfloat16 ones, plain XLA what they mean.
+"""Matrices in blocks: the C++ kernels give the bits of bfloat16 matrices, plain XLA the values.
 
-On rows that are rounded to int8 the kernels give the bits of their definition, on which a reference
-in numpy agrees; `cpu_child.py` runs the same with the other set of instructions.
+On rows rounded to int8, the kernels give the bits of their definition, as does a numpy reference.
+`cpu_child.py` runs the same with the other set of instructions.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ KINDS = {
     "4 bits, two levels with minima": Blocks("int4", 32, 256, minima=True),
     "4 bits, groups of 16 with minima": Blocks("int4", 16, 256, minima=True),
 }
-# A part of a row may end within a block: those of 16 values, in an odd number, halve the last 32.
+# A part of a row may end within a block. An odd number of 16-value blocks splits the last 32.
 ROUNDED = {
     **KINDS,
     "8 bits, blocks of 16": Blocks("int8", 16, 16),
@@ -55,7 +55,7 @@ ROUNDED = {
 
 
 def make(blocks: Blocks, outputs: int, inputs: int) -> BlockValues:
-    """Numbers in the ranges of GGUF's types, of which all floats follow exactly."""
+    """Return values in the ranges of GGUF's types, from which all floats follow exactly."""
     rng = np.random.default_rng([outputs, inputs])
     if blocks.values == "int4":
         low, high = (0, 16) if blocks.minima else (-8, 8)
@@ -89,7 +89,7 @@ def reader(values: BlockValues):
 def packed(
     blocks: Blocks, values: BlockValues, paired: bool = False, *, rounded: bool = False
 ) -> PackedWeight:
-    """`rounded`: to be multiplied with rows that are rounded to int8."""
+    """Pack a matrix; `rounded` if it multiplies rows rounded to int8."""
     packing = BlockPacking(
         blocks, *values.values.shape, paired, activations="int8" if rounded else None
     )
@@ -129,13 +129,13 @@ def bits(y: jax.Array) -> np.ndarray:
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_the_bits_of_bfloat16_weights(kind, monkeypatch):
+def test_products_have_the_bits_of_bfloat16_weights(kind, monkeypatch):
     monkeypatch.setattr(blocks_module, "CHUNK", 2 * PANEL * 512)  # packed in several parts
     check_exact(kind)
 
 
 def check_exact(kind: str) -> None:
-    """One row and many (whole panels are unpacked then), tails, two panels at a time, every end."""
+    """Check one row and many (which unpack panels), tails, two panels at a time, all epilogues."""
     blocks = KINDS[kind]
     for outputs, inputs in ((95, 256), (200, 512), (64 * num_threads() * PANEL, 256)):
         values = make(blocks, outputs, inputs)
@@ -158,8 +158,8 @@ def check_exact(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_a_planted_fault_is_seen():
-    """One scale of one group, and one bit of one value."""
+def test_planted_fault_is_detected():
+    """Plants one scale of one group, and one bit of one value."""
     blocks = KINDS["4 bits, two levels with minima"]
     values = make(blocks, 64, 256)
     right, x = packed(blocks, values), activations(3, 256)
@@ -174,7 +174,7 @@ def test_a_planted_fault_is_seen():
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_is_not_finite_stays_so_and_alone(kind, rounded):
+def test_non_finite_row_stays_non_finite_and_isolated(kind, rounded):
     w = packed(KINDS[kind], make(KINDS[kind], 96, 256), rounded=rounded)
     x = np.array(activations(40, 256))
     clean = np.asarray(plain(jnp.asarray(x), w, np.int32(40)))
@@ -190,12 +190,12 @@ def test_a_row_that_is_not_finite_stays_so_and_alone(kind, rounded):
 
 
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of float32, rounded once."""
+    """Return a * b + c of float32, rounded once."""
     return (a.astype(np.longdouble) * b.astype(np.longdouble) + c).astype(np.float32)
 
 
 def rounded_product(x: np.ndarray, w: BlockValues, blocks: Blocks) -> np.ndarray:
-    """f32[T, N], by the definition in `linear.h`; x: f32[T, K]."""
+    """Return f32[T, N] by the definition in `linear.h`; x: f32[T, K]."""
     (rows, inputs), group = x.shape, blocks.group
     groups, together = inputs // group, 32 // group
     parts = np.pad(x, ((0, 0), (0, -inputs % 32))).reshape(rows, -1, 32)
@@ -226,9 +226,9 @@ def rounded_product(x: np.ndarray, w: BlockValues, blocks: Blocks) -> np.ndarray
 
 
 def check_rounded(kind: str) -> None:
-    """The bits of the definition, for every number of rows: a row depends on itself alone.
+    """Check the bits of the definition for every number of rows, because rows are independent.
 
-    One tile that takes the weight as it lies, and several on a panel that has been unpacked.
+    One tile reads the weight directly; several use an unpacked panel.
     """
     blocks = ROUNDED[kind]
     shapes = [(95, 256), (160, 512)] if blocks.size > 16 else [(95, 48), (40, 16)]
@@ -245,21 +245,21 @@ def check_rounded(kind: str) -> None:
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_products_with_rounded_rows_are_the_bits_of_their_definition(kind):
+def test_products_with_rounded_rows_match_their_definition_bitwise(kind):
     check_rounded(kind)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_a_fault_in_rounded_products_is_seen(monkeypatch):
-    """A reference that adds the sums of groups in another order, or rounds once more, differs."""
+def test_fault_in_rounded_products_is_detected(monkeypatch):
+    """A reference that sums groups in another order, or rounds once more, differs."""
     monkeypatch.setattr(f"{__name__}.fused", lambda a, b, c: a * b + c)
     with pytest.raises(AssertionError, match="1 rows"):
         check_rounded("8 bits")
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_rounded_rows_end_as_others_do():
-    """Norm, SwiGLU and residual, within what rounding to 255 steps explains."""
+def test_epilogues_of_rounded_rows_stay_close():
+    """Covers norm, SwiGLU and residual, within the error of rounding to 255 steps."""
     blocks = KINDS["8 bits, two levels"]
     values, x = make(blocks, 140, 256), activations(40, 256)
     residual = activations(40, 140)
@@ -275,7 +275,7 @@ def test_rounded_rows_end_as_others_do():
 
 
 def rounded_digests() -> dict[str, str]:
-    """Of the results' bits, in bfloat16 after norm and SwiGLU: equal for all instruction sets."""
+    """Return hashes in bfloat16 after norm and SwiGLU, which are equal for all instruction sets."""
     found = {}
     for kind, blocks in KINDS.items():
         w = packed(blocks, make(blocks, 320, 512), paired=True, rounded=True)
@@ -284,7 +284,7 @@ def rounded_digests() -> dict[str, str]:
     return found
 
 
-def test_rows_are_rounded_only_where_the_kernels_can():
+def test_rows_are_rounded_only_if_the_kernels_can():
     with pytest.raises(ValueError, match="experts in blocks"):
         BlockPacking(KINDS["8 bits"], 64, 64, experts=2, activations="int8")
     with pytest.raises(ValueError, match="16 or 32 values for rounded activations, got 64"):
@@ -322,7 +322,6 @@ def quantized(blocks: Blocks, values: BlockValues) -> QuantizedWeight:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick_cases(6)
 def test_plain_xla_multiplies_the_values(kind, dtype):
-    """In tiles of rows with one left over; a product of one row too."""
     blocks = KINDS[kind]
     values = make(blocks, 600, 512)
     w = quantized(blocks, values)
@@ -334,8 +333,8 @@ def test_plain_xla_multiplies_the_values(kind, dtype):
         assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
 
 
-def test_a_vocabulary_is_multiplied_in_parts(monkeypatch):
-    """As on a GPU; here the parts are called by themselves."""
+def test_vocabulary_is_multiplied_in_parts(monkeypatch):
+    """GPUs do so; here the parts are called directly."""
     w = quantized(KINDS["4 bits, two levels"], make(KINDS["4 bits, two levels"], 600, 512))
     x = activations(3, 512)
     whole = quantized_module._in_parts(x, w)
@@ -344,7 +343,7 @@ def test_a_vocabulary_is_multiplied_in_parts(monkeypatch):
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_other_quantised_matrices_have_no_rows_to_take():
+def test_embed_rejects_matrices_that_are_not_in_blocks():
     quantization = Quantization(values="int8", outputs=4, inputs=8, group=8)
     w = QuantizedWeight(jnp.zeros((4, 8), jnp.int8), jnp.ones((4, 1)), None, None, quantization)
     with pytest.raises(TypeError, match="not in blocks"):

@@ -1,6 +1,6 @@
-"""Products in AMX tiles: `amx.cc` with its instructions in software, which Intel's manual defines.
+"""Products in AMX tiles: `amx.cc` with Intel's instructions emulated in software.
 
-The instructions of the CPU are not run here. That they are compiled is a part of every build.
+The CPU's own instructions do not run here; every build compiles them.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ WORDS = (1, 7, 15, 16, 17, 32, 50)
 
 
 def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
-    """`amx.cc`, with changes, on emulated instructions."""
+    """Compile `amx.cc`, with changes, on emulated instructions."""
     text = (SOURCES / "amx.cc").read_text()
     for old, new in changes:
         assert text.count(old) == 1, f"amx.cc has changed: {old}"
@@ -43,7 +43,7 @@ def amx(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def multiply(amx: ctypes.CDLL, x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x: 4 bytes along k in a word, [rows, words, 2 or 4]; w: [words, 32, 2 or 4]."""
+    """Multiply x: 4 bytes along k in a word, [rows, words, 2 or 4]; w: [words, 32, 2 or 4]."""
     rows, words = x.shape[:2]
     padded = np.zeros((rows, -(-words // 16) * 16), np.uint32)
     padded[:, :words] = x.view(np.uint32)[..., 0]
@@ -62,9 +62,9 @@ def multiply(amx: ctypes.CDLL, x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def bf16_by_the_manual(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Each 16 words: even and odd values are summed from zero, the two sums added, then the rest.
+    """Sum each 16 words, even and odd values separately from zero, then both, then the rest.
 
-    Written with products and sums apart: a product of two bfloat16 is exact in float32, unless it
+    Products and sums are separate, because a product of two bfloat16 is exact in float32 unless it
     is subnormal.
     """
     a, b = x.astype(np.float32), w.astype(np.float32)
@@ -86,14 +86,14 @@ def bf16_case(rows: int, words: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_bfloat16_has_the_bits_of_the_manual(amx, words):
+def test_bfloat16_tiles_have_the_manuals_bits(amx, words):
     for rows in ROWS:
         x, w = bf16_case(rows, words)
         np.testing.assert_array_equal(multiply(amx, x, w), bf16_by_the_manual(x, w), f"{rows} rows")
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_int8_is_exact(amx, words):
+def test_int8_tiles_are_exact(amx, words):
     rng = np.random.default_rng(words)
     w = rng.integers(0, 256, (words, 32, 4), np.uint8)
     for rows in ROWS:
@@ -102,7 +102,7 @@ def test_int8_is_exact(amx, words):
         np.testing.assert_array_equal(multiply(amx, x, w), want, f"{rows} rows")
 
 
-def test_the_bits_of_a_row_do_not_depend_on_other_rows(amx):
+def test_row_bits_are_independent_of_other_rows(amx):
     x, w = bf16_case(70, 50)
     whole = multiply(amx, x, w)
     for rows in range(1, 70):
@@ -111,8 +111,8 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(amx):
     np.testing.assert_array_equal(multiply(amx, x[order], w), whole[order])
 
 
-def test_subnormal_numbers_are_zero(amx):
-    """Going in, and coming out: TDPBF16PS ignores how the processor is set."""
+def test_subnormal_numbers_flush_to_zero(amx):
+    """On input and output, because TDPBF16PS ignores the processor's mode."""
     x, w = np.zeros((3, 1, 2), ml_dtypes.bfloat16), np.zeros((1, 32, 2), ml_dtypes.bfloat16)
     x[:, 0, 0], w[0, :, 0] = [2.0**-130, 2.0**-100, 2.0**-100], 2.0**-30
     w[0, 1, 0], w[0, 2, 0] = 2.0**120, 2.0**-26
@@ -131,7 +131,7 @@ def test_subnormal_numbers_are_zero(amx):
     ids=["tile", "column", "tail"],
 )
 @pytest.mark.quick_cases(1)
-def test_a_planted_fault_is_seen(tmp_path, fault):
+def test_planted_fault_is_detected(tmp_path, fault):
     faulty = compiled(tmp_path, fault)
     x, w = bf16_case(40, 17)
     assert not np.array_equal(multiply(faulty, x, w), bf16_by_the_manual(x, w))
@@ -139,8 +139,8 @@ def test_a_planted_fault_is_seen(tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_kernels")
-def test_tiles_pass_the_checks_of_the_kernels(tmp_path):
-    """The whole library on emulated instructions, which multiply every number of rows."""
+def test_tiles_pass_the_kernel_checks(tmp_path):
+    """Runs the whole library on emulated instructions, which multiply any number of rows."""
     from cpu_contract import digests
     from test_blocks import rounded_digests
     from test_cpu_build import child
@@ -154,5 +154,5 @@ def test_tiles_pass_the_checks_of_the_kernels(tmp_path):
     mine = digests()
     same = {name for name, value in result["digests"].items() if mine.get(name) == value}
     whole_numbers = {name for name in mine if name.startswith(("int8", "int4"))}
-    assert whole_numbers <= same  # int8 has the bits that it has without tiles
+    assert whole_numbers <= same  # int8 has the same bits as without tiles
     assert not {name for name in mine if name.startswith("bf16")} & same

@@ -1,4 +1,4 @@
-"""Building and loading the C++ kernels, and what needs a process or a library of its own."""
+"""Building and loading the C++ kernels, and checks that need a process or library of their own."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 
 def compiler(folder: Path, body: str) -> str:
-    """A compiler that counts its calls; `body` is what it does with them, in sh."""
+    """Write a compiler that counts its calls; `body` is its sh code."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "fake-cxx"
     script.write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\n{body}\n')
@@ -57,17 +57,17 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_built_is_found_again(fake):
+def test_built_library_is_found_again(fake):
     first = build("avx2", fake / "cache")
     assert first.read_text() == "a library\n"
     before = len(calls(fake))
     assert build("avx2", fake / "cache") == first
-    # Only asked for its version, which is a part of the key.
+    # Only its version is read, which is part of the key.
     assert calls(fake)[before:] == ["--version"]
     assert [path.name for path in (fake / "cache").iterdir()] == [first.name]
 
 
-def test_a_change_of_source_flags_or_compiler_builds_anew(fake, monkeypatch):
+def test_changed_sources_flags_or_compiler_trigger_a_rebuild(fake, monkeypatch):
     folder = fake / "cache"
     paths = [build("avx2", folder), build("avx512", folder)]
     copy = fake / "src"
@@ -86,7 +86,7 @@ def test_a_change_of_source_flags_or_compiler_builds_anew(fake, monkeypatch):
     assert len(set(paths)) == len(paths) == len(list(folder.iterdir()))
 
 
-def test_no_compiler_says_what_to_install(monkeypatch, tmp_path):
+def test_missing_compiler_error_names_the_package_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler .*: install g\+\+"):
@@ -96,7 +96,7 @@ def test_no_compiler_says_what_to_install(monkeypatch, tmp_path):
         find_compiler()
 
 
-def test_the_first_compiler_that_there_is(monkeypatch, tmp_path):
+def test_first_available_compiler_is_used(monkeypatch, tmp_path):
     for name in ("clang++", "g++"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -107,7 +107,7 @@ def test_the_first_compiler_that_there_is(monkeypatch, tmp_path):
     assert find_compiler() == ["clang++", "-stdlib=libc++"]
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_path):
+def test_failing_compiler_is_quoted_and_leaves_nothing(monkeypatch, tmp_path):
     fails = 'case "$1" in --version) ;; *) echo "error: no such flag" >&2; exit 1;; esac'
     monkeypatch.setenv("CXX", compiler(tmp_path, fails))
     with pytest.raises(BuildError, match="could not build the CPU kernels: error: no such flag"):
@@ -115,7 +115,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_pat
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_compiler_that_cannot_be_run_is_a_build_error(monkeypatch, tmp_path):
+def test_unrunnable_compiler_is_a_build_error(monkeypatch, tmp_path):
     script = tmp_path / "broken"
     script.write_bytes(b"\x7fELF nonsense")
     script.chmod(0o755)
@@ -124,26 +124,26 @@ def test_a_compiler_that_cannot_be_run_is_a_build_error(monkeypatch, tmp_path):
         build("avx2", tmp_path / "cache")
 
 
-def test_a_folder_that_cannot_be_written_is_a_build_error(fake):
+def test_unwritable_folder_is_a_build_error(fake):
     (fake / "file").write_text("")
     with pytest.raises(BuildError, match="could not be built"):
         build("avx2", fake / "file" / "cache")
 
 
-def test_only_the_user_may_look_into_the_cache(fake):
+def test_cache_is_readable_only_by_the_user(fake):
     folder = fake / "home" / "kernels"
     build("avx2", folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_others_can_write_to_gives_no_kernels(fake):
+def test_folder_writable_by_others_gives_no_kernels(fake):
     folder = fake / "cache"
     planted = build("avx2", folder)
     folder.chmod(0o777)
     with pytest.raises(BuildError, match=r"nothing is loaded from .*others can write to it"):
         build("avx2", folder)
     folder.chmod(0o700)
-    fake.chmod(0o777)  # where the folder can be replaced
+    fake.chmod(0o777)  # if the folder can be replaced
     with pytest.raises(BuildError, match=r"others can write to .*, which contains it"):
         build("avx2", folder)
     fake.chmod(0o700)
@@ -151,7 +151,7 @@ def test_a_folder_that_others_can_write_to_gives_no_kernels(fake):
 
 
 @pytest.mark.parametrize("kind", ["writable", "link"])
-def test_a_library_that_others_can_write_is_built_again(fake, caplog, kind):
+def test_library_writable_by_others_is_rebuilt(fake, caplog, kind):
     path = build("avx2", fake / "cache")
     path.write_text("planted")
     if kind == "writable":
@@ -165,7 +165,7 @@ def test_a_library_that_others_can_write_is_built_again(fake, caplog, kind):
     assert "the CPU kernels are built again" in caplog.text
 
 
-def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
+def test_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "forge-jax" / "kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
@@ -173,7 +173,7 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     assert default_folder() == tmp_path / ".cache" / "forge-jax" / "kernels"
 
 
-CPUS = {  # what /proc/cpuinfo has of them that matters: the instruction sets they run
+CPUS = {  # the relevant part of /proc/cpuinfo: the instruction sets that they run
     "Zen 4, Sapphire Rapids": (
         ISAS["avx512_bf16"] | {"sse2"},
         ["avx512_bf16", "avx512_vnni", "avx512", "avx2"],
@@ -187,24 +187,24 @@ CPUS = {  # what /proc/cpuinfo has of them that matters: the instruction sets th
 
 
 @pytest.mark.parametrize("cpu_name", CPUS)
-def test_instruction_sets_follow_from_the_features_of_the_cpu(cpu_name):
+def test_instruction_sets_follow_from_the_cpu_features(cpu_name):
     features, isas = CPUS[cpu_name]
     assert runnable_isas(features) == isas
 
 
-def test_a_cpu_without_avx2_and_fma_has_no_kernels():
+def test_cpu_without_avx2_and_fma_has_no_kernels():
     avx2 = ISAS["avx2"]
     for features in (avx2 - {"fma"}, avx2 - {"f16c"}, {"asimd", "bf16"}, ()):
         with pytest.raises(BuildError, match="need a CPU with AVX2, FMA and F16C"):
             runnable_isas(features)
 
 
-def test_flags_are_those_of_gcc_and_clang():
+def test_flags_match_gcc_and_clang():
     assert {"-mavx512bf16", "-mavx512vnni", "-mavx512vl", "-mfma"} <= set(flags_of("avx512_bf16"))
     assert set(flags_of("avx2_vnni")) - set(flags_of("avx2")) == {"-mavxvnni"}
 
 
-def test_a_compiler_without_the_flag_is_named_too_old(monkeypatch, tmp_path):
+def test_compiler_without_the_flag_is_reported_as_too_old(monkeypatch, tmp_path):
     says = "g++: error: unrecognized command-line option '-mavx512bf16'"
     fails = f'case "$1" in --version) ;; *) echo "{says}" >&2; exit 1;; esac'
     monkeypatch.setenv("CXX", compiler(tmp_path, fails))
@@ -226,12 +226,12 @@ def test_features_are_those_of_the_first_cpu(monkeypatch):
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has loaded nothing yet."""
+    """Reset the state to that of a process that has loaded nothing."""
     monkeypatch.setattr(library, "_loaded", [])
     monkeypatch.setattr(library, "_why_not", library.functools.cache(library._why_not.__wrapped__))
 
 
-def test_a_machine_without_kernels_is_told_once(fresh, monkeypatch, caplog):
+def test_missing_kernels_are_reported_once(fresh, monkeypatch, caplog):
     monkeypatch.setattr(library, "cpu_features", frozenset)
     with caplog.at_level(logging.WARNING, "forge_kernels"):
         assert not cpu.available() and not cpu.available()
@@ -244,13 +244,13 @@ def test_a_machine_without_kernels_is_told_once(fresh, monkeypatch, caplog):
         cpu.load()
 
 
-def test_a_library_that_cannot_be_loaded_is_a_build_error(fresh, fake):
+def test_unloadable_library_is_a_build_error(fresh, fake):
     with pytest.raises(BuildError, match="could not be loaded"):
         cpu.load("avx2", fake / "cache")
 
 
-def test_the_library_that_was_checked_is_the_one_that_is_loaded(cpu_kernels, tmp_path, monkeypatch):
-    """Another file takes its name between the check and the call of the loader."""
+def test_checked_library_is_the_one_that_is_loaded(cpu_kernels, tmp_path, monkeypatch):
+    """Another file replaces the library between the check and the load."""
     path = tmp_path / "library.so"
     shutil.copyfile(build(cpu_kernels), path)
     path.chmod(0o700)
@@ -290,9 +290,9 @@ def test_other_instruction_sets_pass_the_same_checks(cpu_kernels, isa):
         return
     result = child("--isa", isa)
     assert result["isa"] == isa and result["failed"] == {}
-    # On rows that are rounded to int8 blocks have the same bits with every instruction set.
+    # On rows rounded to int8, blocks have the same bits with every instruction set.
     assert result["rounded"] == rounded_digests()
-    mine = digests()  # so have int8 and int4
+    mine = digests()  # int8 and int4 do, too
     for name in ("int8, residual", "int4, residual"):
         assert result["digests"][name] == mine[name]
 
@@ -307,16 +307,16 @@ def test_one_cpu_computes_the_same_bits(cpu_kernels):
     assert result["rounded"] == rounded_digests()
 
 
-FAULTS = {  # file: (what it says, what it should not say), each in its own part of the suite
+FAULTS = {  # file: (correct text, faulty text), each in its own part of the suite
     "linear.h": (
-        # int8 forgets the offset of its weights; the last columns of a matrix are shifted.
+        # int8 loses the offset of its weights; the last columns of a matrix are shifted.
         ("isplat(128 * packed.sums[row])", "isplat(127 * packed.sums[row])"),
         ("for (long i = 0; i < columns; ++i) {", "for (long i = 1; i < columns; ++i) {"),
-        # Rows are rounded to a scale of 16 values, and keep that of 32.
+        # Rows are rounded with a scale of 16 values instead of 32.
         ("float top = maximum(max(abs(first), abs(second)));", "float top = maximum(abs(first));"),
     ),
     "attention.h": (
-        # A row sees a key too many, its window lets one go too early, chunks lose their weight.
+        # A row sees one key too many, its window drops one too early, chunks lose their weight.
         ("op.cu_q_lens[seq]) + row + 1;", "op.cu_q_lens[seq]) + row + 2;"),
         ("visible - op.window)", "visible - op.window + 1)"),
         ("next.total[i] * after", "next.total[i] * before"),
@@ -328,7 +328,7 @@ FAULTS = {  # file: (what it says, what it should not say), each in its own part
 }
 
 
-def test_the_checks_catch_planted_faults(cpu_kernels, tmp_path):
+def test_checks_detect_planted_faults(cpu_kernels, tmp_path):
     shutil.copytree(module.SOURCES, tmp_path / "src")
     for name, faults in FAULTS.items():
         path = tmp_path / "src" / name
@@ -350,11 +350,11 @@ def test_the_checks_catch_planted_faults(cpu_kernels, tmp_path):
         "rotate and write",
         "sampling",
     } <= set(failed)
-    # What no fault was planted into passes.
+    # Parts without a planted fault pass.
     assert not {"linear bf16, whole panels", "pack bf16", "pack int8", "embed bf16"} & set(failed)
 
 
-# Goes on when two processes have asked for its version, which is right before they build.
+# Continues when two processes have read its version, which is right before they build.
 MEETS = """for last; do :; done
 case "$1" in --version) echo fake 1.0; exit;; esac
 until [ $(grep -c version {calls}) = 2 ]; do sleep 0.01; done
@@ -363,8 +363,8 @@ cp {library} "$last"
 """
 
 
-def test_processes_that_start_together_build_once(cpu_kernels, tmp_path):
-    """Both find a whole library, whoever was first; nothing else is left."""
+def test_concurrent_processes_build_once(cpu_kernels, tmp_path):
+    """Both find a complete library, whichever was first, and nothing else remains."""
     body = MEETS.format(calls=tmp_path / "calls", library=build(cpu_kernels))
     cache = tmp_path / "cache"
     command = f"from forge_kernels import cpu; print(cpu.load({cpu_kernels!r}))"
@@ -384,7 +384,7 @@ def test_processes_that_start_together_build_once(cpu_kernels, tmp_path):
     assert len(list((cache / "forge-jax" / "kernels").iterdir())) == 1
 
 
-def test_where_there_are_no_locks_they_build_all_the_same(fake, monkeypatch):
+def test_processes_build_even_without_file_locks(fake, monkeypatch):
     def no_locks(*_):
         raise OSError("no locks available")
 
@@ -396,10 +396,10 @@ def test_where_there_are_no_locks_they_build_all_the_same(fake, monkeypatch):
 
 
 def stress(folder: Path, *changes: tuple[str, str]) -> set[int]:
-    """The exit codes of the stress test on `parallel.h`, with pools of 1 to 100 threads.
+    """Return the exit codes of the stress test on `parallel.h`, with pools of 1 to 100 threads.
 
-    The leader is delayed before it joins, as it is when it loses its core there, and helpers wait
-    longer for the next job: both happen on a busy machine, but too rarely for a test.
+    The leader is delayed before it joins, as if it lost its core there, and helpers wait longer for
+    the next job. Both happen on a busy machine, but too rarely for a test.
     """
     text = (module.SOURCES / "parallel.h").read_text()
     pause = "std::this_thread::sleep_for(std::chrono::microseconds(200));"
@@ -422,11 +422,11 @@ def stress(folder: Path, *changes: tuple[str, str]) -> set[int]:
     }
 
 
-def test_every_item_is_done_once_and_before_the_caller_goes_on(cpu_kernels, tmp_path):
+def test_every_item_runs_once_before_the_caller_continues(cpu_kernels, tmp_path):
     assert stress(tmp_path) == {0}
 
 
-def test_the_stress_test_catches_a_caller_that_does_not_wait(cpu_kernels, tmp_path):
-    """A caller that takes a place among the helpers finds none, where there are more than jobs."""
+def test_stress_test_detects_a_caller_that_does_not_wait(cpu_kernels, tmp_path):
+    """A caller that takes a helper's place finds none if there are more helpers than jobs."""
     faults = ("void lead() { work(0); }", "void lead() { help(); }"), ("joined_{1}", "joined_{0}")
     assert 1 in stress(tmp_path, *faults)

@@ -1,4 +1,4 @@
-"""Which instruction set the CPU kernels use, and that a measurement is made once."""
+"""The CPU kernels' choice of an instruction set, and its single measurement."""
 
 import ctypes
 import json
@@ -24,7 +24,7 @@ EPYC = {"avx512_bf16": 232.0, "avx512_vnni": 115.0}
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch):
-    """Measurements that are still to come; each is taken once."""
+    """Replace measurements by prepared ones; each is used once."""
     to_come: list[dict[str, float]] = []
     monkeypatch.setattr(choice, "measure", lambda *_: to_come.pop(0))
     return to_come
@@ -39,19 +39,19 @@ def measured(monkeypatch: pytest.MonkeyPatch):
         ({"avx512_bf16": 100.0, "avx512_vnni": 111.0}, "avx512_vnni"),
     ],
 )
-def test_the_faster_dot_product_decides(measured, tmp_path, gflops, isa):
+def test_faster_dot_product_wins(measured, tmp_path, gflops, isa):
     measured.append(gflops)
     found = choice.choose(BF16, tmp_path)
     assert (found.isa, found.gflops) == (isa, gflops)
 
 
-def test_a_measurement_is_made_once(measured, tmp_path):
+def test_measurement_is_made_once(measured, tmp_path):
     measured += [EPYC, XEON]
     first = choice.choose(BF16, tmp_path)
     assert choice.choose(BF16, tmp_path) == first and measured == [XEON]
 
 
-def test_another_cpu_is_measured_for_itself(measured, tmp_path, monkeypatch):
+def test_another_cpu_is_measured_separately(measured, tmp_path, monkeypatch):
     measured += [EPYC, XEON]
     choice.choose(BF16, tmp_path)
     monkeypatch.setattr(choice.build, "cpu_identity", lambda: "another")
@@ -60,7 +60,7 @@ def test_another_cpu_is_measured_for_itself(measured, tmp_path, monkeypatch):
     assert choice.choose(BF16, tmp_path).isa == "avx512_bf16"
 
 
-def test_callers_that_start_together_get_one_measurement(measured, tmp_path):
+def test_concurrent_callers_share_one_measurement(measured, tmp_path):
     measured += [EPYC, XEON]
     with ThreadPoolExecutor(4) as threads:
         found = set(threads.map(lambda _: choice.choose(BF16, tmp_path).isa, range(8)))
@@ -71,7 +71,7 @@ def test_callers_that_start_together_get_one_measurement(measured, tmp_path):
     "text",
     ["", "{", "[]", "{}", json.dumps(EPYC | {"avx512_vnni": -1.0}), '{"avx512_bf16": NaN}'],
 )
-def test_a_damaged_record_is_measured_again(measured, tmp_path, caplog, text):
+def test_damaged_record_is_measured_again(measured, tmp_path, caplog, text):
     measured += [EPYC, EPYC]
     found = choice.choose(BF16, tmp_path)
     [path] = tmp_path.iterdir()
@@ -81,7 +81,7 @@ def test_a_damaged_record_is_measured_again(measured, tmp_path, caplog, text):
     assert json.loads(path.read_text()) == EPYC
 
 
-def test_a_record_that_others_can_write_is_measured_again(measured, tmp_path, caplog):
+def test_record_writable_by_others_is_measured_again(measured, tmp_path, caplog):
     measured += [EPYC, EPYC]
     choice.choose(BF16, tmp_path)
     [path] = tmp_path.iterdir()
@@ -91,7 +91,7 @@ def test_a_record_that_others_can_write_is_measured_again(measured, tmp_path, ca
     assert "others can write" in caplog.text
 
 
-def test_a_folder_that_others_can_write_to_is_refused(measured, tmp_path):
+def test_folder_writable_by_others_is_rejected(measured, tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(BuildError, match="nothing is loaded from"):
         choice.choose(BF16, tmp_path)
@@ -103,7 +103,7 @@ def test_only_cpus_with_bf16_are_measured(measured, tmp_path, isa):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_compiler_without_bf16_leaves_the_next_instruction_set(tmp_path, monkeypatch):
+def test_compiler_without_bf16_selects_the_next_instruction_set(tmp_path, monkeypatch):
     def too_old(*_):
         raise CompilerTooOld("g++: unrecognized command-line option '-mavx512bf16'")
 
@@ -111,7 +111,7 @@ def test_a_compiler_without_bf16_leaves_the_next_instruction_set(tmp_path, monke
     assert choice.choose(BF16, tmp_path).isa == "avx512_vnni"
 
 
-def test_an_instruction_set_without_flags_is_followed_by_the_next(tmp_path, monkeypatch, caplog):
+def test_instruction_set_without_flags_is_followed_by_the_next(tmp_path, monkeypatch, caplog):
     def build(isa: str, folder: Path) -> Path:
         if isa == "avx2_vnni":
             raise CompilerTooOld("g++: unrecognized command-line option '-mavxvnni'")
@@ -123,7 +123,7 @@ def test_an_instruction_set_without_flags_is_followed_by_the_next(tmp_path, monk
     assert "the CPU kernels do without avx2_vnni" in caplog.text
 
 
-def test_an_instruction_set_that_the_cpu_lacks_is_refused(monkeypatch, tmp_path):
+def test_instruction_set_that_the_cpu_lacks_is_rejected(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "cpu_features", lambda: ISAS["avx512"])
     with pytest.raises(BuildError, match="does not run avx512_bf16: choose one of avx512, avx2"):
         library._asked_for("avx512_bf16", tmp_path)
@@ -131,18 +131,18 @@ def test_an_instruction_set_that_the_cpu_lacks_is_refused(monkeypatch, tmp_path)
         library._asked_for("sse9", tmp_path)
 
 
-def test_a_process_has_one_instruction_set(cpu_kernels):
+def test_process_has_one_instruction_set(cpu_kernels):
     other = next(isa for isa in ISAS if isa != cpu_kernels)
     assert library.available(cpu_kernels)
     with pytest.raises(BuildError, match=f"loaded {cpu_kernels}: use {other} in another process"):
         library.available(other)
 
 
-def test_the_option_names_every_instruction_set():
+def test_option_lists_every_instruction_set():
     assert set(typing.get_args(Kernels)) == {"auto", "xla", "amx", *ISAS}
 
 
-def test_the_log_names_the_choice_and_the_measurement(cpu_kernels, caplog, monkeypatch):
+def test_log_names_the_choice_and_the_measurement(cpu_kernels, caplog, monkeypatch):
     monkeypatch.setattr(library, "_loaded", [])
     monkeypatch.setattr(library.jax.ffi, "register_ffi_target", lambda *_, **__: None)
     with caplog.at_level(logging.INFO, "forge_kernels"):
@@ -156,11 +156,11 @@ def test_the_log_names_the_choice_and_the_measurement(cpu_kernels, caplog, monke
 
 # ---- tiles --------------------------------------------------------------------------------------
 
-NO_LIBRARY: Any = None  # where nothing is measured
+NO_LIBRARY: Any = None  # for cases without measurements
 
 
 def times(*faster_from: int | None) -> dict[str, dict[str, list[float]]]:
-    """Of bfloat16 and int8, where tiles are the faster way from so many rows on."""
+    """Return times of bfloat16 and int8 that make tiles faster from these row counts on."""
     return {
         form: {
             str(rows): [1e-3, 0.5e-3 if least is not None and rows >= least else 2e-3]
@@ -171,11 +171,11 @@ def times(*faster_from: int | None) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("least", [1, 4, 32, None])
-def test_tiles_are_used_from_where_they_are_faster(least):
+def test_tiles_are_used_from_the_row_count_where_they_win(least):
     assert choice.crossover(times(least, 1)["bf16"]) == least
 
 
-def test_tiles_that_are_hardly_slower_are_used():
+def test_slightly_slower_tiles_are_used():
     seconds = {"1": [1.0, 1.04], "2": [1.0, 1.2], "4": [1.0, 1.04], "8": [1.0, 0.1]}
     assert choice.crossover(seconds) == 4
 
@@ -207,7 +207,7 @@ def test_damaged_times_are_measured_again(tmp_path, monkeypatch, caplog, damage)
 
 
 class Tiled:
-    """A library on a CPU with AMX, or without."""
+    """A library on a CPU with or without AMX."""
 
     def __init__(self, has_tiles: bool):
         self.forge_request_tiles = lambda: has_tiles
@@ -217,7 +217,7 @@ class Tiled:
         self.rows = tuple(each.value for each in rows)
 
 
-def test_the_measured_number_of_rows_reaches_the_library(tmp_path, monkeypatch):
+def test_measured_row_count_reaches_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "measure_tiles", lambda _: times(8, None))
     loaded: Any = Tiled(True)
     assert library._tiles(loaded, Path("a.so"), None, tmp_path) == choice.Tiles(8, None)
@@ -226,7 +226,7 @@ def test_the_measured_number_of_rows_reaches_the_library(tmp_path, monkeypatch):
     assert loaded.rows == (1, 1)
 
 
-def test_without_amx_there_are_no_tiles(tmp_path):
+def test_tiles_are_absent_without_amx(tmp_path):
     loaded: Any = Tiled(False)
     assert library._tiles(loaded, Path("a.so"), None, tmp_path) is None
     assert not list(tmp_path.iterdir())
@@ -234,8 +234,7 @@ def test_without_amx_there_are_no_tiles(tmp_path):
         library._tiles(loaded, Path("a.so"), "amx", tmp_path)
 
 
-def test_the_library_times_rows_without_tiles(cpu_kernels):
-    """What the measurement calls; the CPU's tiles are not needed for this half of it."""
+def test_library_times_rows_without_tiles(cpu_kernels):
     time = library.library().forge_time_linear
     time.restype = ctypes.c_double
     weights = np.full(64 * 64, 0x3F81, np.uint16)

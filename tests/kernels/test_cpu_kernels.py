@@ -20,24 +20,24 @@ CASES = {f"{form}, {name}": case for form in FORMATS for name, case in contract.
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_linear_is_the_product_of_what_was_rounded(name):
+def test_linear_is_the_product_of_the_rounded_operands(name):
     contract.check(CASES[name])
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("option", ["plain", "norm, swiglu", "norm, residual, bf16"])
-def test_a_row_has_the_same_bits_in_any_company(form, option):
+def test_row_bits_are_independent_of_the_batch(form, option):
     contract.check_invariance(contract.invariance_case(form, option))
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("option", ["plain", "norm", "swiglu, bf16"])
-def test_a_row_that_is_not_finite_stays_so_and_alone(form, option):
+def test_non_finite_row_stays_non_finite_and_isolated(form, option):
     contract.check_not_finite(replace(contract.invariance_case(form, option), rows=9))
 
 
-def test_calls_from_several_threads_do_not_meet():
-    """Jobs of different sizes at the same time, on the same pool of threads."""
+def test_concurrent_calls_do_not_interfere():
+    """Runs jobs of different sizes at the same time, on the same thread pool."""
     cases = [Case(form, rows=rows, outputs=200) for form in FORMATS for rows in (1, 9, 130)]
     arrays = [contract.make(case) for case in cases]
     want = [contract.run(case, mine) for case, mine in zip(cases, arrays, strict=True)]
@@ -50,9 +50,11 @@ def test_calls_from_several_threads_do_not_meet():
 
 
 @pytest.mark.parametrize(("form", "bound"), [("bf16", 0.005), ("int8", 0.015), ("int4", 0.12)])
-def test_linear_is_close_to_the_unquantised_product(form, bound):
-    """Relative, root mean square, on normal weights. int8: 255 steps across about 6.5 standard
-    deviations of weights and of activations are off by 0.7% each; int4: 16 steps across about 4.3.
+def test_linear_is_close_to_the_unquantized_product(form, bound):
+    """Bounds the relative root mean square error on normal weights.
+
+    int8: 255 steps across about 6.5 standard deviations of weights and of activations give 0.7%
+    each. int4: 16 steps across about 4.3.
     """
     case = Case(form, rows=16, outputs=256, inputs=512, norm=True, residual=True)
     rng = np.random.default_rng(5)
@@ -69,8 +71,7 @@ def test_linear_is_close_to_the_unquantised_product(form, bound):
     assert bound / 4 < error < bound
 
 
-def test_rows_beyond_num_rows_are_not_waited_for():
-    """The promise is used: a row that is not asked for is not computed."""
+def test_rows_beyond_num_rows_are_not_computed():
     case = Case("bf16", rows=6)
     arrays = contract.make(case)
     np.testing.assert_array_equal(contract.run(case, arrays, 2), contract.run(case, arrays)[:2])
@@ -82,7 +83,7 @@ def test_rows_beyond_num_rows_are_not_waited_for():
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shape", contract.SHAPES.values(), ids=str)
-def test_pack_follows_the_described_layout(shape, form, paired):
+def test_pack_follows_the_documented_layout(shape, form, paired):
     check_packing(shape, form, paired)
 
 
@@ -101,8 +102,8 @@ def check_packing(shape, form, paired):
         np.testing.assert_array_equal(scale, want_scale)
 
 
-def test_packed_sizes():
-    """Bytes per weight: two; one and four per column; a half and two per 32 values."""
+def test_packed_sizes_match_the_format():
+    """The formats take two bytes per weight, one plus four per column, a half plus two per 32."""
     sizes = {}
     for form in FORMATS:
         packing = Packing(form, 4096, 1024)
@@ -140,7 +141,7 @@ def check_embed(shape, form):
     np.testing.assert_array_equal(f32(out), f32(bf16(want)))
 
 
-def test_what_does_not_fit_a_packed_weight_is_refused():
+def test_mismatched_packed_weights_are_rejected():
     case, paired = Case("int8"), Case("int8", swiglu=True)
     arrays = contract.make(case)
     x, w = jnp.asarray(arrays.x), contract.packed(case, arrays.w)

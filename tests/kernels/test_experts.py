@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice, the sum, and that a row's bits depend on that row alone."""
+"""Mixtures of experts: the choice, the sum, and independent rows."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack_ex
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def test_the_weights_are_the_softmax_at_the_likeliest_experts():
+def test_weights_are_the_softmax_of_the_most_likely_experts():
     logits = np.random.default_rng(0).standard_normal((9, 7)).astype(np.float32)
     share = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     order = np.argsort(-logits, axis=1)[:, :3]
@@ -28,7 +28,7 @@ def test_the_weights_are_the_softmax_at_the_likeliest_experts():
         np.testing.assert_allclose(weights, want, rtol=1e-5)
 
 
-def test_of_equal_experts_the_first_are_chosen():
+def test_ties_choose_the_first_experts():
     logits = jnp.asarray([[0.0, 2.0, 0.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     experts, weights = choose_experts(logits, 3, normalised=True)
     assert experts.tolist() == [[1, 3, 0], [0, 1, 2]]
@@ -48,7 +48,7 @@ class Arrays:
 
 
 def make(rows, count, per_token, d, inner, dtype=np.float32, seed=0) -> Arrays:
-    """Experts are not equally liked: some have many rows, some none."""
+    """Return arrays with uneven expert loads: some have many rows, some none."""
     rng = np.random.default_rng([seed, rows, count])
     x = rng.standard_normal((rows, d)) * rng.uniform(0.5, 3, (rows, 1))
     gate_up = rng.standard_normal((count, 2 * inner, d)) * d**-0.5
@@ -60,7 +60,7 @@ def make(rows, count, per_token, d, inner, dtype=np.float32, seed=0) -> Arrays:
 
 
 def expected(a: Arrays) -> np.ndarray:
-    """f64[T, d]"""
+    """Return f64[T, d]."""
     y = np.zeros(a.x.shape)
     for t, (experts, weights) in enumerate(zip(a.experts, a.weights, strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
@@ -109,12 +109,12 @@ SHAPES = {  # rows, experts, of a token, d, inner
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.quick_cases(8)
-def test_a_token_gets_the_weighted_sum_of_its_experts(form, shape):
+def test_token_gets_the_weighted_sum_of_its_experts(form, shape):
     arrays = make(*shape)
     np.testing.assert_allclose(run(form, arrays), expected(arrays), atol=2e-5)
 
 
-def test_the_shapes_have_tiles_of_all_sizes():
+def test_test_shapes_cover_tiles_of_all_sizes():
     sizes = {tile_rows(rows * k, count) for rows, count, k, *_ in SHAPES.values()}
     assert sizes == {2, 9, 15, 16, 64}
 
@@ -141,16 +141,16 @@ def test_gradients_pass_through_the_reference():
     assert all((by_gate_up[e] != 0).any() for e in used) and (by_weights != 0).all()
 
 
-# ---- company ------------------------------------------------------------------------------------
+# ---- batch invariance ---------------------------------------------------------------------------
 
 
 def check_company(form: str, a: Arrays) -> None:
-    """At one shape, a row's bits are the same in another place and among others."""
+    """Check that at one shape, a row's bits are independent of its position and its neighbors."""
     whole, count = run(form, a), len(a.x)
     order = np.random.default_rng(1).permutation(count)
     np.testing.assert_array_equal(run(form, rows_of(a, order)), whole[order], "in another place")
     for row in (0, count // 2, count - 1):
-        again = rows_of(a, np.full(count, row))  # all the same: one expert has every row
+        again = rows_of(a, np.full(count, row))  # all the same, so one expert has every row
         np.testing.assert_array_equal(run(form, again), whole[[row] * count], f"copies of {row}")
         np.testing.assert_array_equal(run(form, a, row + 1), whole[: row + 1], f"before {row}")
 
@@ -158,12 +158,11 @@ def check_company(form: str, a: Arrays) -> None:
 @pytest.mark.parametrize("form", ["tiled", "all"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("rows", [7, 64])
-def test_a_row_has_the_same_bits_in_any_company(form, dtype, rows):
+def test_row_bits_are_independent_of_the_batch(form, dtype, rows):
     check_company(form, make(rows, 6, 2, 96, 80, dtype))
 
 
-def test_dropped_tokens_would_be_noticed():
-    """The comparison sees an expert that has room for 8 rows only."""
+def test_dropped_tokens_are_detected():
     a = make(64, 6, 2, 96, 80)
     nth = np.zeros_like(a.experts)
     for expert in range(6):
@@ -174,8 +173,7 @@ def test_dropped_tokens_would_be_noticed():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_finite_stays_where_it_is(form):
-    """A row, and an expert that nobody chose."""
+def test_non_finite_values_stay_in_their_row_or_expert(form):
     a = make(20, 6, 2, 24, 16)
     clean, others = run(form, a), np.arange(20) != 3
     x = a.x.copy()
@@ -201,7 +199,7 @@ def test_what_is_not_finite_stays_where_it_is(form):
         ({"weights": np.zeros((5, 3), np.float32)}, ValueError),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes, error):
+def test_mismatched_inputs_are_rejected(changes, error):
     arrays = {**vars(make(5, 4, 2, 24, 16)), **changes}
     with pytest.raises(error):
         mix_experts(**{name: jnp.asarray(array) for name, array in arrays.items()})
@@ -237,7 +235,7 @@ def one_of(w: PackedWeight, expert: int) -> PackedWeight:
 
 
 def check_packed(form: str, shape: tuple[int, int, int, int, int]) -> None:
-    """It gives what the packed linear layer gives for each expert alone, and their sum."""
+    """Check that it equals the sum of the packed linear layers of each expert."""
     a = make(*shape, ml_dtypes.bfloat16)
     gate_up, down = packed(a.gate_up, form, True), packed(a.down, form, False)
     want, magnitude = np.zeros(a.x.shape), np.zeros(a.x.shape)
@@ -273,19 +271,19 @@ PACKED_SHAPES = {
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", PACKED_SHAPES)
-def test_packed_experts_are_packed_linear_layers(form, name):
+def test_packed_experts_equal_packed_linear_layers(form, name):
     check_packed(form, PACKED_SHAPES[name])
 
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_row_of_packed_experts_has_the_same_bits_in_any_company(form):
+def test_packed_expert_row_bits_are_independent_of_the_batch(form):
     check_packed_company(form)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_row_that_is_not_finite_stays_so_and_alone(form):
+def test_non_finite_row_stays_non_finite_and_isolated(form):
     a = make(20, 6, 2, 40, 24, ml_dtypes.bfloat16)
     clean, others = run_packed(form, a), np.arange(20) != 3
     for value in (np.nan, np.inf):
@@ -297,7 +295,7 @@ def test_a_row_that_is_not_finite_stays_so_and_alone(form):
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_no_row_of_no_expert_and_no_expert_that_there_is_not():
+def test_empty_batches_and_out_of_range_experts_are_ignored():
     a = make(6, 4, 2, 24, 16, ml_dtypes.bfloat16)
     assert run_packed("bf16", a, 0).shape == (0, 24)
     beyond = np.where(a.experts == a.experts[0, 0], 2**30, a.experts)
@@ -307,7 +305,7 @@ def test_no_row_of_no_expert_and_no_expert_that_there_is_not():
     np.testing.assert_array_equal(out, want)
 
 
-def test_experts_packed_in_two_formats_are_refused(cpu_kernels):
+def test_experts_packed_in_two_formats_are_rejected(cpu_kernels):
     a = make(5, 4, 2, 24, 16, ml_dtypes.bfloat16)
     rest = (jnp.asarray(a.experts), jnp.asarray(a.weights))
     gate_up, down = packed(a.gate_up, "int8", True), packed(a.down, "bf16", False)
@@ -315,7 +313,7 @@ def test_experts_packed_in_two_formats_are_refused(cpu_kernels):
         mix_experts(jnp.asarray(a.x), gate_up, down, *rest)
 
 
-def test_only_experts_that_are_quantised_have_an_order_of_columns():
+def test_only_quantized_experts_have_a_column_order():
     a = make(5, 4, 2, 24, 16)
     arrays = {name: jnp.asarray(array) for name, array in vars(a).items()}
     with pytest.raises(TypeError, match="order requires quantized experts"):

@@ -1,4 +1,4 @@
-"""The small array functions: against float32, and never on one of XLA:CPU's slow paths."""
+"""The small array functions: against float32, and never on a slow path of XLA:CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def normal(*shape, dtype=jnp.float32):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_linear_is_the_product_with_the_transpose(rows, dtype):
+def test_linear_multiplies_by_the_transpose(rows, dtype):
     x, w = normal(rows, 96, dtype=dtype), normal(40, 96, dtype=dtype)
     expected = reference_linear(x, w, out_dtype=jnp.float32)
     out = jax.jit(lambda x, w: linear(x, w, out_dtype=jnp.float32))(x, w)
@@ -38,7 +38,7 @@ def test_linear_is_the_product_with_the_transpose(rows, dtype):
     )
 
 
-def test_linear_refuses_mixed_types():
+def test_linear_rejects_mixed_types():
     with pytest.raises(TypeError, match="float32 activations with bfloat16 weights"):
         linear(normal(2, 8), normal(4, 8, dtype=jnp.bfloat16))
 
@@ -46,7 +46,7 @@ def test_linear_refuses_mixed_types():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a trap of XLA:CPU")
 @pytest.mark.parametrize("rows", [1, 16])
 def test_linear_converts_no_weights(rows):
-    """A float32 copy of the weights in the temporaries means XLA:CPU left its fast path."""
+    """A float32 copy of the weights in the temporaries means that XLA:CPU left its fast path."""
     x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
     temp = jax.jit(linear).lower(x, w).compile().memory_analysis().temp_size_in_bytes
@@ -74,7 +74,7 @@ def test_embed_converts_no_table():
     assert temp < 64 * 1024
 
 
-def test_rms_norm_rounds_before_it_multiplies_with_the_weight():
+def test_rms_norm_rounds_before_it_multiplies_by_the_weight():
     x, weight = normal(3, 64, dtype=jnp.bfloat16), normal(64, dtype=jnp.bfloat16)
     x32 = np.asarray(x, np.float32)
     quotient = x32 / np.sqrt((x32 * x32).mean(axis=-1, keepdims=True) + 1e-5)
@@ -97,7 +97,7 @@ def test_rope_rotates_pairs_of_the_two_halves():
     np.testing.assert_array_equal(out[0], x[0])
 
 
-def test_scaled_frequencies():
+def test_scaled_rope_frequencies_match_their_definition():
     frequencies = inverse_frequencies(128, 500000.0)
     np.testing.assert_allclose(linear_scaling(frequencies, 4.0), frequencies / 4, rtol=1e-6)
     scaled = llama3_scaling(

@@ -1,4 +1,4 @@
-"""Folders and files whose content is run: who else can write them, or put others in their place."""
+"""Files whose content is executed: other users must not be able to write or replace them."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ from forge_kernels.private_files import (
     private_folder_fault,
 )
 
-STRANGER = 54321  # a user and a group that no account has
+STRANGER = 54321  # a user and a group without an account
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a path another user's: by its owner, or where only root can do that, by who we are."""
+    """Make a path another user's: change its owner, or our identity if only root could do that."""
     if os.getuid() == 0:
         os.chown(path, STRANGER, -1, follow_symlinks=False)
     else:
         monkeypatch.setattr(os, "getuid", lambda: STRANGER)
 
 
-def test_a_new_folder_and_its_new_parents_are_private(tmp_path):
+def test_new_folder_and_its_new_parents_are_private(tmp_path):
     before = os.umask(0)
     try:
         assert private_folder_fault(tmp_path / "a" / "b") is None
@@ -43,18 +43,18 @@ def test_a_new_folder_and_its_new_parents_are_private(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702, 0o1777])
-def test_a_folder_that_others_can_write_to_is_refused(folder, mode):
+def test_folder_writable_by_others_is_rejected(folder, mode):
     folder.chmod(mode)
     assert "others can write to it: chmod 700" in str(foreign_write_fault(folder))
 
 
-def test_a_folder_of_another_user_is_refused(folder, monkeypatch):
+def test_folder_of_another_user_is_rejected(folder, monkeypatch):
     give_away(folder, monkeypatch)
     assert "belongs to another user" in str(foreign_write_fault(folder))
     assert "belongs to another user" in str(private_folder_fault(folder))
 
 
-def test_a_parent_that_all_can_write_to_needs_a_sticky_bit(folder):
+def test_world_writable_parent_needs_a_sticky_bit(folder):
     folder.parent.chmod(0o777)
     fault = str(foreign_write_fault(folder))
     assert f"others can write to {folder.parent}, which contains it: chmod go-w" in fault
@@ -62,7 +62,7 @@ def test_a_parent_that_all_can_write_to_needs_a_sticky_bit(folder):
     assert foreign_write_fault(folder) is None
 
 
-def test_a_parent_of_another_user_is_refused(folder, monkeypatch):
+def test_parent_of_another_user_is_rejected(folder, monkeypatch):
     if os.getuid() != 0:
         pytest.skip("only root can give a folder away")
     give_away(folder.parent, monkeypatch)
@@ -72,7 +72,7 @@ def test_a_parent_of_another_user_is_refused(folder, monkeypatch):
     )
 
 
-def test_a_parents_group_counts_if_another_account_is_in_it(folder, monkeypatch):
+def test_parents_group_counts_if_it_has_another_member(folder, monkeypatch):
     folder.parent.chmod(0o775)
     monkeypatch.setattr(private_files, "_has_others", lambda group, me: False)
     assert foreign_write_fault(folder) is None
@@ -80,14 +80,14 @@ def test_a_parents_group_counts_if_another_account_is_in_it(folder, monkeypatch)
     assert "others can write to" in str(foreign_write_fault(folder))
 
 
-def test_a_group_of_nobody_else_has_no_others():
+def test_group_without_other_members_is_private():
     assert not private_files._has_others(STRANGER, os.getuid())
     accounts = [account for account in private_files.pwd.getpwall() if account.pw_uid != 0]
     if accounts:
         assert private_files._has_others(accounts[0].pw_gid, STRANGER)
 
 
-def test_links_on_the_way_are_followed_and_checked(tmp_path, folder):
+def test_links_in_the_path_are_followed_and_checked(tmp_path, folder):
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     (open_to_all / "link").symlink_to("../parent/cache")
@@ -96,7 +96,7 @@ def test_links_on_the_way_are_followed_and_checked(tmp_path, folder):
     assert f"others can write to {open_to_all}" in str(foreign_write_fault(open_to_all / "link"))
 
 
-def test_a_volume_of_a_container_may_be_open_to_all(folder, monkeypatch):
+def test_container_volume_may_be_open_to_all(folder, monkeypatch):
     folder.parent.chmod(0o2777)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == folder.parent)
     monkeypatch.setattr(private_files, "CONTAINER_MARKS", ())
@@ -106,7 +106,7 @@ def test_a_volume_of_a_container_may_be_open_to_all(folder, monkeypatch):
     assert foreign_write_fault(folder) is None
 
 
-def test_a_private_file_is_opened(folder):
+def test_private_file_is_opened(folder):
     file = folder / "file"
     file.write_bytes(b"x")
     file.chmod(0o600)
@@ -118,7 +118,7 @@ def test_a_private_file_is_opened(folder):
 
 
 @pytest.mark.parametrize("kind", ["writable", "another user's", "link", "pipe", "folder"])
-def test_what_is_not_a_private_file_is_not_opened(folder, monkeypatch, kind):
+def test_file_that_is_not_private_is_not_opened(folder, monkeypatch, kind):
     file = folder / "file"
     match kind:
         case "link":

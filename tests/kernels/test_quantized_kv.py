@@ -1,4 +1,4 @@
-"""How a row of keys or values becomes 8 bits and a scale."""
+"""Rounding a row of keys or values to 8 bits and a scale."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ _dequantize = jax.jit(dequantize_rows)
 
 
 def rows_of_all_sizes(count: int = 4000) -> np.ndarray:
-    """f32[count, D]: magnitudes from 1e-30 to 1e30, and in each row some values far below it."""
+    """Return f32[count, D]: magnitudes from 1e-30 to 1e30, and some far smaller in each row."""
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((count, D)) * 10.0 ** rng.uniform(-30, 30, (count, 1))
     rows[::3] *= 10.0 ** rng.uniform(-5, 0, (len(rows[::3]), D))
@@ -28,7 +28,7 @@ def rows_of_all_sizes(count: int = 4000) -> np.ndarray:
 
 
 def quantize(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The data as float64."""
+    """Return the data as float64."""
     data, scale = _quantize(rows, dtype)
     assert data.dtype == dtype
     assert scale.dtype == jnp.float32
@@ -45,23 +45,23 @@ def check_error(dtype: str, dequantize=_dequantize) -> None:
     step = quantize(rows, dtype)[1][:, None].astype(np.float64)
     if dtype == "int8":
         bound = step / 2
-    else:  # 3 bits of mantissa down to 2**-6, and then steps of 2**-9
+    else:  # 3 bits of mantissa down to 2**-6, then steps of 2**-9
         bound = np.maximum(np.abs(rows) * 2.0**-4, step * 2.0**-10)
     assert (error <= bound * (1 + 1e-5)).all(), f"{(error / bound).max():.4g} of the bound"
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_error_is_half_a_step_at_most(dtype):
+def test_rounding_error_is_at_most_half_a_step(dtype):
     check_error(dtype)
 
 
-def test_that_check_notices_values_one_step_off():
+def test_rounding_check_detects_values_one_step_off():
     with pytest.raises(AssertionError, match="3 of the bound"):
         check_error("int8", lambda data, scale: _dequantize(data - jnp.sign(data), scale))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_whole_range_is_used_and_zero_stays_zero(dtype):
+def test_whole_range_is_used_and_zero_stays_zero(dtype):
     rows = rows_of_all_sizes()
     data, _ = quantize(rows, dtype)
     np.testing.assert_array_equal(np.abs(data).max(axis=1), LARGEST[jnp.dtype(dtype)])
@@ -70,15 +70,15 @@ def test_the_whole_range_is_used_and_zero_stays_zero(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_larger_value_is_stored_as_no_smaller_one(dtype):
+def test_rounding_is_monotonic(dtype):
     rows = np.sort(rows_of_all_sizes(), axis=1)
     data, _ = quantize(rows, dtype)
     assert (np.diff(data, axis=1) >= 0).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_does_not_depend_on_its_neighbours(dtype):
-    """Nor on the shape of what it is rounded with."""
+def test_row_is_independent_of_its_neighbors(dtype):
+    """The shape of the array in which it is rounded does not matter either."""
     rows = rows_of_all_sizes(300)
     data, scale = _quantize(rows, dtype)
     spoilt = rows.copy()
@@ -96,15 +96,14 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_rounding_twice_is_rounding_once(dtype):
-    """What has been read from a cache and is written again: the same bits."""
+def test_rounding_twice_equals_rounding_once(dtype):
     data, scale = _quantize(rows_of_all_sizes(), dtype)
     again = _quantize(_dequantize(data, scale), dtype)
     np.testing.assert_array_equal(bits(again[0]), bits(data))
     np.testing.assert_array_equal(again[1], scale)
 
 
-def test_rounding_twice_would_drift_with_a_scale_of_all_bits(monkeypatch):
+def test_rounding_twice_drifts_with_a_full_precision_scale(monkeypatch):
     monkeypatch.setattr(quantized_file, "SCALE_MANTISSA_BITS", 23)
     fresh = jax.jit(partial(quantize_rows, dtype="int8"))
     data, scale = fresh(rows_of_all_sizes())
@@ -112,13 +111,13 @@ def test_rounding_twice_would_drift_with_a_scale_of_all_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_is_read_is_exactly_the_product(dtype):
+def test_dequantized_value_is_the_exact_product(dtype):
     data, scale = quantize(rows_of_all_sizes(), dtype)
     read = np.asarray(_dequantize(data.astype(dtype), scale), np.float64)
     np.testing.assert_array_equal(read, data * scale[:, None].astype(np.float64))
 
 
-def test_float8_may_be_kept_as_its_bits():
+def test_float8_may_be_stored_as_bits():
     every = np.arange(256, dtype=np.uint8)[:, None]
     scale = np.full(256, 0.5, np.float32)
     want = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * 0.5
@@ -127,7 +126,7 @@ def test_float8_may_be_kept_as_its_bits():
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-39, -1e-39])
-def test_rows_of_next_to_nothing_are_zero(dtype, value):
+def test_tiny_rows_become_zero(dtype, value):
     data, scale = quantize(np.full((2, D), value, np.float32), dtype)
     assert not data.any()
     assert not scale.any()
@@ -136,7 +135,7 @@ def test_rows_of_next_to_nothing_are_zero(dtype, value):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("beside", [0.0, 1.0, 1e-39, 3e38])
-def test_a_row_that_is_not_finite_reads_as_nan(dtype, fault, beside):
+def test_non_finite_row_dequantizes_to_nan(dtype, fault, beside):
     rows = np.full((3, D), beside, np.float32)
     rows[1, 5] = fault
     data, scale = _quantize(rows, dtype)

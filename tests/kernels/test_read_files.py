@@ -1,4 +1,4 @@
-"""Matrices that C++ reads from files and packs have the bits that Python's way gives them."""
+"""Matrices that C++ reads from files and packs: the same bits as in Python."""
 
 import ml_dtypes
 import numpy as np
@@ -25,13 +25,12 @@ def kernels():
 
 
 def write(folder, pieces):
-    """Each piece after the other, in two files by turns -> where they are."""
     stretches = []
     for index, piece in enumerate(pieces):
         file = folder / f"{index % 2}.bin"
         offset = file.stat().st_size if file.exists() else 0
         with file.open("ab") as stream:
-            stream.write(b"x" + piece.tobytes())  # at odd places
+            stream.write(b"x" + piece.tobytes())  # at odd offsets
         stretches.append(Stretch(file, piece.dtype, offset + 1, len(piece)))
     return stretches
 
@@ -43,7 +42,7 @@ def bits(array):
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_packed_rows_are_those_of_pack(dtype, form, paired, tmp_path, monkeypatch):
+def test_packed_rows_match_pack(dtype, form, paired, tmp_path, monkeypatch):
     rng = np.random.default_rng(1)
     monkeypatch.setattr(packed, "CHUNK_BYTES", 32 * 99 * 2 * 2)  # two panels
     for number, (outputs, inputs) in enumerate([(200, 99), (34, 7), (64, 128), (2, 40)]):
@@ -84,7 +83,7 @@ def test_several_arrays_are_read_by_one_call(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_rounding_is_that_of_ml_dtypes_for_every_kind_of_number(dtype, tmp_path):
+def test_rounding_matches_ml_dtypes_for_every_kind_of_number(dtype, tmp_path):
     if dtype == "float16":
         values = np.arange(2**16, dtype=np.uint16).view(np.float16)
     else:
@@ -99,7 +98,7 @@ def test_rounding_is_that_of_ml_dtypes_for_every_kind_of_number(dtype, tmp_path)
     np.testing.assert_array_equal(weight, want)
 
 
-def test_a_file_that_ends_too_early_is_named(tmp_path):
+def test_truncated_file_is_named(tmp_path):
     w = np.ones((64, 8), BF16)
     stretches = write(tmp_path, [w, w])
     stretches[1].file.write_bytes(b"x")
@@ -109,7 +108,7 @@ def test_a_file_that_ends_too_early_is_named(tmp_path):
     assert caught.value.file == stretches[1].file
 
 
-def test_a_file_that_cannot_be_read_is_an_os_error(tmp_path):
+def test_unreadable_file_raises_an_os_error(tmp_path):
     stretches = [Stretch(tmp_path, BF16, 0, 64)]
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         read_files([PackedInFiles(Packing("bf16", 64, 8), [stretches])])

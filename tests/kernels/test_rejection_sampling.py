@@ -1,7 +1,7 @@
-"""Rejection sampling of drafts against distributions that are known, by chi-square.
+"""Rejection sampling of drafts against known distributions, by chi-square.
 
-Every check is made twice: of the real thing, and of one that is wrong in a way that is easy to get
-wrong. Seeds are fixed, so a test that passes always does.
+Every check runs twice: on the real code, and on a variant with a plausible mistake. Seeds are
+fixed, so the results are deterministic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forge_kernels.sampling import (
 )
 from forge_kernels.sampling.noise import ACCEPTANCE, DRAFT, uniform
 
-FINE, WRONG = 1e-4, 1e-12  # p-values: what is right is above, what is wrong below
+FINE, WRONG = 1e-4, 1e-12  # p-values: correct results are above FINE, wrong ones below WRONG
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SETTINGS = [
     PLAIN,
@@ -41,7 +41,7 @@ SETTINGS = [
 
 
 def target_of(logits: np.ndarray, setting: dict[str, Any]) -> np.ndarray:
-    """f64[V]: what is sampled from, by definition."""
+    """Return f64[V]: the sampled distribution, by definition."""
     scaled = (logits / np.float32(setting["temperature"])).astype(np.float32)
     filters = (setting[name] for name in ("top_k", "top_p", "min_p"))
     kept = list(kept_by_oracle(scaled, *filters))
@@ -51,7 +51,7 @@ def target_of(logits: np.ndarray, setting: dict[str, Any]) -> np.ndarray:
 
 
 def rows_of(settings: list[dict[str, Any]], each: int) -> dict[str, jax.Array]:
-    """The sampler's arguments for `each` rows of every setting; each has a seed of its own."""
+    """Return the sampler's arguments for `each` rows of every setting, each with its own seed."""
     made = {
         name: jnp.array(np.repeat([setting[name] for setting in settings], each), dtype)
         for name, dtype in zip(
@@ -63,7 +63,7 @@ def rows_of(settings: list[dict[str, Any]], each: int) -> dict[str, jax.Array]:
 
 
 def freshly_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit` that has seen nothing: what a test has replaced is traced."""
+    """Return an empty `jax.jit`, so that a test's replacements are traced."""
     return jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
 
 
@@ -76,7 +76,7 @@ def draw(
     support: int = 64,
     any_filter: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(i32[R], i32[R]): drafts `ahead` of what is known, and what the target makes of them."""
+    """Return (i32[R], i32[R]): drafts `ahead` of the known tokens, and the target's verdict."""
     rows = rows | {"any_filter": any_filter}
     drawn = propose(q_logits, support=support, known=known, ahead=jnp.int32(ahead), **rows)
     drafts = Drafts(drawn.token, jnp.ones(len(known), bool), drawn.token_ids, drawn.probability)
@@ -88,12 +88,12 @@ jitted_propose = jax.jit(partial(propose, support=64))
 
 
 def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Of counts against what is expected; 0 where something came that cannot come."""
+    """Return the p-value of counts; 0 if an impossible outcome occurred."""
     possible = probabilities > 0
     if counts[~possible].any():
         return 0.0
     expected = probabilities[possible] / probabilities.sum() * counts.sum()
-    # Cells that expect few are taken together.
+    # Cells with small expected counts are merged.
     few = expected < 10
     counts, merged = counts[possible], expected
     if few.any():
@@ -102,11 +102,11 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(stats.chisquare(counts, merged).pvalue) if len(counts) > 1 else 1.0
 
 
-# ---- drafts of a text ----------------------------------------------------------------------------
+# ---- n-gram drafts -----------------------------------------------------------------------------
 
 
 def outcomes_of_certain_drafts(settings: list[dict[str, Any]], each: int = 60_000) -> np.ndarray:
-    """i64[settings, V, V]: how often each draft came to each token."""
+    """Return i64[settings, V, V]: how often each draft led to each token."""
     logits = certain_logits()
     V, count = len(logits), len(settings) * each
     token = np.arange(count) % V
@@ -126,7 +126,7 @@ def certain_logits() -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_whatever_a_text_tells_the_tokens_follow_the_target():
+def test_certain_drafts_preserve_the_target_distribution():
     for setting, by_draft in zip(SETTINGS, outcomes_of_certain_drafts(SETTINGS), strict=True):
         p = target_of(certain_logits(), setting)
         for draft, counts in enumerate(by_draft):
@@ -134,7 +134,7 @@ def test_whatever_a_text_tells_the_tokens_follow_the_target():
 
 
 def share_the_noise(seed, position, purpose):
-    """What decides acceptance is the noise of the first two tokens."""
+    """Decide acceptance with the noise of the first two tokens."""
     return jnp.exp(-2 * jnp.exp(-gumbel(seed, position, 2).max(axis=1)))
 
 
@@ -147,18 +147,18 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.quick_cases(1)
-def test_of_a_mistake_with_certain_drafts_the_check_knows(mistake, monkeypatch):
+def test_mistake_with_certain_drafts_is_detected(mistake, monkeypatch):
     monkeypatch.setattr(rejection, *MISTAKES[mistake])
     p = target_of(certain_logits(), PLAIN)
     [counts] = outcomes_of_certain_drafts([PLAIN])
     assert p_value(counts.ravel(), np.tile(p, len(p))) < WRONG
 
 
-# ---- drafts of a model ---------------------------------------------------------------------------
+# ---- drafts of a model -------------------------------------------------------------------------
 
 
 def two_models(vocab_size: int, likeness: float = 0.6) -> tuple[np.ndarray, np.ndarray]:
-    """f32[V] each: logits of a target, and of a draft model that is somewhat like it.
+    """Return f32[V] logits of a target and of a somewhat similar draft model.
 
     Tokens are in the draft model's order.
     """
@@ -172,7 +172,7 @@ def two_models(vocab_size: int, likeness: float = 0.6) -> tuple[np.ndarray, np.n
 def outcomes(
     settings: list[dict[str, Any]], vocab_size: int, support: int = 64, each: int = 60_000
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(i32[settings, N], i32[settings, N]): drafts, and what came of them."""
+    """Return (i32[settings, N], i32[settings, N]): drafts and outputs."""
     count = len(settings) * each
     p, q = (jnp.broadcast_to(jnp.array(x), (count, vocab_size)) for x in two_models(vocab_size))
     filters = {"any_filter": len(settings) > 1}
@@ -181,14 +181,14 @@ def outcomes(
     return np.asarray(drafts).reshape(-1, each), np.asarray(got).reshape(-1, each)
 
 
-def test_whatever_a_model_drafts_the_tokens_follow_the_target():
+def test_model_drafts_preserve_the_target_distribution():
     V = 23
     target, draft = two_models(V)
     for setting, drafts, got in zip(SETTINGS, *outcomes(SETTINGS, V), strict=True):
         p, q = target_of(target, setting), target_of(draft, setting)
         assert p_value(np.bincount(got, minlength=V), p) > FINE, setting
         assert p_value(np.bincount(drafts, minlength=V), q) > FINE, setting
-        # And drafts are accepted as often as any method can: as the distributions overlap.
+        # The acceptance rate is optimal: the overlap of the distributions.
         common = np.minimum(p, q).sum()
         error = (common * (1 - common) / len(got)) ** 0.5
         assert abs((got == drafts).mean() - common) < 4 * error, setting
@@ -196,7 +196,7 @@ def test_whatever_a_model_drafts_the_tokens_follow_the_target():
 
 @pytest.mark.parametrize(("vocab_size", "support"), [(80, 64), (23, 5), (23, 1)])
 @pytest.mark.slow
-def test_drafts_from_a_few_of_the_tokens_leave_the_distribution_as_it_is(vocab_size, support):
+def test_drafts_from_a_few_tokens_preserve_the_distribution(vocab_size, support):
     [drafts], [got] = outcomes([PLAIN], vocab_size, support)
     assert len(np.unique(drafts)) <= support
     target = target_of(two_models(vocab_size)[0], PLAIN)
@@ -205,14 +205,14 @@ def test_drafts_from_a_few_of_the_tokens_leave_the_distribution_as_it_is(vocab_s
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.slow
-def test_of_a_mistake_with_drafts_of_a_model_the_check_knows(mistake, monkeypatch):
+def test_mistake_with_model_drafts_is_detected(mistake, monkeypatch):
     monkeypatch.setattr(rejection, *MISTAKES[mistake])
     _, [got] = outcomes([PLAIN], 23)
     target = target_of(two_models(23)[0], PLAIN)
     assert p_value(np.bincount(got, minlength=23), target) < WRONG
 
 
-def test_of_drafts_drawn_with_the_noise_of_the_target_the_check_knows(monkeypatch):
+def test_drafts_that_reuse_the_targets_noise_are_detected(monkeypatch):
     def noise_of_samples(seed, known, count, purpose):
         return gumbel(seed, known + 1, count)
 
@@ -222,8 +222,8 @@ def test_of_drafts_drawn_with_the_noise_of_the_target_the_check_knows(monkeypatc
     assert p_value(np.bincount(got, minlength=23), target) < WRONG
 
 
-def test_verifying_what_is_likely_once_it_has_been_drawn_would_be_a_mistake():
-    """So how many drafts are verified is settled by what was known before."""
+def test_choosing_drafts_by_their_draw_biases_the_output():
+    """The number of verified drafts must therefore not depend on the draw."""
     V, count = 23, 60_000
     target, draft = two_models(V)
     p, q = (jnp.broadcast_to(jnp.array(x), (count, V)) for x in (target, draft))
@@ -248,21 +248,21 @@ V3, LENGTH, DRAFTS = 4, 3, 2
 
 
 def chains() -> tuple[np.ndarray, np.ndarray]:
-    """f32[V + 1, V] each: logits after each token, and at the begin (the last row)."""
+    """Return f32[V + 1, V] each: logits after each token, and at the beginning (the last row)."""
     rng = np.random.default_rng(8)
     target, other = rng.normal(size=(2, V3 + 1, V3)) * 1.2
     return target.astype(np.float32), (0.5 * target + 0.5 * other).astype(np.float32)
 
 
 def sequences(count: int = 60_000, *, certain_drafts: bool = False) -> np.ndarray:
-    """i32[N, LENGTH], by as many steps as it takes, `DRAFTS` verified in each."""
+    """Return i32[N, LENGTH], by as many steps as needed, with `DRAFTS` verified in each."""
     target, draft = (jnp.array(chain) for chain in chains())
     rows = rows_of([PLAIN | {"temperature": 0.9}], count)
     choose = partial(sample, any_filter=False)
 
     @jax.jit
     def step(rows: dict, length: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """i32[N], i32[N] -> i32[N, 1 + DRAFTS], i32[N]: tokens, and how many of them count."""
+        """Map i32[N], i32[N] to i32[N, 1 + DRAFTS], i32[N]: tokens, and how many of them count."""
         tokens, num_right, right, before = [], jnp.zeros(count, jnp.int32), True, last
         for ahead in range(DRAFTS):
             if certain_drafts:
@@ -293,7 +293,7 @@ def sequences(count: int = 60_000, *, certain_drafts: bool = False) -> np.ndarra
 
 
 def joint() -> np.ndarray:
-    """f64[V, V, V]"""
+    """Return f64[V, V, V]."""
     p = np.exp(chains()[0].astype(np.float64) / 0.9)
     p /= p.sum(axis=1, keepdims=True)
     return p[V3][:, None, None] * p[:V3, :, None] * p[None, :V3, :]
@@ -307,7 +307,7 @@ def joint_counts(tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("certain_drafts", [False, True])
 @pytest.mark.slow
-def test_the_tokens_of_a_sequence_follow_the_target_together(certain_drafts):
+def test_sequences_follow_the_joint_target_distribution(certain_drafts):
     counts = joint_counts(sequences(certain_drafts=certain_drafts))
     assert p_value(counts.ravel(), joint().ravel()) > FINE
     for first in range(V3):  # the second, given the first
@@ -316,9 +316,7 @@ def test_the_tokens_of_a_sequence_follow_the_target_together(certain_drafts):
 
 
 @pytest.mark.slow
-def test_of_noise_that_positions_share_the_check_of_sequences_knows(monkeypatch):
-    """The first token's distribution is right even so."""
-
+def test_noise_shared_between_positions_is_detected(monkeypatch):
     def same_everywhere(seed, position, purpose):
         return uniform(seed, jnp.zeros_like(position), purpose)
 
@@ -332,7 +330,7 @@ def test_of_noise_that_positions_share_the_check_of_sequences_knows(monkeypatch)
 
 
 def mixed_rows() -> tuple[jax.Array, Drafts, dict[str, jax.Array]]:
-    """24 rows: all settings, greedy ones, half of them with drafts."""
+    """Return 24 rows: all settings, greedy ones, half of them with drafts."""
     rng = np.random.default_rng(1)
     rows, V = 24, 150
     logits = jnp.array(rng.normal(size=(rows, V)) * 3, jnp.float32)
@@ -352,7 +350,7 @@ def mixed_rows() -> tuple[jax.Array, Drafts, dict[str, jax.Array]]:
 
 
 @pytest.mark.slow
-def test_rows_without_drafts_and_greedy_ones_sample_as_ever():
+def test_rows_without_drafts_and_greedy_rows_sample_as_usual():
     logits, drafts, rows = mixed_rows()
     plain = np.asarray(jitted_sample(logits, **rows))
     got = np.asarray(jitted_sample(logits, drafts=drafts, **rows))
@@ -363,7 +361,7 @@ def test_rows_without_drafts_and_greedy_ones_sample_as_ever():
     np.testing.assert_array_equal(got[greedy], np.asarray(logits).argmax(axis=1)[greedy])
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_row_is_independent_of_its_neighbors():
     logits, drafts, rows = mixed_rows()
     choose = jitted_sample
     together = np.asarray(choose(logits, drafts=drafts, **rows))
@@ -375,7 +373,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(choose(logits[order], drafts=other, **moved), together[order])
 
 
-def test_the_cpu_kernel_samples_what_is_not_verified_and_xla_the_rest(cpu_kernels):
+def test_cpu_kernel_samples_unverified_rows_and_xla_the_rest(cpu_kernels):
     logits, drafts, rows = mixed_rows()
     by_kernel = jax.jit(partial(sample, implementation="cpu"))
     none = drafts._replace(verified=jnp.zeros(len(logits), bool))
@@ -388,7 +386,7 @@ def test_the_cpu_kernel_samples_what_is_not_verified_and_xla_the_rest(cpu_kernel
 
 @pytest.mark.parametrize("kind", ["certain", "drawn"])
 @pytest.mark.quick_cases(1)
-def test_what_the_target_forbids_is_never_accepted_and_what_it_wants_alone_always(kind):
+def test_forbidden_drafts_are_rejected_and_forced_ones_accepted(kind):
     V, count = 12, 400
     logits = np.random.default_rng(0).normal(size=(count, V)).astype(np.float32)
     logits[:200, 5] = -np.inf  # forbidden
@@ -407,7 +405,7 @@ def test_what_the_target_forbids_is_never_accepted_and_what_it_wants_alone_alway
 
 
 @pytest.mark.slow
-def test_a_model_that_drafts_for_itself_is_always_right():
+def test_target_as_its_own_draft_is_always_accepted():
     logits = jnp.array(np.random.default_rng(0).normal(size=(5000, 50)), jnp.float32)
     rows = rows_of([PLAIN | {"top_p": 0.9}], 5000)
     both = jax.jit(partial(draw, ahead=2, any_filter=True))
@@ -415,7 +413,7 @@ def test_a_model_that_drafts_for_itself_is_always_right():
     assert (drafts == got).all() and len(np.unique(got)) > 20
 
 
-def test_what_is_proposed_adds_up_and_names_every_token_once():
+def test_proposal_sums_to_one_and_lists_each_token_once():
     logits, _, rows = mixed_rows()
     del rows["position"]
     known = jnp.full(len(logits), 7)
@@ -431,7 +429,7 @@ def test_what_is_proposed_adds_up_and_names_every_token_once():
     np.testing.assert_array_equal(np.asarray(drawn.token)[greedy], best[greedy])
 
 
-def test_drafts_from_logits_that_are_not_finite_are_sound_or_count_as_certain():
+def test_drafts_from_non_finite_logits_are_sound_or_certain():
     V = 90
     logits = np.random.default_rng(0).normal(size=(4, V)).astype(np.float32)
     logits[1, 7] = np.nan
@@ -446,7 +444,7 @@ def test_drafts_from_logits_that_are_not_finite_are_sound_or_count_as_certain():
 
 
 @pytest.mark.slow
-def test_noise_for_one_thing_tells_nothing_of_noise_for_another():
+def test_noise_for_different_purposes_is_independent():
     count = 100_000
     seed = jnp.ones((count, 2), jnp.uint32)
     position = jnp.arange(count)
@@ -460,6 +458,6 @@ def test_noise_for_one_thing_tells_nothing_of_noise_for_another():
     found = np.corrcoef(np.stack([np.argsort(np.argsort(noise)) for noise in noises]))
     np.fill_diagonal(found, 0)
     assert np.abs(found).max() < 5 / count**0.5
-    # Nor of the same at the next position.
+    # Not of the same purpose at the next position either.
     for noise in noises:
         assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 5 / count**0.5

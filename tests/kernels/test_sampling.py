@@ -22,7 +22,7 @@ from forge_kernels.sampling.search import by_bits, by_digits, from_order_key, or
 
 
 def kept_by_oracle(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The definition, by sorting one row in float64."""
+    """Return the kept tokens by definition, by sorting one row in float64."""
     order = np.argsort(-scaled, kind="stable")
     if top_k > 0:
         order = order[:top_k]
@@ -36,7 +36,7 @@ def kept_by_oracle(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -
 
 
 @pytest.mark.parametrize("vocab_size", [97, 1000, 8193])
-def test_filters_keep_what_the_definition_keeps(vocab_size):
+def test_filters_match_their_definition(vocab_size):
     rng = np.random.default_rng(vocab_size)
     settings = [
         (0, 1.0, 0.0), (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.1, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.2),
@@ -57,14 +57,14 @@ def test_filters_keep_what_the_definition_keeps(vocab_size):
 
 @pytest.mark.parametrize("search", [by_bits, by_digits])
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_the_search_finds_the_largest_key(search, dtype):
+def test_threshold_search_finds_the_largest_key(search, dtype):
     rng = np.random.default_rng(0)
     rows, width = 40, 301
     key = rng.integers(0, 2**32, (rows, width), dtype=np.uint32)
     key[10:20] = rng.integers(2**31 - 2, 2**31 + 2, (10, width))  # ties
     key[20:25, :150], key[20:25, 150:] = 0, 2**32 - 1
     key[25] = 7
-    # Whole numbers, so that sums are exact in any order.
+    # Integers, so that sums are exact in any order.
     weight = rng.integers(0, 5, (rows, width)).astype(dtype)
     wanted = rng.integers(0, 700, rows).astype(dtype)
     wanted[:3] = (0, 1, 10**6)
@@ -75,7 +75,7 @@ def test_the_search_finds_the_largest_key(search, dtype):
         assert found[row] == largest, row
 
 
-def test_keys_are_in_the_order_of_their_floats():
+def test_keys_have_the_order_of_their_floats():
     tiny = np.float32(1e-45)
     floats = np.array([-np.inf, -3e38, -1, -tiny, -0.0, 0.0, tiny, 1, 3e38, np.inf], np.float32)
     key = np.asarray(order_key(jnp.array(floats)))
@@ -98,7 +98,7 @@ def edge_rows(vocab_size: int) -> np.ndarray:
 
 
 def kept_for_certain(scaled: np.ndarray, top_k: int, top_p: float) -> tuple[set[int], set[int]]:
-    """What must be kept, and what may be: float32 sums decide between them. Ties stay together."""
+    """Return the tokens that must and that may be kept; float32 sums decide. Ties stay together."""
     order = np.sort(scaled)[::-1]
     by_k = order[min(top_k, len(scaled)) - 1] if top_k > 0 else -np.inf
     mass = np.exp(scaled.astype(np.float64) - order[0])
@@ -113,7 +113,7 @@ def kept_for_certain(scaled: np.ndarray, top_k: int, top_p: float) -> tuple[set[
 
 @pytest.mark.parametrize("search", [by_bits, by_digits])
 @pytest.mark.parametrize("vocab_size", [1, 2, 97, 1001])
-def test_filters_at_their_edges(search, vocab_size, monkeypatch):
+def test_filters_handle_edge_cases(search, vocab_size, monkeypatch):
     monkeypatch.setattr(api, "largest_key", search)
     almost = float(np.nextafter(np.float32(1), np.float32(0)))
     settings = [
@@ -140,7 +140,7 @@ def test_filters_at_their_edges(search, vocab_size, monkeypatch):
 
 
 @pytest.mark.parametrize("search", [by_bits, by_digits])
-def test_a_threshold_is_the_same_bits_whatever_the_other_rows(search, monkeypatch):
+def test_threshold_bits_are_independent_of_the_other_rows(search, monkeypatch):
     monkeypatch.setattr(api, "largest_key", search)
     rng = np.random.default_rng(0)
     find = jax.jit(filter_threshold)
@@ -164,7 +164,7 @@ def test_a_threshold_is_the_same_bits_whatever_the_other_rows(search, monkeypatc
         assert thresholds(order, mixed)[place] == together[row]
 
 
-def test_greedy_rows_beside_random_ones_take_the_first_best_token():
+def test_greedy_rows_take_the_first_best_token():
     logits = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
     logits[:3, [17, 200]] = 9.0
     temperature = jnp.array([0, 0, 1, 0, 1, 0], jnp.float32)
@@ -241,13 +241,13 @@ def test_samples_follow_the_softmax(seed):
     p /= p.sum()
     tokens = draws(logits, 200_000, seed=seed)
     assert p_value(tokens, p) > 1e-6
-    # The test has teeth: a distribution that is off by 6% in one token is rejected.
+    # The test detects a distribution that is off by 6% in one token.
     wrong = p.copy()
     wrong[np.argmax(p)] *= 1.06
     assert p_value(tokens, wrong / wrong.sum()) < 1e-6
 
 
-def test_noise_depends_on_seed_and_position_only():
+def test_noise_depends_only_on_seed_and_position():
     seeds = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
     position = jnp.array([5, 6, 5, 5])
     noise = np.asarray(gumbel(seeds, position, 1000))
@@ -259,7 +259,7 @@ def test_noise_depends_on_seed_and_position_only():
     assert np.isfinite(noise).all()
 
 
-def test_noise_of_neighbouring_positions_and_tokens_is_independent():
+def test_noise_of_neighboring_positions_and_tokens_is_independent():
     noise = np.asarray(gumbel(jnp.ones((512, 2), jnp.uint32), jnp.arange(512), 512))
     for shifted in (np.roll(noise, 1, axis=0), np.roll(noise, 1, axis=1)):
         assert abs(np.corrcoef(noise.ravel(), shifted.ravel())[0, 1]) < 0.01
@@ -270,7 +270,7 @@ def test_noise_of_neighbouring_positions_and_tokens_is_independent():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
-def test_a_row_does_not_depend_on_its_neighbours(implementation, request):
+def test_row_is_independent_of_its_neighbors(implementation, request):
     if implementation == "cpu":
         request.getfixturevalue("cpu_kernels")
     choose = jax.jit(partial(sample, implementation=implementation))
@@ -296,7 +296,7 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation, request):
 
 
 def random_settings(rows: int, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """Half of the rows filter, a tenth are greedy."""
+    """Return settings in which half of the rows filter and a tenth are greedy."""
     filters = rng.random(rows) < 0.5
     return {
         "temperature": jnp.array(
@@ -313,10 +313,10 @@ def random_settings(rows: int, rng: np.random.Generator) -> dict[str, jax.Array]
 
 
 def check_cpu(vocab_sizes: tuple[int, ...]) -> None:
-    """The kernel's tokens against the plain form's: equal, but for near ties.
+    """Check that the kernel's tokens equal those of the plain form, except near ties.
 
-    Its logarithms and sums differ in the last place, which decides between two tokens about once in
-    a million rows; a wrong bit in the noise or a wrong threshold changes most rows.
+    The kernel's logarithms and sums differ in the last place, which decides between two tokens
+    about once in a million rows. A wrong bit in the noise or a wrong threshold changes most rows.
     """
     rng = np.random.default_rng(0)
     by_kernel = jax.jit(partial(sample, implementation="cpu"))
@@ -332,14 +332,14 @@ def check_cpu(vocab_sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_the_cpu_kernel_samples_the_same_tokens(cpu_kernels):
+def test_cpu_kernel_samples_the_same_tokens(cpu_kernels):
     check_cpu((1, 15, 97, 1000, 8193, 20_001))
 
 
-def test_the_cpu_kernel_at_its_edges(cpu_kernels):
+def test_cpu_kernel_handles_edge_cases(cpu_kernels):
     rows, V = 6, 40
     logits = np.zeros((rows, V), np.float32)
-    logits[0, [5, 37]] = 1  # a tie: the first
+    logits[0, [5, 37]] = 1  # a tie, which takes the first
     logits[1] = -np.inf
     logits[2] = np.nan
     logits[3, 39] = np.inf
@@ -384,7 +384,7 @@ def test_penalties_follow_their_formulas():
     np.testing.assert_array_equal(np.asarray(out)[1], logits[1])
 
 
-def test_suppressed_tokens_are_gone_from_active_rows_only():
+def test_suppressed_tokens_disappear_only_from_active_rows():
     logits = jnp.zeros((2, 5))
     out = np.asarray(suppress(logits, jnp.array([[1, 5, 9], [1, 2, 5]]), jnp.array([True, False])))
     assert np.isneginf(out[0]).tolist() == [False, True, False, False, False]
@@ -404,7 +404,7 @@ def test_logprobs_are_the_log_softmax():
 
 
 @pytest.mark.parametrize("vocab_size", [20, 20 * CHUNK + 1, 40 * CHUNK, 3001])
-def test_the_likeliest_tokens_come_in_the_order_of_a_stable_sort(vocab_size):
+def test_most_likely_tokens_have_the_order_of_a_stable_sort(vocab_size):
     rng = np.random.default_rng(vocab_size)
     logits = rng.normal(size=(6, vocab_size)).astype(np.float32)
     logits[1] = rng.integers(-2, 3, vocab_size)  # ties within chunks and across them

@@ -1,4 +1,4 @@
-"""Writes a folder in Hugging Face form as GGUF, by the conventions of llama.cpp's converter."""
+"""Writes a folder in Hugging Face format as GGUF, by the conventions of llama.cpp's converter."""
 
 import json
 import math
@@ -25,13 +25,13 @@ MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def interleaved(rows, num_heads):
-    """LlamaModel.permute: from halves to neighbours."""
+    """Reorder rows from halves to neighbors, like LlamaModel.permute."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def llama3_factors(rope, theta, head_dim):
-    """LlamaModel.generate_extra_tensors."""
+    """Return the factors of LlamaModel.generate_extra_tensors."""
     low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
     high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
     factors = []
@@ -49,7 +49,7 @@ def llama3_factors(rope, theta, head_dim):
 
 
 def merged(tensors):
-    """With the experts of a layer in one tensor, as the converters of Mixtral and Qwen do."""
+    """Merge the experts of a layer into one tensor, like the converters of Mixtral and Qwen."""
     experts = {}
     for name, values in tensors.items():
         parts = name.split(".experts.")
@@ -63,7 +63,7 @@ def merged(tensors):
 
 
 def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
-    """`kind`: of matrices whose rows it can hold; `more` adds to the metadata."""
+    """Write a GGUF file; matrices whose rows fit have the type `kind`, `more` adds metadata."""
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

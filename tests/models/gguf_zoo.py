@@ -1,7 +1,7 @@
-"""A small Llama as a GGUF file whose matrices are of every type, of random blocks.
+"""A small Llama as a GGUF file with matrices of every type, in random blocks.
 
-The package gguf rounds to none of the types with blocks of 256, so blocks are made of random bits,
-and factors for them with which the values have about the size of weights.
+The gguf package rounds to none of the types with blocks of 256. Their blocks are therefore random
+bits, with factors that give the values about the size of weights.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ import numpy as np
 Q = gguf.GGMLQuantizationType
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 512, 4, 2, 64, 320
 STD = 0.05
-# Where the float16 numbers of a block are: the factor of scales, in parts of the values' size, and
-# what minima are multiples of.
+# The offsets of a block's float16 numbers: the factor of scales, as a fraction of the values' size,
+# and the unit of minima.
 FACTORS = {
     Q.Q4_0: {0: 1 / 4.6},
     Q.Q4_1: {0: 1 / 4.6, 2: -7.5 / 4.6},
@@ -28,7 +28,7 @@ FACTORS = {
     Q.IQ4_NL: {0: 1 / 70},
     Q.IQ4_XS: {0: 1 / 1300},
 }
-# By layer: q, k, v, output, gate, up, down. The first is as llama.cpp's Q4_K_M has them.
+# By layer: q, k, v, output, gate, up, down. The first is that of llama.cpp's Q4_K_M.
 LAYERS = (
     (Q.Q4_K, Q.Q4_K, Q.Q6_K, Q.Q4_K, Q.Q4_K, Q.Q4_K, Q.Q6_K),
     (Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.Q5_0, Q.Q5_1, Q.Q5_1, Q.Q8_0),
@@ -48,7 +48,7 @@ SHAPES = (
 
 
 def random_blocks(rng: np.random.Generator, kind: Q, rows: int, columns: int) -> np.ndarray:
-    """u8[rows, bytes of a row]."""
+    """Return u8[rows, bytes of a row]."""
     if kind == Q.BF16:
         values = rng.standard_normal((rows, columns)).astype(np.float32) * STD
         return gguf.quants.quantize(values, kind)
@@ -63,7 +63,7 @@ def random_blocks(rng: np.random.Generator, kind: Q, rows: int, columns: int) ->
 def write_zoo(
     target: Path, layers=LAYERS, *, embedding=Q.Q4_K, head: Q | None = Q.Q6_K, experts: int = 0
 ) -> Path:
-    """`head`: None where it is the embedding; `experts`: of a Mixtral, where a token takes 2."""
+    """Write the model; `head` is None if tied, `experts` makes a Mixtral with 2 per token."""
     rng = np.random.default_rng(7)
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_context_length(256)

@@ -1,4 +1,4 @@
-"""Runs a model over the paged cache by hand: what the engine does, without the engine."""
+"""Manual steps of a model over the paged cache, as the engine would run them."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ from forge_jax.testing import not_a_number
 
 BLOCK_SIZE = 16
 MAX_LEN = 96
-ROWS = 192  # of every step: one executable for all of them
+ROWS = 192  # rows of every step, so that one executable serves all
 
 
 class PagedRun:
@@ -30,7 +30,7 @@ class PagedRun:
         self.step_fn = jitted_step(loaded.model, implementation)
 
     def step(self, new_tokens: list[list[int]]) -> list[np.ndarray]:
-        """Feeds each sequence its new tokens; f32[rows, V] logits of each."""
+        """Feed each sequence its new tokens and return f32[rows, V] logits of each."""
         counts = np.array([len(tokens) for tokens in new_tokens], np.int32)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.concatenate(

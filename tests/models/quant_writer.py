@@ -1,7 +1,7 @@
-"""Writes small Llamas and Mixtrals as the quantisers do, and computes them: numpy and definitions.
+"""Small quantized Llamas and Mixtrals, written and computed in numpy by definition.
 
-Nothing of forge_jax is used. Values are computed one by one where a format is defined so; every
-writer gives the tensors of a matrix and the float64 matrix that they stand for.
+forge_jax is not used. If a format is defined by value, values are computed one by one. Every
+writer returns the tensors of a matrix and the float64 matrix that they represent.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Fp8(np.ndarray):
 
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Codes of the nearest values; of two equally near ones the even code."""
+    """Return codes of the nearest values, with ties to the even code."""
     finite = E4M3[:127]
     size = np.minimum(np.abs(x), 448.0)
     high = np.clip(np.searchsorted(finite, size), 1, 126)
@@ -77,7 +77,7 @@ def _blocks(shape: tuple[int, int], rows: int, columns: int):
 
 
 def fp8(w, *, rows, columns, name="weight_scale", shape=None, input_scale=None):
-    """A scale for each block of rows x columns."""
+    """Quantize with one scale per block of rows x columns."""
     scale = np.empty((-(-w.shape[0] // rows), -(-w.shape[1] // columns)), np.float32)
     codes, exact = np.empty(w.shape, np.uint8), np.empty(w.shape)
     for i, j, block in _blocks(w.shape, rows, columns):
@@ -91,7 +91,7 @@ def fp8(w, *, rows, columns, name="weight_scale", shape=None, input_scale=None):
 
 
 def int8(w, *, rows=1, input_scale=None):
-    """A scale for each row, or one for all."""
+    """Quantize with one scale per row, or one for all."""
     scale = np.empty((-(-w.shape[0] // rows), 1), np.float32)
     values = np.empty(w.shape, np.int8)
     for i, _, block in _blocks(w.shape, rows, w.shape[1]):
@@ -108,7 +108,7 @@ def int8(w, *, rows=1, input_scale=None):
 
 
 def _round4(w: np.ndarray, groups: np.ndarray, symmetric: bool):
-    """(values u[N, K], zeros [N, G], f16 scales [N, G], the exact matrix): from 0 to 15 each."""
+    """Return (values u[N, K] of 0 to 15, zeros [N, G], f16 scales [N, G], the exact matrix)."""
     count = groups.max() + 1
     values, exact = np.empty(w.shape, np.int64), np.empty(w.shape)
     zeros, scales = np.empty((len(w), count), np.int64), np.empty((len(w), count), np.float16)
@@ -120,7 +120,7 @@ def _round4(w: np.ndarray, groups: np.ndarray, symmetric: bool):
         else:
             low, high = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
             scale = ((high - low) / 15).astype(np.float16)
-            # GPTQ's first format cannot hold a zero of 0.
+            # GPTQ's first format cannot represent a zero point of 0.
             zero = np.clip(np.rint(-low / scale), 1, 15).astype(np.int64)
         wide = scale.astype(np.float64)[:, None]
         q = np.clip(np.rint(part / wide) + zero[:, None], 0, 15).astype(np.int64)
@@ -130,7 +130,7 @@ def _round4(w: np.ndarray, groups: np.ndarray, symmetric: bool):
 
 
 def _words(nibbles: list[np.ndarray]) -> np.ndarray:
-    """Eight arrays, the lowest four bits first -> int32."""
+    """Pack eight arrays of 4 bits into int32, the lowest bits first."""
     word = sum(n.astype(np.uint64) << np.uint64(4 * i) for i, n in enumerate(nibbles))
     return word.astype(np.uint32).view(np.int32)
 
@@ -141,7 +141,7 @@ def _groups_of(w, group, rng, ordered):
 
 
 def gptq(w, *, group, rng, symmetric=True, ordered=False, version=1, index=None):
-    """AutoGPTQ: qweight packs 8 rows of the transpose, qzeros 8 columns; zeros less 1 in v1."""
+    """Quantize as AutoGPTQ: qweight packs 8 rows of w.T, qzeros 8 columns, minus 1 in v1."""
     groups = _groups_of(w, group, rng, ordered) if index is None else index
     values, zeros, scales, exact = _round4(w, groups, symmetric)
     stored = (zeros - (1 if version == 1 else 0)).T
@@ -154,7 +154,7 @@ def gptq(w, *, group, rng, symmetric=True, ordered=False, version=1, index=None)
 
 
 def awq(w, *, group, rng):
-    """AutoAWQ's GEMM: 8 outputs to a word, in the order 0 2 4 6 1 3 5 7."""
+    """Quantize as AutoAWQ's GEMM: 8 outputs per word, in the order 0 2 4 6 1 3 5 7."""
     values, zeros, scales, exact = _round4(w, _groups_of(w, group, rng, False), False)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     return {
@@ -165,7 +165,7 @@ def awq(w, *, group, rng):
 
 
 def packed4(w, *, group, rng, symmetric=True, ordered=False, index=None):
-    """compressed-tensors: values from -8 to 7, stored with 8 added, 8 of a row to a word."""
+    """Quantize as compressed-tensors: values -8 to 7 stored plus 8, with 8 of a row per word."""
     groups = _groups_of(w, group, rng, ordered) if index is None else index
     values, zeros, scales, exact = _round4(w, groups, symmetric)
     tensors = {
@@ -184,7 +184,7 @@ def packed4(w, *, group, rng, symmetric=True, ordered=False, index=None):
 
 
 def plain_weights(seed: int = 0, *, experts: bool = False) -> dict[str, np.ndarray]:
-    """float64 weights of a small Llama, or Mixtral, of uneven sizes."""
+    """Return float64 weights of a small Llama or Mixtral with uneven sizes."""
     rng = np.random.default_rng(seed)
     d, inner, kv, vocab = 64, 192, KV_HEADS * HEAD_DIM, 96
     shapes = {"model.embed_tokens": (vocab, d), "lm_head": (vocab, d)}
@@ -225,10 +225,10 @@ def write_model(
     more: dict[str, np.ndarray] | None = None,
     **config,
 ) -> dict[str, np.ndarray]:
-    """Writes a model folder, the layers' matrices quantised; the weights that it stands for.
+    """Write a model folder with quantized layer matrices; return the weights that it represents.
 
-    `quantise(name, w)` gives tensors by their last name, and the exact matrix; `more` are other
-    tensors.
+    `quantise(name, w)` returns tensors by their last name, and the exact matrix. `more` are
+    additional tensors.
     """
     tensors, exact = dict(more or {}), dict(weights)
     for name, w in weights.items():
@@ -266,7 +266,7 @@ def save(tensors: dict[str, np.ndarray], file: Path) -> None:
 
 
 def llama_logits(weights, ids, round_rows: Callable | None = None) -> np.ndarray:
-    """float64[T, V] of one sequence; `round_rows` is done to what the layers' matrices multiply."""
+    """Return float64[T, V] of one sequence; `round_rows` applies to inputs of layer matrices."""
 
     def linear(x, name):
         if round_rows is not None:
@@ -310,7 +310,7 @@ def llama_logits(weights, ids, round_rows: Callable | None = None) -> np.ndarray
 
 
 def choose(weights, x, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(experts [T, k], their weights) by the router, which takes rows as they are."""
+    """Return (experts [T, k], their weights) by the router, with unrounded rows."""
     scores = x @ weights[f"{name}.gate.weight"].T
     share = np.exp(scores - scores.max(axis=1, keepdims=True))
     chosen = np.argsort(-scores, axis=1, kind="stable")[:, :PER_TOKEN]
@@ -319,7 +319,7 @@ def choose(weights, x, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mixture(weights, x, name: str, round_rows: Callable | None = None, choice=None) -> np.ndarray:
-    """float64[T, d]: what the experts called `name` make of rows; `choice` as of `choose`."""
+    """Return float64[T, d] of the experts called `name`; `choice` is that of `choose`."""
     chosen, share = choose(weights, x, name) if choice is None else choice
     rounded = round_rows or (lambda rows: rows)
     out = np.zeros_like(x)
@@ -334,13 +334,13 @@ def mixture(weights, x, name: str, round_rows: Callable | None = None, choice=No
 
 
 def round_int8(x: np.ndarray, scale: float | None = None) -> np.ndarray:
-    """Each row to 255 steps of its own, or to steps of a given size."""
+    """Round each row to 255 steps of its own, or to steps of a given size."""
     steps = np.abs(x).max(axis=-1, keepdims=True) / 127 if scale is None else scale
     return np.clip(np.rint(x / steps), -128, 127) * steps
 
 
 def round_fp8(x: np.ndarray, scale: float | None = None, group: int | None = None) -> np.ndarray:
-    """Each row, or group of its columns, to FP8 with a scale of its own; or with a given one."""
+    """Round each row, or group of its columns, to FP8 with its own scale or a given one."""
     out = np.empty_like(x)
     for start in range(0, x.shape[-1], group or x.shape[-1]):
         part = x[..., start : start + (group or x.shape[-1])]

@@ -1,4 +1,4 @@
-"""Weights are read as they are stored, and a checkpoint that is wrong says where."""
+"""Checkpoints: weights are read as stored, and errors name the location."""
 
 import json
 import struct
@@ -54,7 +54,7 @@ def read(folder, dtype="auto"):
     return dict(zip(model.names, leaves, strict=True))
 
 
-def test_fused_leaves_hold_their_tensors_one_below_the_other(folder, tensors):
+def test_fused_leaves_stack_their_tensors(folder, tensors):
     save_file(tensors, folder / "model.safetensors")
     leaves = read(folder)
     layer = "model.layers.1.self_attn."
@@ -67,7 +67,7 @@ def test_fused_leaves_hold_their_tensors_one_below_the_other(folder, tensors):
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_are_cast_to_the_models_type(folder, tensors, stored, dtype):
+def test_tensors_are_cast_to_the_models_dtype(folder, tensors, stored, dtype):
     tensors = {name: np.asarray(x, jnp.dtype(stored)) for name, x in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     got = read(folder, dtype)["embedding.weight"]
@@ -103,7 +103,7 @@ def test_shards_are_found_through_the_index_and_extras_ignored(folder, tensors):
             read(folder)
 
 
-def test_everything_that_is_wrong_is_named_before_any_data_is_read(folder, tensors, monkeypatch):
+def test_all_tensor_errors_are_named_before_any_data_is_read(folder, tensors, monkeypatch):
     del tensors["model.layers.2.self_attn.k_proj.weight"]
     tensors["model.norm.weight"] = np.ones(63, np.float32)
     tensors["lm_head.weight"] = np.ones((331, 64), np.int8)
@@ -118,7 +118,7 @@ def test_everything_that_is_wrong_is_named_before_any_data_is_read(folder, tenso
 
 @pytest.mark.parametrize("form", [None, "bf16", "int4"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_are_the_same_from_one_tensor_and_from_many(name, form, tmp_path):
+def test_experts_are_equal_from_one_tensor_and_from_many(name, form, tmp_path):
     if form is not None and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     source = GOLDENS / name
@@ -152,7 +152,7 @@ def test_experts_are_the_same_from_one_tensor_and_from_many(name, form, tmp_path
 
 @pytest.mark.parametrize("form", ["plain", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama2", "mixtral"])
-def test_the_bits_do_not_depend_on_how_much_is_read_at_once(name, form, monkeypatch):
+def test_bits_are_independent_of_the_read_size(name, form, monkeypatch):
     if form != "plain" and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     formats = WeightFormats() if form == "plain" else WeightFormats(layers=form, head=form)
@@ -188,7 +188,7 @@ def test_leaves_read_in_cpp_equal_those_read_in_python(name, stored, form, tmp_p
         np.testing.assert_array_equal(mine, theirs, key)
 
 
-def test_a_file_cut_off_while_cpp_reads_it_is_an_error(folder, tensors, monkeypatch):
+def test_file_truncated_during_a_cpp_read_is_an_error(folder, tensors, monkeypatch):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
@@ -204,8 +204,8 @@ def test_a_file_cut_off_while_cpp_reads_it_is_an_error(folder, tensors, monkeypa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_any_rows_of_a_tensor_are_read(dtype, tmp_path):
-    """Of three axes and of two, as they lie in the file and turned over, in its type and cast."""
+def test_any_rows_of_a_tensor_can_be_read(dtype, tmp_path):
+    """Covers three axes and two, plain and transposed, in the stored type and cast."""
     values = np.arange(3 * 4 * 5, dtype=np.float32).reshape(3, 4, 5)
     (tmp_path / "x").write_bytes(b"head" + values.tobytes())
     stored = StoredTensor("x", tmp_path / "x", values.dtype, values.shape, 4)
@@ -227,7 +227,7 @@ def test_any_rows_of_a_tensor_are_read(dtype, tmp_path):
         flat.read_rows(np.empty((2, 5), dtype), 11)
 
 
-def test_what_a_thread_raises_ends_the_reading(folder, tensors, monkeypatch):
+def test_reader_thread_error_ends_the_load(folder, tensors, monkeypatch):
     save_file(tensors, folder / "model.safetensors")
     model = build_model(read_spec(folder))
     checked = load.check_weights(model, folder)
@@ -238,9 +238,7 @@ def test_what_a_thread_raises_ends_the_reading(folder, tensors, monkeypatch):
         load_weights(model, folder, progress=False)
 
 
-def test_a_head_that_differs_from_the_embedding_it_should_be_is_refused(
-    folder, tensors, monkeypatch
-):
+def test_head_that_differs_from_its_tied_embedding_is_rejected(folder, tensors, monkeypatch):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     monkeypatch.setattr(load, "_COMPARED_ROWS", 100)  # of 331
@@ -258,7 +256,7 @@ def test_a_head_that_differs_from_the_embedding_it_should_be_is_refused(
     read(folder)
 
 
-def test_missing_experts_are_named_in_the_form_that_is_there(tmp_path):
+def test_missing_experts_are_named_in_the_stored_form(tmp_path):
     source = GOLDENS / "mixtral"
     model = build_model(read_spec(source))
     stored = arrays_of(source)
@@ -269,7 +267,7 @@ def test_missing_experts_are_named_in_the_form_that_is_there(tmp_path):
         load_weights(model, tmp_path, progress=False)
 
 
-def test_bytes_of_weights_include_all_experts():
+def test_weight_bytes_include_all_experts():
     for name, inner, count in (("mixtral", 48, 4), ("qwen3_moe", 16, 12)):
         stored = read_header(GOLDENS / name / "model.safetensors")
         model = build_model(read_spec(GOLDENS / name))
@@ -277,7 +275,7 @@ def test_bytes_of_weights_include_all_experts():
         assert model.param_bytes > 2 * 4 * count * 3 * inner * 64
 
 
-def test_a_map_may_transpose(folder, tensors, monkeypatch):
+def test_weight_map_may_transpose(folder, tensors, monkeypatch):
     llama = ARCHITECTURES["LlamaForCausalLM"]
 
     def transposed(spec):
@@ -292,7 +290,7 @@ def test_a_map_may_transpose(folder, tensors, monkeypatch):
     np.testing.assert_array_equal(read(folder)["head.weight"], head)
 
 
-def test_every_stored_type_is_known_to_the_reader(tmp_path):
+def test_reader_supports_every_stored_dtype(tmp_path):
     arrays = {
         "f8": np.arange(6).astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
         "bf16": np.arange(6).astype(ml_dtypes.bfloat16),
@@ -345,14 +343,14 @@ EMPTY = b'{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
         (header({"x": GOOD | {"dtype": ["F32"]}}, bytes(8)), "unknown dtype"),
     ],
 )
-def test_a_broken_file_is_refused(tmp_path, content, message):
+def test_broken_file_is_rejected(tmp_path, content, message):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_without_weights(tmp_path):
+def test_folder_without_weights_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"no weights: expected one of model\.safetensors, "):
         open_checkpoint(tmp_path)
 
@@ -390,9 +388,9 @@ print(peak / model.param_bytes)
 @pytest.mark.parametrize("form", ["plain", "bf16", "int8", "int4"])
 @pytest.mark.quick_cases(1)
 def test_reading_takes_little_more_memory_than_the_weights(folder, form):
-    """The peak of a fresh process, mapped files included, over the bytes of the weights.
+    """Compares the peak of a new process, mapped files included, with the bytes of the weights.
 
-    While a matrix is packed it is there three times: in the file, plain, and packed.
+    While a matrix is packed, it exists three times: in the file, plain, and packed.
     """
     if form != "plain" and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
@@ -413,5 +411,5 @@ def test_reading_takes_little_more_memory_than_the_weights(folder, form):
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder), form], check=True, capture_output=True, text=True
     )
-    # The kernel may reclaim idle pages of the process meanwhile, which lowers the figure.
+    # The kernel may reclaim idle pages meanwhile, which lowers the figure.
     assert 0.4 < float(done.stdout) < (1.2 if form == "plain" else 1.25)

@@ -1,7 +1,7 @@
-"""`config.json` is read as transformers reads it, field by field, or refused by name.
+"""`config.json`: read like transformers, field by field, or refused by name.
 
-`tests/fixtures/goldens/make_configs.py` made both tables with transformers: defaults of the fields
-of its configuration classes, and what its models do with some thousand small configurations.
+`tests/fixtures/goldens/make_configs.py` created both tables with transformers: the default fields
+of its configuration classes, and its models' results for some thousand small configurations.
 """
 
 import json
@@ -27,7 +27,7 @@ TABLE = json.loads((GOLDENS / "config_variants.json").read_text())
 LENGTH = TABLE["length"]
 FAMILIES = sorted(ARCHITECTURES)
 
-# Fields that are read, and that are none of the class of their family in transformers.
+# Fields that we read and that are not in their family's class in transformers.
 OTHERS = {
     *("rope_scaling", "torch_dtype", "dtype", "is_causal", "per_layer_config", "model_type"),
     *("partial_rotary_factor", "quantization_config", "compression_config", "gguf_types"),
@@ -35,7 +35,7 @@ OTHERS = {
     *("sliding_window_pattern", "use_bidirectional_attention", "layer_types"),
     *("original_max_position_embeddings", "num_experts", "num_local_experts", "head_dim"),
 }
-# Why configurations are refused that transformers can compute.
+# Reasons to refuse configurations that transformers can compute.
 REFUSALS = (
     r"rope type '(yarn|dynamic)' is not supported",
     r"type '\w+' contradicts rope_type '\w+'",
@@ -54,7 +54,7 @@ def spec_of(name: str, config: dict) -> ModelSpec:
 
 
 def variants_of(name: str) -> list[tuple[dict, str, int]]:
-    """(config, what differs from the family's base, the number of its result)."""
+    """Return (config, difference from the family's base, index of its result)."""
     return [
         (
             {k: v for k, v in (TABLE["bases"][name] | changes).items() if k not in without},
@@ -67,7 +67,7 @@ def variants_of(name: str) -> list[tuple[dict, str, int]]:
 
 
 def described(model: ModelSpec) -> dict:
-    """A spec in the words of the table."""
+    """Return a spec in the terms of the table."""
     silu = model.activation == "silu"
     return {
         "layers": [_layer(model, index, silu) for index in range(model.num_hidden_layers)],
@@ -122,7 +122,7 @@ def _gelu(x: float) -> float:
 def expected(result: dict) -> dict:
     layers = [TABLE["layers"][index] for index in result["layers"]]
     want = {**result, "layers": layers}
-    size = result["vocab_size"]  # ids beyond it, of defaults, cannot be sampled
+    size = result["vocab_size"]  # default ids beyond it cannot be sampled
     ends = want.pop("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     want["eos_token_ids"] = [token for token in ends if token < size]
@@ -133,7 +133,7 @@ def expected(result: dict) -> dict:
 
 
 def differences(ours: object, theirs: object, at: str = "") -> list[str]:
-    """Where they differ, to the digits that the table has."""
+    """Yield differences, to the digits of the table."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         return [
             line
@@ -160,7 +160,7 @@ def first_difference(model: ModelSpec, result: int) -> str | None:
 
 
 def faults(name: str) -> tuple[list[str], Counter]:
-    """What is read in another way than by transformers; what was refused, and how often."""
+    """Return differences from transformers, and the count of refusals by reason."""
     found, refusals = [], Counter()
     for config, case, result in variants_of(name):
         refused = TABLE["results"][result].get("refused")
@@ -181,7 +181,7 @@ def faults(name: str) -> tuple[list[str], Counter]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_variants_are_read_as_by_transformers_or_refused(name):
+def test_variants_match_transformers_or_are_rejected(name):
     found, refusals = faults(name)
     assert not found, f"{len(found)} of {sum(refusals.values())}:\n" + "\n".join(found[:40])
     assert refusals["read"] > 0.3 * sum(refusals.values())
@@ -211,7 +211,7 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_fault_is_found(plant, monkeypatch):
+def test_planted_fault_is_detected(plant, monkeypatch):
     name, defaults, functions = PLANTS[plant]
     own = ARCHITECTURES[name]
     planted = replace(own, defaults={**own.defaults, **defaults})
@@ -222,7 +222,7 @@ def test_a_planted_fault_is_found(plant, monkeypatch):
 
 
 class Recorder(dict):
-    """Keeps the names of the fields that are asked for."""
+    """A dict that records the names of the fields that are read."""
 
     def __init__(self, values):
         super().__init__(values)
@@ -242,13 +242,13 @@ class Recorder(dict):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_field_that_is_read_has_transformers_default(name):
+def test_every_field_has_the_default_of_transformers(name):
     own, theirs = ARCHITECTURES[name], DEFAULTS[name]
     config = HFConfig(TABLE["bases"][name]).with_defaults(own.defaults, own.defaults)
     config.values = values = Recorder(config.values)
     own.read_spec(config, HFConfig({}))
     assert values.seen - theirs.keys() <= OTHERS
-    follows = {"rope_parameters", "layer_types"}  # from the lack of them, by code
+    follows = {"rope_parameters", "layer_types"}  # from their absence, by code
     assert (values.seen & theirs.keys()) - own.defaults.keys() <= follows
     for field in own.defaults.keys() & theirs.keys():
         assert own.defaults[field] == theirs[field]["default"], field
@@ -256,7 +256,7 @@ def test_every_field_that_is_read_has_transformers_default(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_missing_field_is_its_default_and_a_null_only_where_it_means_something(name):
+def test_missing_field_is_its_default_and_null_only_where_meaningful(name):
     own, theirs, base = ARCHITECTURES[name], DEFAULTS[name], TABLE["bases"][name]
 
     def outcome(config):
@@ -277,7 +277,7 @@ def test_a_missing_field_is_its_default_and_a_null_only_where_it_means_something
     assert own.nullable <= optional
 
 
-def test_default_end_tokens_count_only_without_a_generation_config():
+def test_default_eos_tokens_apply_only_without_a_generation_config():
     own, base = ARCHITECTURES["LlamaForCausalLM"], dict(TABLE["bases"]["LlamaForCausalLM"])
     assert own.read(HFConfig(base), HFConfig({"eos_token_id": 5})).eos_token_ids == (5, 2)
     del base["eos_token_id"]

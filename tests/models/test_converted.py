@@ -1,6 +1,4 @@
-"""A converted folder has the same bits as its model, appears whole or not at all, and lies to
-nobody.
-"""
+"""Converted folders: the bits of their model, written atomically, and validated on load."""
 
 import json
 import os
@@ -47,7 +45,7 @@ def converted(model, out, **options) -> Path:
 
 
 def engine_leaves(folder, **options):
-    """(model, leaves) as an engine has them."""
+    """Return (model, leaves) as an engine has them."""
     config = EngineConfig.from_options(model=str(folder), **options)
     spec = read_spec(folder)
     kernels = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
@@ -66,7 +64,7 @@ def assert_same_bits(got, expected):
 
 @pytest.fixture(scope="module")
 def llama2(goldens, tmp_path_factory):
-    """A converted folder, for tests that change a copy of it."""
+    """Return a converted folder, for tests that change a copy of it."""
     return converted(goldens / "llama2", tmp_path_factory.mktemp("llama2") / "out")
 
 
@@ -87,7 +85,7 @@ def load(folder, **options):
         {"quantization": "int4", "kernels": "xla"},
     ],
 )
-def test_rounded_values_are_those_of_the_model(options, goldens, tmp_path):
+def test_rounded_values_match_the_model(options, goldens, tmp_path):
     source = goldens / "llama2"
     out = converted(source, tmp_path / "out", **options)
     plain = {key: value for key, value in options.items() if key == "kernels"}
@@ -100,7 +98,7 @@ def test_rounded_values_are_those_of_the_model(options, goldens, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "int8_rows", "gptq_ordered", "gptq_zeros", "w4a16"])
-def test_quantised_values_are_those_of_the_checkpoint(name, tmp_path):
+def test_quantized_values_match_the_checkpoint(name, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     quantised.write(quantised.CASES[name], source)
@@ -112,7 +110,7 @@ def test_quantised_values_are_those_of_the_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama32_tied", "qwen3", "gemma3", "phi3", "mixtral"])
-def test_the_bits_are_those_of_the_model(name, goldens, tmp_path, figure):
+def test_converted_bits_match_the_model(name, goldens, tmp_path, figure):
     source = goldens / name
     out = converted(source, tmp_path / "out")
     assert read_spec(out) == read_spec(source)
@@ -123,7 +121,7 @@ def test_the_bits_are_those_of_the_model(name, goldens, tmp_path, figure):
 @pytest.mark.parametrize("options", [{}, {"kernels": "xla"}, {"quantization": "int8"},
                                      {"quantization": "int4"}])  # fmt: skip
 @pytest.mark.parametrize("name", ["llama2", "qwen3_moe"])
-def test_cast_quantised_and_packed_bits_too(name, options, goldens, tmp_path):
+def test_cast_quantized_and_packed_bits_match_the_model(name, options, goldens, tmp_path):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     options = {"dtype": "bfloat16", **options}
@@ -132,10 +130,12 @@ def test_cast_quantised_and_packed_bits_too(name, options, goldens, tmp_path):
     got = engine_leaves(out)
     assert bool(got[0].packings) == ("kernels" not in options)
     assert_same_bits(got, engine_leaves(goldens / name, **options))
-    assert_same_bits(got, engine_leaves(out, **options))  # saying it again is no contradiction
+    assert_same_bits(
+        got, engine_leaves(out, **options)
+    )  # repeating the options is no contradiction
 
 
-def test_orbax_itself_reads_the_arrays(llama2):
+def test_orbax_reads_the_arrays(llama2):
     import orbax.checkpoint as ocp
 
     model, leaves = engine_leaves(llama2)
@@ -147,7 +147,7 @@ def test_orbax_itself_reads_the_arrays(llama2):
         np.testing.assert_array_equal(np.asarray(arrays[name]), leaf, name)
 
 
-def test_a_sharding_says_where_the_leaves_go(llama2):
+def test_leaves_follow_the_sharding(llama2):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     model, expected = engine_leaves(llama2)
@@ -157,14 +157,14 @@ def test_a_sharding_says_where_the_leaves_go(llama2):
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0], ids=lambda kind: kind.name)
-def test_a_gguf_file_becomes_a_folder(kind, goldens, tmp_path):
+def test_gguf_file_converts_to_a_folder(kind, goldens, tmp_path):
     file = write_gguf(goldens / "gemma2", tmp_path / "model.gguf", kind)
     out = converted(file, tmp_path / "out")
     assert read_spec(out) == read_spec(file)
     assert_same_bits(engine_leaves(out), engine_leaves(file))
 
 
-def test_the_tokenizer_and_templates_of_a_gguf_file_come_along(stories, tmp_path):
+def test_gguf_tokenizer_and_templates_are_converted(stories, tmp_path):
     file = stories.parent / "stories260k-gguf" / "tinyllamas-stories-260k-f32.gguf"
     out = converted(file, tmp_path / "out")
     theirs, _ = load_text(file, None, 512)
@@ -174,7 +174,7 @@ def test_the_tokenizer_and_templates_of_a_gguf_file_come_along(stories, tmp_path
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
+def test_every_file_that_is_read_is_copied_from_the_bundled_model(tmp_path):
     bundled = Path(forge_jax.__file__).parent / "checkpoint" / "bundled" / "forge-tiny"
     source = shutil.copytree(bundled, tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
@@ -193,7 +193,7 @@ def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path, monkeypatch):
+def test_engine_serves_a_converted_model_and_draft_model(stories, tmp_path, monkeypatch):
     maps = []
     monkeypatch.setattr(loading, "map_arrays", lambda stored: maps.append(len(stored)) or {})
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -213,12 +213,12 @@ def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path, mon
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, False), ({"mmap": True}, True)])
-def test_weights_are_mapped_on_a_cpu_if_asked_for(options, expected):
+def test_weights_are_mapped_on_a_cpu_on_request(options, expected):
     config = EngineConfig.from_options(**options)
     assert may_map(config, jax.devices("cpu")[0]) is expected
 
 
-def test_the_fingerprint_changes_with_the_weights(folder):
+def test_fingerprint_changes_with_the_weights(folder):
     device = jax.devices()[0]
     before = system_fingerprint(folder, device, {})
     for name in ("head.weight/0.0", "norm.weight/0"):
@@ -230,12 +230,12 @@ def test_the_fingerprint_changes_with_the_weights(folder):
     assert system_fingerprint(folder, device, {}) == before
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------
 
 
-def test_a_folder_with_something_in_it_is_not_touched(goldens, llama2, tmp_path):
+def test_non_empty_folder_is_not_touched(goldens, llama2, tmp_path):
     (tmp_path / "empty").mkdir()
-    out = converted(goldens / "llama2", tmp_path / "empty")  # nothing is lost there
+    out = converted(goldens / "llama2", tmp_path / "empty")  # an empty folder may be replaced
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     with pytest.raises(ConfigError, match="is not empty"):
         converted(goldens / "llama2", out)
@@ -248,7 +248,7 @@ def test_a_folder_with_something_in_it_is_not_touched(goldens, llama2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
-def test_nothing_takes_the_place_of_what_came_meanwhile(goldens, tmp_path, monkeypatch):
+def test_conversion_does_not_replace_a_new_folder(goldens, tmp_path, monkeypatch):
     out = tmp_path / "out"
 
     def flush(_):
@@ -263,7 +263,7 @@ def test_nothing_takes_the_place_of_what_came_meanwhile(goldens, tmp_path, monke
 
 
 @pytest.mark.parametrize("step", ["write_arrays", "_copy_text", "write_record", "_flush"])
-def test_a_conversion_that_stops_leaves_nothing(step, goldens, tmp_path, monkeypatch):
+def test_interrupted_conversion_leaves_nothing(step, goldens, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -274,7 +274,7 @@ def test_a_conversion_that_stops_leaves_nothing(step, goldens, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_nothing_at_the_place(goldens, tmp_path):
+def test_killed_conversion_leaves_nothing_at_the_destination(goldens, tmp_path):
     code = (
         "import os, sys; from forge_jax.tools import convert\n"
         "from forge_jax.config import EngineConfig\n"
@@ -290,7 +290,7 @@ def test_a_process_that_is_killed_leaves_nothing_at_the_place(goldens, tmp_path)
     assert engine_leaves(converted(goldens / "llama2", out))
 
 
-def test_options_that_the_weights_are_not_are_refused(llama2, stories, tmp_path):
+def test_options_that_contradict_the_weights_are_rejected(llama2, stories, tmp_path):
     with pytest.raises(CheckpointError, match=r"--dtype bfloat16: .* was converted to float32"):
         engine_leaves(llama2, dtype="bfloat16")
     with pytest.raises(CheckpointError, match="convert the original model again"):
@@ -357,7 +357,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("case", RECORDS)
-def test_a_record_that_is_wrong_is_named(case, folder):
+def test_invalid_record_is_named(case, folder):
     change, message = RECORDS[case]
     record = json.loads((folder / FILE).read_text())
     change(record)
@@ -371,13 +371,12 @@ NORM = "norm.weight"
 
 
 def describe(folder, **changes):
-    """Changes what `.zarray` says of an array."""
     file = folder / WEIGHTS / NORM / ".zarray"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def rewritten(folder, **changes) -> None:
-    """The weights, written by orbax in another way."""
+    """Rewrite the weights with other orbax settings."""
     import orbax.checkpoint as ocp
 
     model, leaves = engine_leaves(folder)
@@ -445,7 +444,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_weights_that_are_broken_are_named(case, folder):
+def test_broken_weights_are_named(case, folder):
     change, message = BROKEN[case]
     change(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -453,8 +452,8 @@ def test_weights_that_are_broken_are_named(case, folder):
     assert len(str(caught.value)) < 3000
 
 
-def test_a_changed_byte_of_a_description_is_an_error_or_nothing(folder):
-    """Of the arrays themselves there are no checksums."""
+def test_changed_metadata_byte_is_an_error_or_harmless(folder):
+    """The arrays themselves have no checksums."""
     model = build_model(read_spec(folder))
     before = check_weights(model, folder).stored
     rng = random.Random(0)
@@ -472,7 +471,7 @@ def test_a_changed_byte_of_a_description_is_an_error_or_nothing(folder):
     assert refused > 150
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(folder):
+def test_file_that_shrinks_during_a_read_is_an_error(folder):
     spec = read_spec(folder)
     checked = check_weights(build_model(spec), folder)
     file = folder / WEIGHTS / "head.weight" / "0.0"
@@ -484,7 +483,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(folder):
 
 @pytest.fixture
 def huge_pages(monkeypatch):
-    """A system that has every page of a file in huge pages, of one ordinary page each."""
+    """Simulate a system that has all file pages in huge pages of one ordinary page each."""
     monkeypatch.setattr(mapped, "HUGE_PAGE", 4096)
     monkeypatch.setattr(mapped, "huge_bytes", lambda views: sum(view.nbytes for view in views))
 
@@ -516,11 +515,11 @@ def test_leaves_in_small_pages_are_read(folder, huge_pages, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
-def test_pages_of_an_ordinary_array_are_not_counted_as_huge_pages_of_a_file():
+def test_pages_of_an_anonymous_array_do_not_count_as_file_huge_pages():
     assert mapped.huge_bytes([np.zeros(4096, np.uint8)]) == 0
 
 
-def test_a_mapped_file_that_became_shorter_is_an_error(folder, huge_pages):
+def test_mapped_file_that_shrank_is_an_error(folder, huge_pages):
     checked = check_weights(build_model(read_spec(folder)), folder)
     assert isinstance(checked, ConvertedReader)
     os.truncate(folder / WEIGHTS / "head.weight" / "0.0", 100)
@@ -553,7 +552,7 @@ print((status("VmHWM") - before) / model.param_bytes)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.slow
 def test_reading_takes_little_more_memory_than_the_weights(goldens, tmp_path):
-    """The largest leaf, a sixteenth of the weights, is there twice: as read, and in its place."""
+    """The largest leaf, a sixteenth of the weights, exists twice: as read, and in place."""
     config = json.loads((goldens / "llama2" / "config.json").read_text())
     config |= {
         "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 64,
@@ -577,7 +576,7 @@ def test_reading_takes_little_more_memory_than_the_weights(goldens, tmp_path):
     assert 0.9 < float(done.stdout) < 1.3
 
 
-def test_the_command_says_what_it_has_written(goldens, tmp_path, capsys):
+def test_convert_command_reports_its_output(goldens, tmp_path, capsys):
     from forge_serve.cli import main as cli
 
     out = tmp_path / "out"
@@ -592,9 +591,7 @@ def test_the_command_says_what_it_has_written(goldens, tmp_path, capsys):
         cli.main([*arguments, "--port", "1"])
 
 
-def test_a_folder_for_several_devices_is_written_without_them_and_not_taken_by_one(
-    goldens, tmp_path, capsys
-):
+def test_sharded_folder_is_written_without_the_devices_and_needs_them(goldens, tmp_path, capsys):
     from forge_serve.cli import main as cli
 
     out, model = tmp_path / "out", goldens / "llama2"

@@ -1,4 +1,4 @@
-"""What is a family's own in its config, and the same with packed matrices."""
+"""The families' config fields, and packed matrices of each family."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_every_family_has_a_golden():
     assert set(ARCHITECTURES) == set(BY_FAMILY)
 
 
-def test_windows_where_the_file_has_no_list_of_layers(spec_of):
+def test_windows_have_defaults_without_a_layer_list(spec_of):
     assert spec_of("mistral_window").windows == (24,) * 3
     assert spec_of("mistral_window", sliding_window=None).windows == ()
     assert spec_of("qwen2").windows == ()
@@ -79,7 +79,7 @@ def test_gemma_3_has_two_rotations_in_both_spellings(spec_of):
     assert spec_of("gemma3", without=("rope_parameters",)).rope.theta == 1e6
 
 
-def test_longrope_in_both_spellings(spec_of):
+def test_longrope_is_read_in_both_spellings(spec_of):
     new = spec_of("phi3_long")
     section = json.loads((GOLDENS / "phi3_long" / "config.json").read_text())["rope_parameters"]
     old = {key: section[key] for key in ("short_factor", "long_factor")}
@@ -87,21 +87,21 @@ def test_longrope_in_both_spellings(spec_of):
     assert spec_of("phi3_long", without, rope_scaling={"type": "longrope", **old}) == new
     assert new.rope.factors == tuple(section["long_factor"])
     assert new.rope.attention_factor == pytest.approx((1 + np.log(16) / np.log(32)) ** 0.5)
-    section["original_max_position_embeddings"] = 512  # the one beside the section counts
+    section["original_max_position_embeddings"] = 512  # the field next to the section counts
     assert spec_of("phi3_long", rope_parameters=section) == new
     short = spec_of("phi3_long", original_max_position_embeddings=512)
     assert short.rope.factors == tuple(section["short_factor"])
     assert short.rope.attention_factor == 1.0
 
 
-def test_smollm_3_rotates_not_every_fourth_layer(spec_of):
+def test_smollm_3_skips_rotation_in_every_fourth_layer(spec_of):
     assert spec_of("smollm3").no_rope == {2}
     assert spec_of("smollm3", without=("no_rope_layers",)).no_rope == {3}
     spec = spec_of("smollm3", without=("no_rope_layers",), no_rope_layer_interval=2)
     assert spec.no_rope == {1, 3}
 
 
-def test_which_layers_have_experts(spec_of):
+def test_expert_layers_follow_the_config(spec_of):
     def layers(name, without=(), **changes):
         spec = spec_of(name, without, num_hidden_layers=6, **changes)
         return [layer for layer in range(6) if spec.experts_of(layer) is not None]
@@ -116,7 +116,7 @@ def test_which_layers_have_experts(spec_of):
     assert spec_of("qwen3_moe", num_local_experts=0).experts is None
 
 
-def test_experts_in_both_spellings_and_by_default(spec_of):
+def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
     new = spec_of("qwen3_moe").experts
     assert (new.count, new.per_token, new.intermediate_size, new.normalised) == (12, 4, 16, True)
     assert spec_of("qwen3_moe", ("num_local_experts",), num_experts=12).experts == new
@@ -181,7 +181,7 @@ def test_experts_in_both_spellings_and_by_default(spec_of):
         ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
     ],
 )
-def test_what_is_wrong_or_not_supported_is_named(spec_of, name, changes, message):
+def test_invalid_or_unsupported_fields_are_named(spec_of, name, changes, message):
     with pytest.raises((ModelError, UnsupportedModelError), match=message):
         spec_of(name, **changes)
 
@@ -196,7 +196,6 @@ def _kernels(compilation_cache):
 @pytest.mark.parametrize("name", [*sorted({*BY_FAMILY.values()}), "qwen3_moe_step"])
 @pytest.mark.quick_cases(1)
 def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
-    """Also where norms, biases or activations have to be computed beside the kernels."""
     stored = read_header(GOLDENS / name / "golden.safetensors")
     ids = np.array(stored["input_ids"].read()).tolist()
     want = np.array(stored["logits"].read())
@@ -214,5 +213,5 @@ def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
         errors.append(np.linalg.norm(found - want) / np.linalg.norm(want))
     figure("families", name, "bfloat16", errors[0])
     figure("families", name, "packed", errors[1])
-    # Rounded, a router may choose another expert, and these are random: nothing makes up for it.
+    # After rounding, a router may choose another expert, and random experts differ completely.
     assert errors[1] < 1.5 * errors[0] and errors[0] < (0.08 if spec.experts else 0.04)

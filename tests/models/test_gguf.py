@@ -1,4 +1,4 @@
-"""A GGUF file is the same model as the folder that it was made from."""
+"""A GGUF file gives the same model as its source folder."""
 
 import dataclasses
 
@@ -51,20 +51,20 @@ def assert_same_weights(got, expected, atol=0.0):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_model_is_that_of_the_folder(name, goldens, tmp_path, figure):
+def test_gguf_model_equals_the_folders(name, goldens, tmp_path, figure):
     folder = goldens / name
     got = load(write_gguf(folder, tmp_path / "model.gguf"))
     expected = load(folder)
     spec = dataclasses.replace(expected.spec, attention_scale=got.spec.attention_scale)
     assert got.spec == spec
     assert got.spec.sm_scale == pytest.approx(expected.spec.sm_scale, rel=1e-6)
-    # Of Gemma's norms the file holds 1 more.
+    # The file stores Gemma's norms plus 1.
     assert_same_weights(got, expected, atol=1e-7 if name.startswith("gemma") else 0.0)
     figure("families", name, "gguf", "norms to 1e-7" if name.startswith("gemma") else "same bits")
 
 
 @pytest.mark.parametrize("name", STRETCHED)
-def test_factors_of_the_rotation_are_those_of_the_folder(name, goldens, tmp_path):
+def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     got = load(write_gguf(goldens / name, tmp_path / "model.gguf"))
     expected = load(goldens / name)
     assert dataclasses.replace(got.spec, rope=expected.spec.rope) == expected.spec
@@ -73,8 +73,8 @@ def test_factors_of_the_rotation_are_those_of_the_folder(name, goldens, tmp_path
 
 @pytest.mark.parametrize("name", ["llama31", "gemma2", "phi3_long"])
 @pytest.mark.quick_cases(1)
-def test_logits_are_hugging_faces(name, goldens, tmp_path):
-    """Where more than names is turned back: rows, norms, scales, factors of the rotation."""
+def test_logits_match_hugging_face(name, goldens, tmp_path):
+    """Covers conversions beyond names: rows, norms, scales, rope factors."""
     want = golden(goldens / name)
     run = PagedRun(load(write_gguf(goldens / name, tmp_path / "model.gguf")), 3)
     scores = run.step(want["input_ids"].tolist())
@@ -84,8 +84,8 @@ def test_logits_are_hugging_faces(name, goldens, tmp_path):
 @pytest.mark.parametrize(
     "kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1], ids=lambda kind: kind.name
 )
-def test_rounded_matrices_are_read_as_ggml_reads_them(kind, goldens, tmp_path, figure):
-    """Held against a folder with the values that ggml's own package gives back."""
+def test_rounded_matrices_match_ggml(kind, goldens, tmp_path, figure):
+    """The reference is a folder with the values from ggml's own package."""
     folder, rounded = goldens / "llama31", tmp_path / "rounded"
     rounded.mkdir()
     tensors = {}
@@ -107,14 +107,14 @@ def test_rounded_matrices_are_read_as_ggml_reads_them(kind, goldens, tmp_path, f
     [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q4_0, Q.Q8_0, Q.IQ4_NL, Q.IQ4_XS],
     ids=lambda kind: kind.name,
 )
-def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch, figure):
-    """Random blocks, in chunks of some rows, and with the rows of queries put back."""
+def test_blocks_of_256_match_ggml(kind, tmp_path, monkeypatch, figure):
+    """Uses random blocks, in chunks of some rows, with the rows of queries reordered."""
     monkeypatch.setattr("forge_jax.checkpoint.gguf.weights.CHUNK_ELEMENTS", 512 * 3)
     rng = np.random.default_rng(kind)
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows, heads = 64, 4
     data = rng.integers(0, 256, (rows, 512 // per_block, block_bytes), dtype=np.uint8)
-    # Where a float16 stands, a small number: any bits there may be no number.
+    # Small float16 numbers, because random bits may be no number.
     for at in {Q.Q2_K: (80, 82), Q.Q3_K: (108,), Q.Q6_K: (208,)}.get(kind, (0, 2)):
         if kind in (Q.Q4_0, Q.Q8_0, Q.IQ4_NL, Q.IQ4_XS) and at:
             continue
@@ -142,7 +142,7 @@ def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch, 
         rounded = np.empty(weight.shape, ml_dtypes.bfloat16)
         weight.read_rows(rounded, 0)
         np.testing.assert_array_equal(rounded, out.astype(ml_dtypes.bfloat16))
-        some = np.array([5, 0, 63, 17])  # as numbers and scales, for who computes with these
+        some = np.array([5, 0, 63, 17])  # as numbers and scales, for computations on them
         np.testing.assert_array_equal(weight.read_blocks(some).floats(), out[some])
     figure("forms", f"GGUF {kind.name}", "values", "same bits")
 
@@ -151,7 +151,7 @@ def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch, 
     ("kind", "dtype"),
     [(Q.F32, "float32"), (Q.F16, "float16"), (Q.BF16, "bfloat16"), (Q.Q8_0, "bfloat16")],
 )
-def test_auto_is_the_type_of_the_matrices(kind, dtype, goldens, tmp_path):
+def test_auto_selects_the_dtype_of_the_matrices(kind, dtype, goldens, tmp_path):
     assert read_spec(write_gguf(goldens / "llama31", tmp_path / "model.gguf", kind)).dtype == dtype
 
 
@@ -159,7 +159,7 @@ def test_gemma_is_not_computed_in_float16(goldens, tmp_path):
     assert read_spec(write_gguf(goldens / "gemma2", tmp_path / "m.gguf", Q.F16)).dtype == "bfloat16"
 
 
-def test_every_token_that_ends_a_text_is_known(goldens, tmp_path):
+def test_every_eos_token_is_read(goldens, tmp_path):
     def more(writer):
         writer.add_eot_token_id(7)
         writer.add_token_list(["<unk>", "<s>", "</s>", "<|end|>", "<|eot_id|>"])
@@ -197,13 +197,13 @@ def test_every_token_that_ends_a_text_is_known(goldens, tmp_path):
         ),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(name, more, match, goldens, tmp_path):
+def test_unimplemented_features_are_rejected_by_name(name, more, match, goldens, tmp_path):
     file = write_gguf(goldens / name, tmp_path / "model.gguf", more=more)
     with pytest.raises(UnsupportedModelError, match=match):
         load(file)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
+def test_unknown_architecture_is_rejected_with_the_known_ones(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -217,13 +217,13 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "windowed"),
     [
-        (None, [True, False, True, False]),  # what llama.cpp knows by heart
+        (None, [True, False, True, False]),  # a default built into llama.cpp
         (3, [True, True, False, True]),
         (1, [False] * 4),
         ([True, False, False, True], [True, False, False, True]),
     ],
 )
-def test_gemmas_windows_follow_the_file(pattern, windowed, goldens, tmp_path):
+def test_gemma_windows_follow_the_file(pattern, windowed, goldens, tmp_path):
     def more(writer):
         if pattern is not None:
             writer.add_sliding_window_pattern(pattern)
@@ -232,10 +232,10 @@ def test_gemmas_windows_follow_the_file(pattern, windowed, goldens, tmp_path):
     assert [window is not None for window in spec.windows] == windowed
 
 
-# ---- the trained model ---------------------------------------------------------------------------
+# ---- the trained model --------------------------------------------------------------------------
 
 
-def test_a_trained_model_of_version_1_is_the_same(stories, stories_gguf):
+def test_version_1_file_gives_the_same_model(stories, stories_gguf):
     assert read_gguf(stories_gguf).version == 1
     got, expected = load(stories_gguf), load(stories)
     for name in expected.model.names:
@@ -244,7 +244,7 @@ def test_a_trained_model_of_version_1_is_the_same(stories, stories_gguf):
 
 
 @pytest.mark.slow
-def test_it_tells_the_same_story(stories_gguf):
+def test_gguf_model_tells_the_same_story(stories_gguf):
     llm = LLM(str(stories_gguf), max_num_seqs=4, max_num_batched_tokens=64)
     [output] = llm.generate(
         "Once upon a time", SamplingParams(max_tokens=40, temperature=0), progress=False
@@ -256,7 +256,7 @@ def test_it_tells_the_same_story(stories_gguf):
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_later_versions_differ_in_numbers_of_64_bits_only(version, goldens, tmp_path):
+def test_later_versions_differ_only_in_64_bit_numbers(version, goldens, tmp_path):
     file = write_gguf(goldens / "llama31", tmp_path / "model.gguf")
     data = bytearray(file.read_bytes())
     assert data[4] == 3
@@ -268,22 +268,22 @@ def test_later_versions_differ_in_numbers_of_64_bits_only(version, goldens, tmp_
 # ---- where models are found ----------------------------------------------------------------------
 
 
-def test_a_file_is_itself_and_a_folder_with_one_file_is_that(stories_gguf, tmp_path):
+def test_file_and_folder_with_one_file_resolve_to_the_file(stories_gguf, tmp_path):
     assert resolve(str(stories_gguf)) == stories_gguf
     assert resolve(str(stories_gguf.parent)) == stories_gguf
     (tmp_path / "config.json").touch()
     (tmp_path / "extra.gguf").touch()
-    assert resolve(str(tmp_path)) == tmp_path  # a folder in Hugging Face form stays one
+    assert resolve(str(tmp_path)) == tmp_path  # a folder in Hugging Face format resolves to itself
 
 
-def test_a_folder_with_several_files_lists_them(tmp_path):
+def test_folder_with_several_files_lists_them(tmp_path):
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ModelError, match=r"has 2 GGUF files: give one of them: a\.gguf, b\.gguf"):
         resolve(str(tmp_path))
 
 
-def test_the_fingerprint_follows_the_file(stories_gguf, tmp_path):
+def test_fingerprint_follows_the_file(stories_gguf, tmp_path):
     def fingerprint(file):
         return system_fingerprint(file, jax.devices()[0], {})
 

@@ -1,6 +1,6 @@
-"""Matrices of GGUF files stay in 4 or 8 bits, and are the decoded ones where they are used.
+"""Matrices of GGUF files: they stay in 4 or 8 bits and equal the decoded ones in use.
 
-With `packed-exact` to the bit; `packed` multiplies them with activations rounded to int8.
+`packed-exact` is equal to the bit. `packed` multiplies with activations rounded to int8.
 """
 
 import dataclasses
@@ -60,12 +60,11 @@ def zoo(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory):
-    """Without gates and ups of two types: the bits are those of the decoded model."""
+    """Write a model whose gates and ups share a type, which gives the decoded model's bits."""
     return write_zoo(tmp_path_factory.mktemp("alike") / "alike.gguf", (*LAYERS[:2], LAYERS[3]))
 
 
 def loaded(file, **options) -> LoadedModel:
-    """As an engine has it."""
     config = EngineConfig.from_options(model=str(file), **options)
     spec, device = read_model_spec(config, file), choose_device(config)
     formats = choose_kernels(config, spec, device, read_converted(config, file)).formats
@@ -82,7 +81,7 @@ def needs_kernels():
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_blocks_are_unpacked_to_what_the_dequantiser_gives(name, figure):
+def test_blocks_unpack_to_the_dequantizers_values(name, figure):
     kind = Q[name]
     data = random_blocks(np.random.default_rng(kind), kind, 40, 512)
     form = BY_NAME[name]
@@ -97,7 +96,7 @@ def test_blocks_are_unpacked_to_what_the_dequantiser_gives(name, figure):
 
 
 def test_every_matrix_takes_the_bytes_of_its_type(zoo):
-    """In both arrangements; queries and keys apart from values of another type."""
+    """Covers both arrangements; queries and keys are separate from values of another type."""
     spec = read_spec(zoo)
     assert spec.ggml_types is not None and len(spec.ggml_types.types) == 4 * 7 - 1 + 2
     for options in ({}, {"kernels": "xla"}, {"dtype": "float32"}):
@@ -132,7 +131,7 @@ def _total(sizes: dict[str, int], start: str) -> int:
     return sum(size for name, size in sizes.items() if name.startswith(start))
 
 
-def test_matrices_of_one_layer_are_one_where_their_blocks_are_alike(zoo):
+def test_fused_matrices_share_storage_if_their_blocks_match(zoo):
     matrices = build_model(read_spec(zoo)).matrices
     qkv = [matrices[f"layers.{layer}.attention.qkv.weight"].format for layer in range(4)]
     pieces = [len(each.pieces) if isinstance(each, MixedFormat) else 1 for each in qkv]
@@ -143,10 +142,10 @@ def test_matrices_of_one_layer_are_one_where_their_blocks_are_alike(zoo):
 
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
 @pytest.mark.slow
-def test_values_in_memory_are_those_of_the_decoded_model(zoo, kernels, monkeypatch):
-    """To the bit, each: rows are taken out as those of an embedding are.
+def test_values_in_memory_match_the_decoded_model(zoo, kernels, monkeypatch):
+    """Compares bits; rows are taken out as for an embedding.
 
-    They are read some at a time, of one tensor or of several.
+    They are read in parts, of one tensor or of several.
     """
     for module in ("blocks", "quantized"):
         monkeypatch.setattr(f"forge_kernels.linear.{module}.CHUNK", 96 * 256)
@@ -173,7 +172,7 @@ def test_values_in_memory_are_those_of_the_decoded_model(zoo, kernels, monkeypat
     assert checked >= 16
 
 
-# ---- what they compute ---------------------------------------------------------------------------
+# ---- computation --------------------------------------------------------------------------------
 
 
 def logits(model: LoadedModel) -> np.ndarray:
@@ -182,8 +181,8 @@ def logits(model: LoadedModel) -> np.ndarray:
     return np.concatenate([*first, *run.step([[5], [6]]), *run.step([[7, 8, 9], [10]])])
 
 
-def test_the_cpu_kernels_give_the_bits_of_the_decoded_model(zoo, alike):
-    """But where gates and ups are of two types, whose SwiGLU is not a part of a product."""
+def test_cpu_kernels_give_the_decoded_models_bits(zoo, alike):
+    """Except for gates and ups of two types, whose SwiGLU is not fused into a product."""
     needs_kernels()
     kept = ("packed-exact", "decoded")
     packed, decoded = (logits(loaded(alike, gguf_weights=each)) for each in kept)
@@ -194,7 +193,7 @@ def test_the_cpu_kernels_give_the_bits_of_the_decoded_model(zoo, alike):
 
 
 def test_rounded_activations_stay_near_the_decoded_model(alike):
-    """By 0.026 of the norm of logits was measured, of random blocks, which lose most."""
+    """Measured: 0.026 of the norm of logits, with random blocks, which lose most."""
     needs_kernels()
     packed, decoded = (logits(loaded(alike, gguf_weights=each)) for each in ("packed", "decoded"))
     error = np.linalg.norm(packed - decoded) / np.linalg.norm(decoded)
@@ -202,7 +201,7 @@ def test_rounded_activations_stay_near_the_decoded_model(alike):
 
 
 @pytest.mark.slow
-def test_plain_xla_gives_the_logits_of_the_decoded_model(zoo):
+def test_plain_xla_gives_the_decoded_models_logits(zoo):
     options = {"kernels": "xla", "dtype": "float32"}
     packed, decoded = (
         logits(loaded(zoo, **options, gguf_weights=each)) for each in ("packed", "decoded")
@@ -214,8 +213,7 @@ def test_plain_xla_gives_the_logits_of_the_decoded_model(zoo):
     ("name", "kind"), [("qwen2", Q.Q8_0), ("gemma2", Q.Q5_1), ("phi3", Q.Q4_0)]
 )
 @pytest.mark.slow
-def test_other_families_too(name, kind, goldens, tmp_path):
-    """Biases, an embedding that is the head, matrices stored together, other activations."""
+def test_other_families_match_the_decoded_model(name, kind, goldens, tmp_path):
     needs_kernels()
     file = write_gguf(goldens / name, tmp_path / "model.gguf", kind)
     model = loaded(file, gguf_weights="packed-exact")
@@ -226,7 +224,7 @@ def test_other_families_too(name, kind, goldens, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_embedding_that_is_the_head_stays_in_blocks(tmp_path):
+def test_tied_embedding_stays_in_blocks(tmp_path):
     needs_kernels()
     file = write_zoo(tmp_path / "tied.gguf", LAYERS[:1], embedding=Q.Q6_K, head=None)
     packed = loaded(file, gguf_weights="packed-exact")
@@ -250,10 +248,10 @@ def generated(llm, prompts, **options):
 @pytest.mark.parametrize(
     ("kept", "alone"), [("packed-exact", "decoded"), ("packed", "packed")], ids=["exact", "rounded"]
 )
-def test_a_row_depends_on_no_other_and_drafts_change_nothing(alike, kept, alone):
-    """In company, and with the first layers of the model as its own draft model.
+def test_row_is_independent_of_the_batch_and_of_drafts(alike, kept, alone):
+    """Runs in a batch, with the model's first layers as its draft model.
 
-    `alone`: without company or drafts.
+    `alone` is the option of the run without a batch and drafts.
     """
     needs_kernels()
     llm = LLM(str(alike), gguf_weights=alone, deterministic=True, **OPTIONS)
@@ -264,12 +262,12 @@ def test_a_row_depends_on_no_other_and_drafts_change_nothing(alike, kept, alone)
     assert generated(llm, IDS[1:]) == tokens[1]
 
 
-def test_the_fingerprint_says_whether_matrices_are_in_blocks(zoo):
+def test_fingerprint_depends_on_whether_matrices_are_in_blocks(zoo):
     names = build_model(read_spec(zoo)).formats, build_model(read_spec(zoo), "bfloat16").formats
     assert names[0] == names[1] == {"int4 blocks", "int8 blocks"}
 
 
-def test_the_fingerprint_says_whether_activations_are_rounded(zoo):
+def test_fingerprint_depends_on_whether_activations_are_rounded(zoo):
     spec = read_spec(zoo)
     names = [
         build_model(spec, "bfloat16", WeightFormats(layers="bf16", ggml_activations=rows)).formats
@@ -279,7 +277,7 @@ def test_the_fingerprint_says_whether_activations_are_rounded(zoo):
 
 
 @pytest.mark.slow
-def test_adapters_add_to_matrices_in_blocks(tmp_path):
+def test_adapters_work_on_matrices_in_blocks(tmp_path):
     needs_kernels()
     file = write_zoo(tmp_path / "model.gguf", LAYERS[:1])
     shapes = dict(zip(MODULES, SHAPES, strict=True))
@@ -302,7 +300,7 @@ def test_adapters_add_to_matrices_in_blocks(tmp_path):
     assert said[0] == said[1] and said[0][0] != said[0][1]
 
 
-def test_a_converted_folder_has_the_same_bits(zoo, tmp_path):
+def test_converted_folder_has_the_same_bits(zoo, tmp_path):
     for options in ({}, {"kernels": "xla"}):
         if not options:
             needs_kernels()
@@ -323,7 +321,7 @@ def test_a_converted_folder_has_the_same_bits(zoo, tmp_path):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_quantization_rounds_what_the_blocks_decode_to(zoo, quantization, tmp_path):
+def test_quantization_rounds_the_decoded_blocks(zoo, quantization, tmp_path):
     options = {"quantization": quantization, "kernels": "xla", "dtype": "float32"}
     plain = tmp_path / "plain"
     convert.convert(
@@ -343,8 +341,7 @@ def test_quantization_rounds_what_the_blocks_decode_to(zoo, quantization, tmp_pa
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("columns", [512, 128, 96, 64, 32])
-def test_some_columns_of_blocks_are_those_of_the_whole(name, columns):
-    """Also where they end within a block."""
+def test_column_slices_of_blocks_equal_those_of_the_whole(name, columns):
     kind, form = Q[name], BY_NAME[name]
     data = random_blocks(np.random.default_rng(kind), kind, 5, 768)
     rows = form.unpacked(data.reshape(5, -1, form.block_bytes))
@@ -357,7 +354,7 @@ def test_some_columns_of_blocks_are_those_of_the_whole(name, columns):
     assert blocks.two_levels == form.blocks.two_levels
 
 
-def test_blocks_that_cannot_be_cut_name_the_numbers_that_go(tmp_path):
+def test_uncuttable_blocks_error_names_valid_device_counts(tmp_path):
     assert TYPES["Q8_0"].cut(48).size == 16 and TYPES["Q4_K"].cut(48) is None
     assert TYPES["Q8_0"].cut(8) is None
     file = write_zoo(tmp_path / "zoo.gguf", LAYERS[:1])
@@ -370,7 +367,7 @@ def test_blocks_that_cannot_be_cut_name_the_numbers_that_go(tmp_path):
         build_model(spec, shards=16)
 
 
-def test_types_that_the_file_does_not_have_are_refused(zoo, goldens, tmp_path):
+def test_types_absent_from_the_file_are_rejected(zoo, goldens, tmp_path):
     spec = read_spec(zoo)
     assert spec.ggml_types is not None
     renamed = {"Q4_K": "Q6_K"}

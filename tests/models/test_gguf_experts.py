@@ -1,4 +1,4 @@
-"""Experts of GGUF files: the models of the folders, in floats or in the blocks of the file."""
+"""Experts of GGUF files: the folders' models, in floats or in the file's blocks."""
 
 import json
 import math
@@ -28,13 +28,13 @@ MIXED = (Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q5_K, Q.Q5_K, Q.Q4_0)  # experts in 8
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
-    """Two layers: gates and ups in 4 bits with down in 8, and the other way round."""
+    """Write two layers: gates and ups in 4 bits with down in 8, and vice versa."""
     file = tmp_path_factory.mktemp("experts") / "zoo.gguf"
     return write_zoo(file, (LAYERS[0], MIXED), experts=EXPERTS)
 
 
-def test_qwens_experts_are_those_of_the_folder(goldens, tmp_path):
-    """Of a model with experts in all layers, which is what llama.cpp knows."""
+def test_qwen_experts_match_the_folders(goldens, tmp_path):
+    """All layers have experts, because llama.cpp supports no other model."""
     folder = tmp_path / "folder"
     folder.mkdir()
     config = json.loads((goldens / "qwen3_moe" / "config.json").read_text())
@@ -59,8 +59,8 @@ def logits(model) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_experts_in_blocks_are_the_decoded_ones(zoo):
-    """In plain XLA, in float32: a tile of one expert is made floats where it is multiplied."""
+def test_experts_in_blocks_match_the_decoded_ones(zoo):
+    """In plain XLA and float32, one expert's tile at a time is converted to float."""
     packed = loaded(zoo, dtype="float32")
     assert not packed.model.packings
     assert "layers.1.mlp.down.weight" in packed.model.in_format(GGMLFormat)
@@ -70,7 +70,7 @@ def test_experts_in_blocks_are_the_decoded_ones(zoo):
 
 
 @pytest.mark.slow
-def test_the_kernels_give_the_bits_of_the_decoded_model(zoo):
+def test_kernels_give_the_decoded_models_bits(zoo):
     needs_kernels()
     packed = loaded(zoo, gguf_weights="packed-exact")
     formats = {
@@ -86,7 +86,7 @@ def test_the_kernels_give_the_bits_of_the_decoded_model(zoo):
     }
     decoded = loaded(zoo, gguf_weights="decoded")
     assert decoded.model.packings["layers.0.mlp.down.weight"].format == "bf16"
-    # Queries, keys and values are of two types there, so their product is in two pieces.
+    # Queries, keys and values have two types, so their product is in two pieces.
     np.testing.assert_array_equal(logits(packed), logits(decoded))
 
 
@@ -104,7 +104,7 @@ def test_experts_take_the_bytes_of_their_types(zoo):
             assert sizes[f"layers.{layer}.mlp.down"] == EXPERTS * 512 * BYTES[down]
 
 
-def test_a_row_does_not_depend_on_its_neighbours(zoo):
+def test_row_is_independent_of_its_neighbors(zoo):
     model = loaded(zoo)
     other = [[323 - token for token in IDS[1]]]
     alone = [PagedRun(model, 2).step([IDS[0], *each])[0] for each in ([IDS[1]], other)]
@@ -112,11 +112,11 @@ def test_a_row_does_not_depend_on_its_neighbours(zoo):
 
 
 @pytest.mark.slow
-def test_a_converted_folder_has_the_same_experts(zoo, tmp_path):
+def test_converted_folder_has_the_same_experts(zoo, tmp_path):
     config = EngineConfig.from_options(model=str(zoo))
     folder = convert(config, tmp_path / "out", progress=False).folder
     types = json.loads((folder / "config.json").read_text())[TYPES_KEY]
-    # One entry for all experts of a layer.
+    # One entry covers all experts of a layer.
     assert types["model.layers.0.block_sparse_moe.experts.w2.weight"] == "Q6_K"
     assert len(types) == 2 * (4 + 3) + 2
     tokens = []
@@ -128,7 +128,7 @@ def test_a_converted_folder_has_the_same_experts(zoo, tmp_path):
     assert tokens[0] == tokens[1] and len(tokens[0]) == 12
 
 
-def test_gates_and_ups_of_two_types_are_refused_and_can_be_decoded(tmp_path):
+def test_gates_and_ups_of_two_types_are_rejected_unless_decoded(tmp_path):
     file = write_zoo(tmp_path / "zoo.gguf", (LAYERS[2],), experts=EXPERTS)
     with pytest.raises(
         UnsupportedModelError,
@@ -140,8 +140,8 @@ def test_gates_and_ups_of_two_types_are_refused_and_can_be_decoded(tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_beside_one_matrix_of_floats(tmp_path):
-    """Where one of both is not in blocks, neither is packed for the kernels."""
+def test_experts_work_with_one_float_matrix(tmp_path):
+    """If one of both is not in blocks, neither is packed for the kernels."""
     kinds = (*LAYERS[0][:6], Q.BF16)
     file = write_zoo(tmp_path / "zoo.gguf", (kinds,), experts=EXPERTS)
     model, decoded = (loaded(file, gguf_weights=kept) for kept in ("packed-exact", "decoded"))
@@ -150,7 +150,7 @@ def test_experts_beside_one_matrix_of_floats(tmp_path):
     assert np.linalg.norm(ours - want) < 0.02 * np.linalg.norm(want)
 
 
-def test_tensors_that_are_not_of_so_many_experts_are_named(tmp_path, goldens):
+def test_wrong_number_of_experts_is_named(tmp_path, goldens):
     def wrong(writer):
         del writer.kv_data[0]["llama.expert_count"]
         writer.add_expert_count(5)

@@ -1,4 +1,4 @@
-"""A broken GGUF file ends in an error that names the field, soon and with little memory."""
+"""Broken GGUF files: an error that names the field, soon and with little memory."""
 
 import os
 import random
@@ -116,7 +116,7 @@ def file(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_broken_file_is_refused_by_the_field(name, file):
+def test_broken_file_is_rejected_by_field(name, file):
     data, match = FILES[name]
     file.write_bytes(data)
     tracemalloc.start()
@@ -131,14 +131,14 @@ def test_a_broken_file_is_refused_by_the_field(name, file):
     assert peak < 2**20 and time.process_time() - begin < 5
 
 
-def test_the_files_above_are_whole_but_for_one_thing(file):
+def test_unmodified_test_file_is_valid(file):
     file.write_bytes(
         header([entry("k", STRING, string("v"))], [tensor(), tensor("y", (8,), offset=32)])
     )
     assert list(read_gguf(file).tensors) == ["x", "y"] and read_gguf(file).metadata == {"k": "v"}
 
 
-def test_what_is_no_ordinary_file_is_not_opened(tmp_path):
+def test_file_that_is_not_regular_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(CheckpointError, match="not an ordinary file"):
         read_gguf(tmp_path / "pipe.gguf")
@@ -156,13 +156,13 @@ def whole(stories) -> bytes:
 
 
 def open_all(file: Path) -> None:
-    """All that a start reads before the weights."""
+    """Read everything that a start reads before the weights."""
     spec = read_spec(file)
     check_weights(build_model(spec), file)
     Tokenizer.from_folder(file, spec.vocab_size)
 
 
-def test_a_file_that_is_cut_short_anywhere_is_refused(whole, file):
+def test_file_truncated_anywhere_is_rejected(whole, file):
     rng = random.Random(0)
     header_end = len(whole) - 1_040_000
     cuts = [rng.randrange(header_end) for _ in range(150)] + [header_end + 1000, len(whole) - 1]
@@ -172,8 +172,8 @@ def test_a_file_that_is_cut_short_anywhere_is_refused(whole, file):
             open_all(file)
 
 
-def test_a_header_with_a_flipped_bit_is_read_or_refused(whole, file):
-    """Never another error than ours."""
+def test_header_with_a_flipped_bit_is_read_or_rejected(whole, file):
+    """Only our own errors may be raised."""
     rng = random.Random(1)
     refused = 0
     for _ in range(100):
@@ -205,7 +205,7 @@ def test_a_header_with_a_flipped_bit_is_read_or_refused(whole, file):
         ),
     ],
 )
-def test_what_is_missing_is_named(whole, file, old, new, match):
+def test_missing_keys_are_named(whole, file, old, new, match):
     assert whole.count(old) == 1
     file.write_bytes(whole.replace(old, new))
     with pytest.raises(ModelError, match=match):
@@ -225,7 +225,7 @@ def test_what_is_missing_is_named(whole, file, old, new, match):
         ("context_length", 0, "llama.context_length must be an integer from 1"),
     ],
 )
-def test_a_lie_about_the_model_is_refused(whole, file, key, value, match):
+def test_false_model_sizes_are_rejected(whole, file, key, value, match):
     at = whole.index(f"llama.{key}".encode() + struct.pack("<I", U32)) + len(f"llama.{key}") + 4
     file.write_bytes(whole[:at] + struct.pack("<I", value) + whole[at + 4 :])
     with pytest.raises(ModelError, match=match):

@@ -1,4 +1,4 @@
-"""A safetensors file from a stranger: an error that names it, soon and in little memory."""
+"""Malicious safetensors files: an error that names them, soon and with little memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def header(entries, data: bytes = b"") -> bytes:
 
 @pytest.fixture
 def refused(tmp_path):
-    """Reads a file of the given bytes; the error's text."""
+    """Return a function that reads a file of the given bytes and returns the error's text."""
 
     def read(content: bytes) -> str:
         file = tmp_path / "model.safetensors"
@@ -97,7 +97,7 @@ def refused(tmp_path):
         (header(b'{"__metadata__":{"a":"\xff"}}'), "'utf-8' codec"),
     ],
 )  # fmt: skip
-def test_each_lie_of_a_header_is_named(refused, content, message):
+def test_each_false_header_field_is_named(refused, content, message):
     assert message in refused(content)
 
 
@@ -111,7 +111,7 @@ def test_each_lie_of_a_header_is_named(refused, content, message):
         b'{"x":{"dtype":"I8","shape":[0],"data_offsets":[0,0]},"__metadata__":{"a":"b"}} \n\t',
     ],
 )
-def test_what_the_format_allows_is_read(tmp_path, text):
+def test_everything_the_format_allows_is_read(tmp_path, text):
     (tmp_path / "x.safetensors").write_bytes(header(text))
     assert list(read_header(tmp_path / "x.safetensors")) == (["x"] if b'"x"' in text else [])
 
@@ -135,8 +135,8 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_ends_soon_and_takes_little_memory(tmp_path, name):
-    """What is allocated counts; the file itself is mapped, and the kernel may drop its pages."""
+def test_header_bomb_fails_soon_in_little_memory(tmp_path, name):
+    """Counts allocations only: the file itself is mapped, and the kernel may drop its pages."""
     (tmp_path / "model.safetensors").write_bytes(header(BOMBS[name]))
     tracemalloc.start()
     begin = time.thread_time()
@@ -147,19 +147,19 @@ def test_a_bomb_ends_soon_and_takes_little_memory(tmp_path, name):
     finally:
         tracemalloc.stop()
     assert peak < 64 * MIB
-    assert seconds < 10  # of one core, while memory is traced; a tenth of it on an idle machine
+    assert seconds < 10  # on one core with traced memory; a tenth of it on an idle machine
 
 
-def test_a_header_longer_than_the_limit_is_not_read(tmp_path):
+def test_header_longer_than_the_limit_is_not_read(tmp_path):
     file = tmp_path / "model.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
-        stream.truncate(200_000_000)  # a hole: no disk is needed
+        stream.truncate(200_000_000)  # a sparse file, which takes no disk space
     with pytest.raises(CheckpointError, match="header of 100000001"):
         open_checkpoint(tmp_path)
 
 
-def test_a_huge_hole_is_no_header(tmp_path):
+def test_sparse_file_is_no_header(tmp_path):
     file = tmp_path / "model.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", MAX_HEADER_BYTES))
@@ -168,7 +168,7 @@ def test_a_huge_hole_is_no_header(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_too_many_tensors_are_refused(tmp_path, monkeypatch):
+def test_too_many_tensors_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("forge_jax.checkpoint.safetensors.MAX_TENSORS", 3)
     empty = at(0, 0, shape=[0])
     (tmp_path / "x.safetensors").write_bytes(header({str(i): empty for i in range(3)}))
@@ -196,19 +196,19 @@ def index(tmp_path):
 @pytest.mark.parametrize(
     "shard", ["../a.safetensors", "/etc/passwd", "..", ".", "", "b/../a", "b/a", "a\0"]
 )
-def test_a_shard_outside_the_folder_is_refused(index, shard):
+def test_shard_outside_the_folder_is_rejected(index, shard):
     with pytest.raises(CheckpointError, match=r"index\.json names a file outside the folder"):
         open_checkpoint(index({"x": shard}))
 
 
-def test_a_tensor_in_two_shards_is_refused(index):
+def test_tensor_in_two_shards_is_rejected(index):
     folder = index({"x": "a.safetensors", "y": "b.safetensors"}, ["a.safetensors", "b.safetensors"])
     with pytest.raises(CheckpointError, match=r"tensor 'x' is in two shards.*a\.saf.* and b\.saf"):
         open_checkpoint(folder)
 
 
-def test_shards_that_are_links_pipes_or_folders(index, tmp_path):
-    """A link to a file is how the Hub's cache looks; everything else is refused."""
+def test_shards_may_be_links_to_files_only(index, tmp_path):
+    """The Hub's cache consists of links to files; everything else is refused."""
     folder = index({"x": "b.safetensors"})
     shard = tmp_path / "b.safetensors"
     shard.symlink_to(tmp_path / "a.safetensors")
@@ -226,7 +226,7 @@ def test_shards_that_are_links_pipes_or_folders(index, tmp_path):
             open_checkpoint(folder)
 
 
-def test_the_index_itself_is_bounded(index, tmp_path, monkeypatch):
+def test_index_size_is_bounded(index, tmp_path, monkeypatch):
     for text in (
         "[" * 10**6,
         '{"weight_map": ' + '{"a":' * 10 + "1" + "}" * 11,
@@ -247,11 +247,11 @@ def test_the_index_itself_is_bounded(index, tmp_path, monkeypatch):
         open_checkpoint(tmp_path)
 
 
-# Damage at random: an error, or the same tensors as before
+# Random damage: an error, or the same tensors as before
 
 
 class Damage:
-    """A copy of the fixture that is damaged, checked against its model, and compared."""
+    """A copy of the fixture that is damaged, loaded and compared."""
 
     def __init__(self, source, tmp_path):
         self.model = build_model(read_spec(source))
@@ -277,7 +277,7 @@ class Damage:
         return checked.stored[name].offset, len(checked.stored[name].read().tobytes())
 
     def survives(self, content: bytes) -> bool:
-        """Whether the damage goes unnoticed, and then the tensors must be the same."""
+        """Return True if the damage is not detected; the tensors must then be the same."""
         self.file.write_bytes(content)
         try:
             found = self.tensors()
@@ -306,13 +306,13 @@ def damage(stories, tmp_path):
     return Damage(stories, tmp_path)
 
 
-def test_damage_is_noticed_or_harmless(damage):
+def test_damage_is_detected_or_harmless(damage):
     damage.truncate([*range(0, 64), *range(64, len(damage.good), 20_011), len(damage.good) - 1])
-    assert damage.flip(300, seed=0) < 30  # a comment's byte, a blank: little survives
+    assert damage.flip(300, seed=0) < 30  # only a comment's byte or a blank is harmless
 
 
 @pytest.mark.soak
-def test_much_damage_is_noticed_or_harmless(damage):
+def test_much_damage_is_detected_or_harmless(damage):
     generator = np.random.default_rng(1)
     damage.truncate(range(damage.start + 64))
     damage.truncate(map(int, generator.integers(len(damage.good), size=2000)))

@@ -1,4 +1,4 @@
-"""A model's name becomes a folder, or an error that says what to do."""
+"""Model names: each resolves to a folder or an error that names the remedy."""
 
 from fnmatch import fnmatch
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from forge_jax.errors import ModelError
 
 @pytest.fixture
 def download(monkeypatch, tmp_path):
-    """The network's edge: `download.fails_with(error)` or it returns a folder."""
+    """Replace the network: `download.fails_with(error)`, or it returns a folder."""
 
     class Download:
         def __init__(self, *holds):
@@ -33,7 +33,7 @@ def download(monkeypatch, tmp_path):
     return fake
 
 
-def test_an_existing_folder_is_itself(tmp_path, monkeypatch, download):
+def test_existing_folder_resolves_to_itself(tmp_path, monkeypatch, download):
     assert hub.resolve(str(tmp_path)) == tmp_path
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def test_an_existing_folder_is_itself(tmp_path, monkeypatch, download):
     assert not download.calls
 
 
-def test_an_id_is_downloaded_without_other_formats(download, tmp_path):
+def test_hub_id_is_downloaded_without_other_formats(download, tmp_path):
     assert hub.resolve("org/some-model_1.5", "v2") == tmp_path
     ((args, kwargs),) = download.calls
     assert args == ("org/some-model_1.5",) and kwargs["revision"] == "v2"
@@ -49,7 +49,7 @@ def test_an_id_is_downloaded_without_other_formats(download, tmp_path):
     assert not any("bin" in pattern for pattern in kwargs["allow_patterns"])
 
 
-def test_bin_files_are_downloaded_where_there_is_no_safetensors(download, tmp_path):
+def test_bin_files_are_downloaded_if_there_is_no_safetensors(download, tmp_path):
     download.holds = ("pytorch_model-00001-of-00002.bin", "training_args.bin", "config.json")
     assert hub.resolve("org/old-model", "v2") == tmp_path
     assert {file.name for file in tmp_path.iterdir()} == {download.holds[0], download.holds[2]}
@@ -57,14 +57,14 @@ def test_bin_files_are_downloaded_where_there_is_no_safetensors(download, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["no-such-folder", "./org/name", "a/b/c", "", "org/", "/missing"])
-def test_what_is_neither_is_refused_without_the_network(download, name):
+def test_invalid_id_is_rejected_without_the_network(download, name):
     download.calls.clear()
     with pytest.raises(ModelError, match=r"neither forge-tiny, nor an existing folder or \.gguf"):
         hub.resolve(name)
     assert not download.calls
 
 
-def test_a_file_is_refused(tmp_path):
+def test_file_is_rejected(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=r"or the folder that holds config\.json"):
         hub.resolve(str(tmp_path / "model.safetensors"))
@@ -90,13 +90,13 @@ def http_error(kind: type[Exception], message: str) -> Exception:
         (RuntimeError("refused"), "could not be downloaded: refused"),
     ],
 )
-def test_failures_say_what_to_do(download, error, message):
+def test_download_failures_name_the_remedy(download, error, message):
     download.error = error
     with pytest.raises(ModelError, match=message):
         hub.resolve("org/m", "main")
 
 
-def test_the_bundled_model(tmp_path, monkeypatch):
+def test_bundled_model_resolves_without_a_download(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.importlib.resources, "files", lambda package: tmp_path)
     with pytest.raises(ModelError, match="forge-tiny is not bundled"):
         hub.resolve("forge-tiny")

@@ -1,4 +1,4 @@
-"""A file of a model may be a link, but only to a file of the same model."""
+"""Links in model folders: allowed only to files of the same model."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def write_text(folder: Path) -> None:
     _copy_text(folder, target)
 
 
-# What is linked, and who reads it.
+# The linked file, and its reader.
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "configuration": ("config.json", read_spec),
     "generation": ("generation_config.json", read_spec),
@@ -68,7 +68,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that has each kind of file; each test takes out those that are in its way."""
+    """Return a folder with each kind of file; tests remove those in their way."""
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED, folder)
     (folder / "special_tokens_map.json").write_text("{}")
@@ -98,7 +98,7 @@ def take_out(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_link_out_of_the_folder_is_refused(folder, kind):
+def test_link_out_of_the_folder_is_rejected(folder, kind):
     name, read = READERS[kind]
     take_out(folder, name)
     outside = folder.parent / "outside"
@@ -110,7 +110,7 @@ def test_a_link_out_of_the_folder_is_refused(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["generation", "its special tokens", "template", "weights"])
-def test_a_link_to_nothing_is_not_a_file_that_is_missing(folder, kind):
+def test_dangling_link_does_not_count_as_a_missing_file(folder, kind):
     name, read = READERS[kind]
     take_out(folder, name)
     (folder / name).unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def test_a_link_to_nothing_is_not_a_file_that_is_missing(folder, kind):
         read(folder)
 
 
-def test_a_template_that_is_a_pipe_is_refused(folder):
+def test_template_that_is_a_pipe_is_rejected(folder):
     (folder / "chat_template.jinja").unlink()
     os.mkfifo(folder / "chat_template.jinja")
     with pytest.raises(CheckpointError, match="is not an ordinary file"):
@@ -129,7 +129,7 @@ def test_a_template_that_is_a_pipe_is_refused(folder):
 
 
 @pytest.mark.parametrize("kind", ["configuration", "template", "shard"])
-def test_a_link_inside_the_folder_is_followed(folder, kind):
+def test_link_inside_the_folder_is_followed(folder, kind):
     name, read = READERS[kind]
     (folder / "below").mkdir()
     (folder / name).rename(folder / "below" / "target")
@@ -142,13 +142,13 @@ def test_a_link_inside_the_folder_is_followed(folder, kind):
         assert read(folder)
 
 
-def test_the_folder_itself_may_be_a_link(folder, tmp_path):
+def test_folder_itself_may_be_a_link(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     assert folder_templates(tmp_path / "link")
 
 
 def snapshot(cache: Path, name: str) -> Path:
-    """A model with a chat template as Hugging Face's cache keeps it."""
+    """Write a model with a chat template as in Hugging Face's cache."""
     repo = cache / f"models--org--{name}"
     (repo / "blobs").mkdir(parents=True)
     (repo / "blobs" / "abc").write_text(JINJA)
@@ -159,12 +159,12 @@ def snapshot(cache: Path, name: str) -> Path:
     return folder
 
 
-def test_a_snapshot_of_the_hubs_cache_has_links_to_its_blobs(tmp_path):
+def test_hub_snapshot_may_link_to_its_blobs(tmp_path):
     folder = snapshot(tmp_path, "one")
     assert folder_templates(folder) == {"default": JINJA, "tools": JINJA}
 
 
-def test_a_snapshot_has_none_to_the_blobs_of_another_model(tmp_path):
+def test_hub_snapshot_may_not_link_to_another_models_blobs(tmp_path):
     one, other = snapshot(tmp_path, "one"), snapshot(tmp_path, "other")
     (one / "chat_template.jinja").unlink()
     (one / "chat_template.jinja").symlink_to(other.parents[1] / "blobs" / "abc")
@@ -173,7 +173,7 @@ def test_a_snapshot_has_none_to_the_blobs_of_another_model(tmp_path):
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_snapshot_has_none_to_blobs_that_are_a_link(tmp_path, absolute):
+def test_hub_snapshot_may_not_link_to_linked_blobs(tmp_path, absolute):
     folder, outside = snapshot(tmp_path, "one"), tmp_path / "outside"
     blobs = folder.parents[1] / "blobs"
     blobs.rename(outside)
@@ -183,13 +183,13 @@ def test_a_snapshot_has_none_to_blobs_that_are_a_link(tmp_path, absolute):
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/hostname", "a/../../b", ".."])
-def test_an_index_names_no_file_outside_the_folder(folder, shard):
+def test_index_may_not_name_a_file_outside_the_folder(folder, shard):
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"x": shard}}))
     with pytest.raises(CheckpointError, match=f"outside the folder: '{re.escape(shard)}'"):
         open_checkpoint(folder)
 
 
-def test_a_template_that_the_operator_names_may_be_a_link(folder, tmp_path):
+def test_operators_template_may_be_a_link(folder, tmp_path):
     (tmp_path / "mine").write_text(JINJA)
     (tmp_path / "link.jinja").symlink_to("mine")
     (tmp_path / "below").mkdir()
@@ -197,8 +197,8 @@ def test_a_template_that_the_operator_names_may_be_a_link(folder, tmp_path):
     assert given_template(folder, tmp_path / "below" / "link.jinja") == {"default": JINJA}
 
 
-def test_a_gguf_file_that_the_operator_names_may_be_a_link(tmp_path):
-    """As in the folders of other programs, which keep files by their hash."""
+def test_operators_gguf_file_may_be_a_link(tmp_path):
+    """Other programs keep model files by hash in such folders."""
     (tmp_path / "blob").write_text("{}")
     (tmp_path / "below").mkdir()
     link = tmp_path / "below" / "model.gguf"
@@ -208,7 +208,7 @@ def test_a_gguf_file_that_the_operator_names_may_be_a_link(tmp_path):
         open_checkpoint(link)
 
 
-def test_the_fingerprint_reads_ordinary_files_of_the_model_only(folder, tmp_path):
+def test_fingerprint_reads_only_regular_files_of_the_model(folder, tmp_path):
     (tmp_path / "secret.json").write_text("{}")
     before = _model_files(folder)
     (folder / "link.json").symlink_to(tmp_path / "secret.json")

@@ -1,7 +1,7 @@
 """LoRA adapters: their files, and the model with several of them in one step.
 
-What a model with an adapter must give is what the same model gives with the adapter merged into its
-weights, which numpy does in `lora_files.py`.
+A model with an adapter must equal the same model merged with the adapter, which numpy computes in
+`lora_files.py`.
 """
 
 import json
@@ -51,9 +51,9 @@ def prompts(model, count):
 
 
 def logits_of(model):
-    """(leaves, i32[S, LENGTH], stacks, places of each sequence) -> f32[S, LENGTH, V], in one step.
+    """Return a function of (leaves, i32[S, LENGTH], stacks, places of each sequence) to logits.
 
-    Compiled once for the leaves of any checkpoint of the model.
+    It gives f32[S, LENGTH, V] in one step, compiled once for the leaves of any checkpoint.
     """
 
     @jax.jit
@@ -75,15 +75,12 @@ def logits_of(model):
     return call
 
 
-# ---- what they compute -------------------------------------------------------------------------
+# ---- computation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe"])
 @pytest.mark.quick_cases(1)
-def test_a_step_with_several_adapters_gives_what_merged_weights_give(
-    name, goldens, tmp_path, figure
-):
-    """Fused matrices in the checkpoint or in ours, biases, norms behind, experts, scaled sums."""
+def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
     base = goldens / name
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)
@@ -98,7 +95,7 @@ def test_a_step_with_several_adapters_gives_what_merged_weights_give(
         base,
         merged(tmp_path / "merged 2", base, second, 1.0 / 2),
     ]
-    # The model of those who have no adapters: its SwiGLU is a part of the product.
+    # The model without adapters fuses its SwiGLU into the product.
     plain = build_model(read_spec(base), "float32", WeightFormats())
     run = logits_of(plain)
     wanted = [run(load_weights(plain, folder, progress=False), ids) for folder in folders]
@@ -109,7 +106,7 @@ def test_a_step_with_several_adapters_gives_what_merged_weights_give(
 
 
 @pytest.mark.slow
-def test_rslora_patterns_and_16_bit_files(goldens, tmp_path):
+def test_rslora_patterns_and_16_bit_files_are_read(goldens, tmp_path):
     base = goldens / "llama2"
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)
@@ -140,7 +137,7 @@ def test_rslora_patterns_and_16_bit_files(goldens, tmp_path):
 
 
 @pytest.mark.slow
-def test_packed_matrices_have_adapters_beside_them(goldens, tmp_path):
+def test_packed_matrices_support_adapters(goldens, tmp_path):
     from forge_kernels import cpu
 
     if not cpu.available() or jax.default_backend() != "cpu":
@@ -159,8 +156,8 @@ def test_packed_matrices_have_adapters_beside_them(goldens, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_bits_of_a_row_depend_on_its_own_adapter_alone(dtype):
-    """Not on who shares the step, what the other adapters are, or at which place its own lies."""
+def test_row_bits_depend_only_on_its_own_adapter(dtype):
+    """It must not depend on the batch, on other adapters, or on the adapter's place."""
     rng = np.random.default_rng(0)
     places, rank, rows = 4, 8, 16
 
@@ -176,7 +173,7 @@ def test_the_bits_of_a_row_depend_on_its_own_adapter_alone(dtype):
         mine = np.asarray(chosen == place)
         alone = run(jnp.where(mine[:, None], x, jnp.nan), a, b, jnp.where(mine, place, 0))
         np.testing.assert_array_equal(alone[mine], together[mine])
-        # The same adapter elsewhere, and nothing of the others.
+        # The same adapter in another place, without the others.
         a_moved, b_moved = jnp.zeros_like(a).at[1].set(a[place - 1]), jnp.zeros_like(b)
         b_moved = b_moved.at[:, 1].set(b[:, place - 1])
         moved = run(x, a_moved, b_moved, jnp.where(mine, 2, 1))
@@ -222,7 +219,7 @@ def change_tensors(folder, change):
         ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern"),
     ],
 )
-def test_what_is_not_plain_lora_is_refused_by_name(llama, tmp_path, changes, named):
+def test_adapters_other_than_plain_lora_are_rejected_by_name(llama, tmp_path, changes, named):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_config(tmp_path, **changes)
@@ -246,7 +243,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(llama, tmp_path, changes, nam
         ({"rank_pattern": [1]}, "rank_pattern must be an object"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(llama, tmp_path, changes, named):
+def test_invalid_adapter_config_is_rejected(llama, tmp_path, changes, named):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_config(tmp_path, **changes)
@@ -274,7 +271,7 @@ MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(llama, tmp_path, change, named):
+def test_mismatched_tensors_are_rejected(llama, tmp_path, change, named):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_tensors(tmp_path, change)
@@ -295,7 +292,7 @@ def test_tensors_that_do_not_fit_are_refused(llama, tmp_path, change, named):
         "model.layers.0.self_attn.q_proj.lora_A.weight",
     ],
 )
-def test_a_tensor_of_anything_else_is_refused_by_name(llama, tmp_path, name):
+def test_unknown_tensor_is_rejected_by_name(llama, tmp_path, name):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     change_tensors(tmp_path, lambda t: t.update({name: np.zeros((4, 64), np.float32)}))
@@ -305,14 +302,14 @@ def test_a_tensor_of_anything_else_is_refused_by_name(llama, tmp_path, name):
 
 
 @pytest.mark.parametrize("other", ["qwen2", "gemma2"])
-def test_an_adapter_of_another_model_says_whose_it_is(llama, goldens, tmp_path, other):
-    """One whose matrices have other shapes, one that has more of them."""
+def test_adapter_of_another_model_names_that_model(llama, goldens, tmp_path, other):
+    """Covers a model with other matrix shapes, and one with more matrices."""
     write_adapter(tmp_path, goldens / other, seed=1, base_model_name_or_path=f"someone/{other}")
     with pytest.raises(ModelError, match=f"made for 'someone/{other}' .base_model_name_or_path"):
         check_adapter(tmp_path, llama[1], SHAPE)
 
 
-def test_matrices_of_experts_are_refused_by_name(goldens, tmp_path):
+def test_expert_matrices_are_rejected_by_name(goldens, tmp_path):
     base = goldens / "qwen3_moe"
     write_adapter(tmp_path, base, seed=1, modules=["model.layers.0.mlp.experts.0.up_proj"])
     with pytest.raises(UnsupportedModelError, match=r"experts\.0\.up_proj"):
@@ -320,7 +317,7 @@ def test_matrices_of_experts_are_refused_by_name(goldens, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_without_one_of_the_files_is_no_adapter(llama, tmp_path, name):
+def test_folder_with_a_missing_file_is_no_adapter(llama, tmp_path, name):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     (tmp_path / name).unlink()
@@ -334,7 +331,7 @@ def test_a_folder_without_one_of_the_files_is_no_adapter(llama, tmp_path, name):
             read_adapter(tmp_path, model, SHAPE)
 
 
-def test_the_digest_tells_adapters_apart(llama, tmp_path):
+def test_digest_distinguishes_adapters(llama, tmp_path):
     base, model = llama
     write_adapter(tmp_path, base, seed=1)
     before = adapter_digest(tmp_path)

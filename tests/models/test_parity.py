@@ -1,4 +1,4 @@
-"""The decoder over the paged cache gives Hugging Face's logits, however the prompt is cut."""
+"""The decoder over the paged cache: Hugging Face's logits, however the prompt is chunked."""
 
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ def stories():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_whole_prompts_give_hugging_faces_logits(loaded, name, implementation, figure):
+def test_whole_prompts_match_hugging_face_logits(loaded, name, implementation, figure):
     want = golden(name)
     run = PagedRun(loaded, 3, implementation=implementation)
     scores = run.step(want["input_ids"].tolist())
@@ -58,7 +58,9 @@ def test_whole_prompts_give_hugging_faces_logits(loaded, name, implementation, f
     ("implementation", "chunk"),
     [("xla", 1), ("xla", 7), ("xla", 16), pytest.param("reference", 7, marks=pytest.mark.slow)],
 )
-def test_chunks_give_the_logits_of_the_whole(loaded, name, implementation, chunk, figure):
+def test_chunked_prompt_matches_the_whole_prompts_logits(
+    loaded, name, implementation, chunk, figure
+):
     want = golden(name)
     run = PagedRun(loaded, 3, implementation=implementation)
     scores = [
@@ -71,7 +73,7 @@ def test_chunks_give_the_logits_of_the_whole(loaded, name, implementation, chunk
     np.testing.assert_allclose(found, want["logits"], atol=2e-4, rtol=0)
 
 
-def test_sequences_at_different_points_share_a_step(loaded, name):
+def test_sequences_at_different_stages_share_a_step(loaded, name):
     """One decodes, one verifies 5 tokens, one is in the middle of its prompt."""
     want = golden(name)
     ids, run = want["input_ids"].tolist(), PagedRun(loaded, 3)
@@ -84,7 +86,7 @@ def test_sequences_at_different_points_share_a_step(loaded, name):
 @pytest.mark.parametrize(
     "implementation", [pytest.param("reference", marks=pytest.mark.slow), "xla"]
 )
-def test_greedy_decoding_gives_hugging_faces_tokens(loaded, name, implementation, figure):
+def test_greedy_decoding_matches_hugging_face_tokens(loaded, name, implementation, figure):
     want = golden(name)
     steps = want["greedy_ids"].shape[1]
     run = PagedRun(loaded, 3, implementation=implementation)
@@ -98,7 +100,7 @@ def test_greedy_decoding_gives_hugging_faces_tokens(loaded, name, implementation
     np.testing.assert_array_equal(np.array(output).T, want["greedy_ids"])
 
 
-def test_a_trained_model_tells_its_story(stories):
+def test_trained_model_tells_its_story(stories):
     tokenizer = Tokenizer.from_file(str(stories.folder / "tokenizer.json"))
     ids = tokenizer.encode("Once upon a time").ids
     ids = ids if ids[0] == 1 else [1, *ids]
@@ -125,7 +127,7 @@ def test_16_bit_models_stay_close_to_float32(stories, dtype):
     assert 1e-5 < error < (0.03 if dtype == "bfloat16" else 0.004)
 
 
-def test_the_residual_stream_can_be_read(stories):
+def test_residual_stream_can_be_read(stories):
     model, T = stories.model, 9
     at = jnp.arange(T)
     forward = partial(model.forward, implementation="reference", return_hidden_states=True)
@@ -140,8 +142,8 @@ def test_the_residual_stream_can_be_read(stories):
 
 @pytest.mark.parametrize(("kv", "least", "most"), [("int8", 0.01, 0.04), ("fp8", 0.05, 0.2)])
 @pytest.mark.quick_cases(1)
-def test_caches_in_8_bits_stay_close_to_hugging_faces_logits(kv, least, most):
-    """About half and twice what was measured: 0.02 for int8, 0.11 for fp8, on random weights."""
+def test_8_bit_caches_stay_close_to_hugging_face_logits(kv, least, most):
+    """Bounds are half and twice the measurement: 0.02 for int8, 0.11 for fp8, random weights."""
     loaded = forge_jax.load(str(FIXTURES / "goldens" / "llama31"), progress=False)
     want = golden("llama31")
     ids, run = want["input_ids"].tolist(), PagedRun(loaded, 3, kv=kv)
@@ -155,8 +157,8 @@ def test_caches_in_8_bits_stay_close_to_hugging_faces_logits(kv, least, most):
     ("seqs", "storage"), [(1, "uint16"), (16, "uint16"), (1, "int8"), (16, "uint8")]
 )
 @pytest.mark.quick_cases(1)
-def test_a_decode_step_copies_neither_weights_nor_cache(seqs, storage):
-    """A step compiled from shapes alone; a slow path of XLA:CPU shows as temporary bytes."""
+def test_decode_step_copies_neither_weights_nor_cache(seqs, storage):
+    """Compiled from shapes alone; a slow path of XLA:CPU appears as temporary bytes."""
     spec = forge_jax.models.ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=4096,

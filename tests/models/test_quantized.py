@@ -1,6 +1,6 @@
-"""Quantised checkpoints: the values are those of the formats' definitions, and stay small.
+"""Quantized checkpoints: values follow the formats' definitions, and stay small.
 
-Models are written and computed by `quant_writer`, which is numpy and knows nothing of the readers.
+`quant_writer` writes and computes the models in numpy, independently of the readers.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def w4(**changes):
 
 class Case(NamedTuple):
     config: dict[str, Any]
-    quantise: Any  # (w, rng) -> (tensors, exact matrix); ordered ones are told the module
+    quantise: Any  # (w, rng) -> (tensors, exact matrix); ordered ones also take the module
     round_rows: Any = None
-    bits: float = 8  # of a value
+    bits: float = 8  # per value
     ordered: bool = False
 
 
 def order_of(module: str, width: int) -> np.ndarray:
-    """The group of each column: matrices that are fused have the same, experts their own."""
+    """Return the group of each column, which fused matrices share and experts do not."""
     parts = module.split(".")
     expert = int(parts[parts.index("experts") + 1]) if "experts" in parts else 0
     return RNG(width + 1000 * expert).permutation(np.arange(width) // 32)
@@ -154,7 +154,7 @@ def written(request, tmp_path_factory):
 
 
 def quantiser(case: Case):
-    """(module, w) -> (tensors, exact matrix)."""
+    """Return a function of (module, w) to (tensors, exact matrix)."""
     rng = RNG(2)
     if case.ordered:
         return lambda module, w: case.quantise(w, rng, module)
@@ -167,7 +167,9 @@ def write(case: Case, folder, **config) -> dict[str, np.ndarray]:
     )
 
 
-MODELS: dict[Any, Any] = {}  # matrices of several files are in the same form: one executable
+MODELS: dict[
+    Any, Any
+] = {}  # matrices of several files have the same format and share an executable
 
 
 def load(folder, dtype="auto", formats=None) -> LoadedModel:
@@ -177,7 +179,7 @@ def load(folder, dtype="auto", formats=None) -> LoadedModel:
 
 
 def logits(loaded) -> np.ndarray:
-    """Of IDS in three steps, beside another sequence."""
+    """Return the logits of IDS in three steps, in a batch with another sequence."""
     run = PagedRun(loaded, 2)
     steps = (slice(0, 33), slice(33, 34), slice(34, None))
     return np.concatenate([run.step([IDS[part], OTHER[part]])[0] for part in steps])
@@ -187,7 +189,7 @@ def error(ours: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(ours - want) / np.linalg.norm(want))
 
 
-def test_fp8_of_the_writer_is_fp8():
+def test_writers_fp8_matches_ml_dtypes():
     codes = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(
         writer.from_e4m3(codes), codes.view(jnp.float8_e4m3fn).astype(np.float64)
@@ -199,7 +201,7 @@ def test_fp8_of_the_writer_is_fp8():
     )
 
 
-def test_values_are_exactly_those_of_the_definition(written):
+def test_values_match_the_definition_exactly(written):
     spec = read_spec(written.folder)
     stored = read_header(written.folder / "model.safetensors")
     modules = [name.removesuffix(".weight") for name in written.exact if "_proj" in name]
@@ -219,8 +221,8 @@ def test_values_are_exactly_those_of_the_definition(written):
 
 
 @pytest.mark.quick_cases(4)
-def test_logits_are_those_of_the_definition(written, figure):
-    """Activations that are rounded and lie between two steps may fall to either: in few rows."""
+def test_logits_match_the_definition(written, figure):
+    """Rounded activations near a tie may go either way, in few rows."""
     case = written.case
     want = writer.llama_logits(written.exact, IDS, case.round_rows)
     ours = logits(written.loaded)
@@ -231,12 +233,12 @@ def test_logits_are_those_of_the_definition(written, figure):
     assert np.median(rows) < 2e-6
     assert rows.max() < (5e-6 if case.round_rows is None else 0.03)
     if case.round_rows is not None:
-        # The same without rounding the activations is another thing.
+        # The same without rounding the activations is clearly different.
         assert error(ours, writer.llama_logits(written.exact, IDS)) > 0.01
 
 
-def test_memory_is_that_of_the_quantised_weights(written):
-    """Scales and zeros take up to 9 bytes for 32 values here; files have groups of 128."""
+def test_memory_equals_the_size_of_the_quantized_weights(written):
+    """Scales and zeros take up to 9 bytes per 32 values here; files have groups of 128."""
     case, loaded = written.case, written.loaded
     plain = {name: w for name, w in written.exact.items() if "_proj" not in name}
     values = sum(w.size for name, w in written.exact.items() if "_proj" in name)
@@ -252,7 +254,7 @@ def test_memory_is_that_of_the_quantised_weights(written):
 
 
 @pytest.mark.quick_cases(4)
-def test_a_row_does_not_depend_on_its_neighbours(written):
+def test_row_is_independent_of_its_neighbors(written):
     scores = [PagedRun(written.loaded, 2).step([IDS, OTHER])[0]]
     scores.append(PagedRun(written.loaded, 2).step([IDS, [96 - 1 - token for token in OTHER]])[0])
     np.testing.assert_array_equal(*scores)
@@ -270,8 +272,8 @@ PACKED = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.quick_cases(12)
-def test_products_of_bfloat16_rows_are_those_of_the_definition(name, kernels, tmp_path):
-    """Packed for the kernels are those matrices that they hold exactly; int4 rounds x, too."""
+def test_bfloat16_products_match_the_definition(name, kernels, tmp_path):
+    """The kernels get the matrices that they represent exactly; int4 also rounds x."""
     if kernels and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     case = CASES[name]
@@ -299,7 +301,7 @@ def test_products_of_bfloat16_rows_are_those_of_the_definition(name, kernels, tm
     x, wide = rows_without_ties(64), rows_without_ties(192)
     qkv, inner, down = jitted_products(model)(loaded.leaves, x, wide)
     gate, up = definition(x, "mlp.gate"), definition(x, "mlp.up")
-    # Where groups have scales of their own, plain XLA makes bfloat16 of value times scale.
+    # For groups with their own scales, plain XLA rounds value times scale to bfloat16.
     groups = {
         leaf.shape[1]
         for name, leaf in zip(model.names, loaded.leaves, strict=True)
@@ -325,7 +327,7 @@ def jitted_products(model):
 
 
 def rows_without_ties(width: int) -> jax.Array:
-    """bfloat16 whose quotients by the steps of a row, or by STEP, are never between two values."""
+    """Return bfloat16 rows whose quotients by their steps, or by STEP, are never ties."""
     rows = RNG(3).standard_normal((7, width))
     rows[:, ::64] = MOST
     return jnp.asarray(rows, jnp.bfloat16)
@@ -381,7 +383,7 @@ def test_zero_points_of_symmetric_values_must_be_zero(tmp_path):
             load(tmp_path)
 
 
-def test_a_bias_that_the_model_has_not_must_be_zero(tmp_path):
+def test_unexpected_bias_must_be_zero(tmp_path):
     """Old GPTQ files give every matrix one."""
     for value, good in ((0, True), (1, False)):
 
@@ -404,7 +406,7 @@ def change_config(folder, edit):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_tensors_of_quantised_matrices_that_the_config_does_not_describe_are_named(tmp_path):
+def test_quantized_tensors_without_a_config_are_named(tmp_path):
     write(CASES["gptq"], tmp_path)
     change_config(tmp_path, lambda config: config.pop("quantization_config"))
     with pytest.raises(
@@ -415,7 +417,7 @@ def test_tensors_of_quantised_matrices_that_the_config_does_not_describe_are_nam
 
 
 def write_with_head(folder, scheme, tie: bool):
-    """GPTQ with a quantised head, which is also the embedding or is not: it cannot be both."""
+    """Write GPTQ with a quantized head; a tied one is invalid."""
     weights, rng = writer.plain_weights(), RNG(0)
     head, exact = writer.gptq(weights["lm_head.weight"], group=32, rng=rng)
     written = writer.write_model(
@@ -429,7 +431,7 @@ def write_with_head(folder, scheme, tie: bool):
     return written | {"lm_head.weight": exact}
 
 
-def test_a_quantised_head_is_used(tmp_path):
+def test_quantized_head_is_used(tmp_path):
     exact = write_with_head(tmp_path, {"lm_head": True}, tie=False)
     loaded = load(tmp_path)
     assert "head.weight" in loaded.model.in_format(QuantizedFormat)
@@ -437,7 +439,7 @@ def test_a_quantised_head_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", [{}, {"lm_head": True}])
-def test_a_quantised_head_of_tied_embeddings_is_refused(scheme, tmp_path):
+def test_quantized_head_of_tied_embeddings_is_rejected(scheme, tmp_path):
     write_with_head(tmp_path, scheme, tie=True)
     with pytest.raises(CheckpointError, match="lm_head is quantised"):
         load(tmp_path)
@@ -451,8 +453,8 @@ ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, 
     [("int8_rows", "bfloat16"), ("gptq_ordered_symmetric", "bfloat16"), ("fp8_blocks", "float32")],
 )
 @pytest.mark.quick_cases(1)
-def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp_path):
-    """Of the first two the CPU kernels compute; of the last numpy knows the tokens, too."""
+def test_greedy_continuations_are_batch_invariant(name, dtype, tmp_path):
+    """The CPU kernels compute the first two; numpy also gives the tokens of the last."""
     exact = write(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)
     prompts = [IDS[:9], OTHER[:17], IDS[20:23], OTHER[5:6]]
@@ -473,7 +475,7 @@ def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_the_flag_does_not_quantise_again(quantization, tmp_path):
+def test_quantization_flag_does_not_quantize_again(quantization, tmp_path):
     write(CASES["gptq"], tmp_path, torch_dtype="bfloat16")
     with pytest.raises(
         ConfigError,
@@ -482,7 +484,7 @@ def test_the_flag_does_not_quantise_again(quantization, tmp_path):
         LLM(str(tmp_path), quantization=quantization, **ENGINE)
 
 
-def test_matrices_of_one_leaf_must_be_quantised_alike(tmp_path):
+def test_matrices_of_one_leaf_must_share_a_quantization(tmp_path):
     case = CASES["int8_rows"]
     write(case, tmp_path)
     more = ["model.layers.0.self_attn.k_proj"]
@@ -493,7 +495,7 @@ def test_matrices_of_one_leaf_must_be_quantised_alike(tmp_path):
         build_model(read_spec(tmp_path))
 
 
-def test_scales_that_float16_does_not_hold_say_what_to_do(tmp_path):
+def test_scales_that_overflow_float16_name_the_remedy(tmp_path):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
 
@@ -510,8 +512,8 @@ def test_scales_that_float16_does_not_hold_say_what_to_do(tmp_path):
     load(tmp_path)
 
 
-def test_a_step_makes_no_floats_of_whole_matrices():
-    """Compiled from shapes alone: a tile at a time takes no more than some of one matrix."""
+def test_step_converts_no_whole_matrices_to_float():
+    """Compiled from shapes alone: a tile at a time takes less memory than one matrix."""
     if jax.default_backend() != "cpu":
         pytest.skip("a loop over tiles is for CPUs")
     for values, activations in (("int4", None), ("fp8", "fp8"), ("int8", None)):

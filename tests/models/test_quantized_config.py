@@ -1,4 +1,4 @@
-"""What config.json says of quantised weights becomes a QuantSpec; what is not known is named."""
+"""Quantization settings in config.json: they become a QuantSpec, and unknown ones are named."""
 
 import pytest
 
@@ -32,7 +32,7 @@ AWQ = {
 
 
 def args(**changes):
-    """Of weights or activations, with all the fields that llm-compressor writes."""
+    """Return the settings of weights or activations with all fields that llm-compressor writes."""
     return {
         "actorder": None,
         "block_structure": None,
@@ -82,11 +82,11 @@ def scheme(quantization, module=LAYER):
     return spec.scheme_of(module)
 
 
-def test_a_config_without_a_section_is_of_no_quantised_checkpoint():
+def test_config_without_a_section_is_not_quantized():
     assert read(None) is None
 
 
-def test_fp8_by_matrix_and_by_block():
+def test_fp8_is_read_by_matrix_and_by_block():
     found = scheme(FP8)
     assert (found.values, found.block, found.scale_name) == ("fp8", (None, None), "weight_scale")
     assert (found.activations, found.static) == ("fp8", False)
@@ -95,7 +95,7 @@ def test_fp8_by_matrix_and_by_block():
     assert (found.block, found.scale_name) == ((128, 128), "weight_scale_inv")
 
 
-def test_gptq_awq_and_their_spellings():
+def test_gptq_and_awq_spellings_are_read():
     found = scheme(GPTQ)
     assert (found.layout.name, found.block, found.ordered, found.zeros) == (
         "gptq",
@@ -114,7 +114,7 @@ def test_gptq_awq_and_their_spellings():
     assert scheme(AWQ).zeros and scheme(AWQ).layout.name == "awq"
 
 
-def test_compressed_tensors():
+def test_compressed_tensors_configs_are_read():
     found = scheme(W8A8)
     assert (found.values, found.block, found.activations) == ("int8", (1, None), "int8")
     assert scheme(FP8_ROWS).values == scheme(FP8_ROWS).activations == "fp8"
@@ -132,7 +132,7 @@ def test_compressed_tensors():
     assert scheme(compressed("float-quantized", weights, rows)).block == (128, 128)
 
 
-def test_the_older_name_of_the_section():
+def test_older_section_name_is_read():
     assert read({k: v for k, v in W8A8.items() if k != "quant_method"}, "compression_config")
     with pytest.raises(ModelError, match="compression_config must be left out"):
         read_quantization(HFConfig({"quantization_config": W8A8, "compression_config": W8A8}))
@@ -152,7 +152,7 @@ def test_the_older_name_of_the_section():
         ),
     ],
 )
-def test_modules_that_are_left_as_they_are(quantization, plain):
+def test_excluded_modules_are_left_unquantized(quantization, plain):
     assert scheme(quantization) is not None
     assert scheme(quantization, "model.layers.0.mlp.gate_proj") is not None or plain[0].endswith(
         "up_proj"
@@ -160,13 +160,13 @@ def test_modules_that_are_left_as_they_are(quantization, plain):
     assert [scheme(quantization, module) for module in plain] == [None] * len(plain)
 
 
-def test_the_head_can_be_quantised():
+def test_head_can_be_quantized():
     assert scheme(GPTQ | {"lm_head": True}, "lm_head") is not None
     assert scheme(W8A8 | {"ignore": []}, "lm_head") is not None
 
 
 def of_groups(*groups):
-    """Each a list of targets, and the size of the groups of columns that share a scale there."""
+    """Return a config of groups, each with a list of targets and its group size."""
     weights = W4A16["config_groups"]["group_0"]["weights"]
     config_groups = {
         f"group_{i}": {"targets": targets, "weights": weights | {"group_size": size}}
@@ -175,8 +175,8 @@ def of_groups(*groups):
     return W4A16 | {"config_groups": config_groups}
 
 
-def test_the_closest_of_several_targets_counts():
-    """A name before a pattern before a class, whichever stands first."""
+def test_most_specific_target_wins():
+    """A name precedes a pattern, and a pattern a class, in any order."""
     groups = [(["Linear"], 128), (["re:.*down_proj"], 64), ([LAYER], 32)]
     for order in (groups, groups[::-1]):
         spec = read(of_groups(*order))
@@ -189,7 +189,7 @@ def test_the_closest_of_several_targets_counts():
 
 
 @pytest.mark.parametrize("quantization", [GPTQ, AWQ, FP8], ids=["gptq", "awq", "fp8"])
-def test_methods_that_mean_all_modules_do_not_mean_routers(quantization):
+def test_methods_for_all_modules_exclude_routers(quantization):
     router = "model.layers.3.mlp.gate"
     assert read(quantization).scheme_of(router) is not None
     assert read(quantization).scheme_of(router, is_router=True) is None
@@ -197,7 +197,7 @@ def test_methods_that_mean_all_modules_do_not_mean_routers(quantization):
     assert read(quantization).scheme_of(expert) == scheme(quantization)
 
 
-def test_routers_that_are_meant_are_quantised():
+def test_explicitly_targeted_routers_are_quantized():
     router = "model.layers.3.mlp.gate"
     named = GPTQ | {"modules_in_block_to_quantize": [["mlp.gate", "mlp.experts.7.up_proj"]]}
     for quantization in (named, W8A8):
@@ -208,7 +208,7 @@ def test_routers_that_are_meant_are_quantised():
 
 
 def changed(quantization, **changes):
-    """With other weights, or (`inputs`) other activations, in its group."""
+    """Return the config with other weights, or (`inputs`) other activations, in its group."""
     group = dict(quantization["config_groups"]["group_0"])
     inputs = changes.pop("inputs", {})
     group["weights"] = group["weights"] | changes
@@ -263,13 +263,13 @@ def changed(quantization, **changes):
         (changed(W4A16, actorder="other"), "actorder 'other'"),
     ],
 )  # fmt: skip
-def test_what_is_not_known_is_named(quantization, message):
+def test_unknown_settings_are_named(quantization, message):
     with pytest.raises(ModelError, match=message) as caught:
         read(quantization)
     assert "config" in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_calibrated_scales_of_caches_are_not_used_and_the_log_says_so(caplog):
+def test_calibrated_cache_scales_are_ignored_and_logged(caplog):
     assert read(FP8 | {"kv_cache_scheme": args(type="float")}) is not None
     assert "kv_cache_scheme is ignored" in caplog.text
 
@@ -285,7 +285,7 @@ def test_calibrated_scales_of_caches_are_not_used_and_the_log_says_so(caplog):
         (r"a{2}\.(?:mlp\.(?:up|down)|attn)$", ["aa.mlp.up", "aa.attn"], ["a.attn", "aa.mlp"]),
     ],
 )  # fmt: skip
-def test_patterns_match_from_the_start_as_pythons_do(pattern, yes, no):
+def test_patterns_match_from_the_start_like_pythons(pattern, yes, no):
     matches = compile_pattern(pattern)
     assert [matches(name) for name in yes + no] == [True] * len(yes) + [False] * len(no)
 
@@ -295,27 +295,27 @@ def test_patterns_match_from_the_start_as_pythons_do(pattern, yes, no):
     [
         *("(a|b", r"\1", "(?!x)", "[z-a]", "a**", "((a{100}){100}){100}", "\ud800", "x" * 257),
         *(r"\pL{400}", r"(\pL{400}|[a-z.]{900})x"),  # megabytes
-        *("x{,2}", "[[:alpha:]]", r"\Qa\E", r"\C"),  # another meaning in Python
+        *("x{,2}", "[[:alpha:]]", r"\Qa\E", r"\C"),  # different meaning in Python
     ],
 )
-def test_other_patterns_are_refused(pattern, capfd):
+def test_unsupported_patterns_are_rejected(pattern, capfd):
     with pytest.raises(ValueError, match=r"supported|longer|surrogates"):
         compile_pattern(pattern)
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("pattern", [".*" * 100 + "b", "(a+)+$", "(.*)*" * 50 + "b"])
-def test_a_pattern_takes_linear_time(pattern):
-    """An engine that backtracks does not return from any of these."""
+def test_pattern_takes_linear_time(pattern):
+    """A backtracking engine would not return from any of these."""
     assert not compile_pattern(pattern)("a" * 4000 + "c")
 
 
-def test_a_list_holds_a_limited_number_of_patterns():
+def test_pattern_list_is_limited():
     section = HFConfig({"targets": [f"re:layers.{i}" for i in range(1001)]}, "config_groups.a")
     with pytest.raises(ModelError, match=r"config_groups.a: targets must be .* at most 1000 patt"):
         read_names(section, "targets", "patterns")
 
 
-def test_errors_are_of_options_that_are_not_implemented():
+def test_unimplemented_options_raise_unsupported_model_error():
     with pytest.raises(UnsupportedModelError):
         read(GPTQ | {"bits": 3})

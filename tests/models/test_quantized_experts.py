@@ -1,6 +1,6 @@
-"""Experts of quantised checkpoints: what the formats' definitions give, small, each row by itself.
+"""Experts of quantized checkpoints: values by definition, small, and with independent rows.
 
-As `test_quantized.py`, whose cases are written as Mixtrals here; `quant_writer` computes them.
+The cases are those of `test_quantized.py`, written as Mixtrals; `quant_writer` computes them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROUTER = f"{MOE}.gate.weight"
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """With the router among what is ignored, as every tool writes it that does not know it."""
+    """Return the config with the router ignored, as tools that do not support it write it."""
     config = case.config
     if config["quant_method"] == "compressed-tensors":
         return config | {"ignore": ["lm_head", "re:.*block_sparse_moe.gate$"]}
@@ -65,7 +65,7 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def write_experts(case: Case, folder, **config) -> dict[str, np.ndarray]:
     weights = writer.plain_weights(experts=True)
-    # Far from a tie, so that rounding decides no choice; and of one size, so that both count.
+    # Far from ties, so that rounding changes no choice, and of equal size, so that both count.
     weights[ROUTER] = weights[ROUTER] * 2
     config = writer.MIXTRAL | config
     return writer.write_model(folder, weights, quantiser(case), config_of(case), **config)
@@ -100,7 +100,7 @@ def jitted_block(model):
 
 
 def block(loaded: LoadedModel, x) -> np.ndarray:
-    """[T, d]: the layer's norm and experts, and x."""
+    """Return [T, d]: the layer's norm and experts, plus x."""
     return np.asarray(jitted_block(loaded.model)(loaded.leaves, x), np.float32)
 
 
@@ -112,7 +112,7 @@ def definition(case: Case, exact, x, round_rows=None) -> np.ndarray:
 
 
 @pytest.mark.quick_cases(5)
-def test_experts_are_those_of_the_definition(written, figure):
+def test_experts_match_the_definition(written, figure):
     case, x = written.case, rows(40)
     want, ours = definition(case, written.exact, x) - x, block(written.loaded, x) - x
     by_row = np.linalg.norm(ours - want, axis=1) / np.linalg.norm(want, axis=1)
@@ -133,14 +133,14 @@ def test_experts_stay_as_small_as_their_values(written):
         if name.startswith(("layers.0.mlp.gate_up", "layers.0.mlp.down"))
     )
     values = sum(w.size for w in experts.values())
-    # Scales, zeros and orders take up to 9 bytes for 32 values here; files have groups of 128.
+    # Scales, zeros and orders take up to 9 bytes per 32 values here; files have groups of 128.
     assert values * case.bits / 8 < beside < values * (case.bits / 8 + 5 / 32 + 0.06)
     router = model.leaves[model.names.index("layers.0.mlp.router.weight")]
     assert (router.shape, router.dtype) == ((writer.EXPERTS, 64), np.float32)
 
 
 @pytest.mark.quick_cases(5)
-def test_a_row_does_not_depend_on_its_neighbours(written):
+def test_row_is_independent_of_its_neighbors(written):
     x = rows(40)
     whole = block(written.loaded, x)
     order = RNG(1).permutation(40)
@@ -152,8 +152,8 @@ def test_a_row_does_not_depend_on_its_neighbours(written):
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "int8_matrix_static", "gptq_ordered"])
 @pytest.mark.quick_cases(1)
-def test_what_is_computed_in_chunks_is_the_same(name, tmp_path, monkeypatch):
-    """As where there is no CPU: floats are made of two experts at a time."""
+def test_chunked_computation_gives_the_same_result(name, tmp_path, monkeypatch):
+    """Other devices than CPUs convert two experts at a time to float."""
     write_experts(CASES[name], tmp_path)
     loaded = load(tmp_path)
     monkeypatch.setattr("forge_kernels.experts.xla.CHUNK_BYTES", 2 * 4 * 2 * 192 * 64)
@@ -165,14 +165,14 @@ def test_what_is_computed_in_chunks_is_the_same(name, tmp_path, monkeypatch):
 
 
 def choose(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two experts of four for each row, not equally liked."""
+    """Return two of four experts for each row, unevenly."""
     liking = RNG(1).standard_normal((count, 4)) + np.array([1, 0, 0, -1])
     weights = RNG(2).uniform(0.1, 0.9, (count, 2)).astype(np.float32)
     return np.argsort(-liking, axis=1)[:, :2].astype(np.int32), weights
 
 
 def mixed(loaded: LoadedModel, x, experts, weights, by=None) -> np.ndarray:
-    """f32[T, d]: what these experts of the layer give."""
+    """Return f32[T, d]: the output of these experts of the layer."""
     gate_up, down = (
         loaded.model.weight(loaded.leaves, f"layers.0.mlp.{part}.weight")
         for part in ("gate_up", "down")
@@ -189,7 +189,7 @@ def mixed(loaded: LoadedModel, x, experts, weights, by=None) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "gptq_ordered", "int8_rows"])
 @pytest.mark.quick_cases(1)
-def test_logits_are_those_of_the_definition(name, tmp_path):
+def test_logits_match_the_definition(name, tmp_path):
     case = CASES[name]
     exact = write_experts(case, tmp_path)
     ours, want = logits(load(tmp_path)), writer.llama_logits(exact, IDS, case.round_rows)
@@ -202,7 +202,7 @@ def test_logits_are_those_of_the_definition(name, tmp_path):
 
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.quick_cases(2)
-def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
+def test_experts_that_the_kernels_support_are_packed(name, tmp_path):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     case = CASES[name]
@@ -216,7 +216,7 @@ def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
     x, choice = jnp.asarray(rows(40), jnp.bfloat16), choose(40)
 
     def definition(round_rows):
-        def rounded(x):  # between the two products, too
+        def rounded(x):  # includes the values between the two products
             x = x.astype(ml_dtypes.bfloat16).astype(np.float64)
             return x if round_rows is None else round_rows(x)
 
@@ -235,7 +235,7 @@ def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
     ("name", "dtype"), [("int8_rows", "bfloat16"), ("w4a16", "bfloat16"), ("fp8_blocks", "float32")]
 )
 @pytest.mark.slow
-def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp_path):
+def test_greedy_continuations_are_batch_invariant(name, dtype, tmp_path):
     write_experts(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)
     prompts = [IDS[:9], OTHER[:17], IDS[20:23]]
@@ -248,11 +248,11 @@ def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp
     assert tokens(prompts) == [tokens([prompt])[0] for prompt in prompts]
 
 
-# ---- other names, routers, mixtures of forms ---------------------------------------------------
+# ---- other names, routers, mixed formats -------------------------------------------------------
 
 
 def tensors_of(folder) -> dict[str, np.ndarray]:
-    """As `writer.save` takes them."""
+    """Return the tensors in the form that `writer.save` takes."""
     header = read_header(folder / "model.safetensors")
     arrays = {name: np.array(tensor.read()) for name, tensor in header.items()}
     is_fp8 = {name: header[name].dtype == FLOAT8_E4M3 for name in arrays}
@@ -260,7 +260,7 @@ def tensors_of(folder) -> dict[str, np.ndarray]:
 
 
 def as_qwen(folder, target, quantization) -> None:
-    """The same model under Qwen's names, with norms of queries and keys that do nothing."""
+    """Write the same model under Qwen's names, with neutral norms of queries and keys."""
     tensors = {}
     for name, array in tensors_of(folder).items():
         for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
@@ -279,8 +279,7 @@ def as_qwen(folder, target, quantization) -> None:
     (target / "config.json").write_text(json.dumps(config))
 
 
-def test_qwens_names_are_the_same_experts(tmp_path):
-    """`mlp.experts.3.gate_proj.weight_packed`; FP8 files name each router."""
+def test_qwen_names_give_the_same_experts(tmp_path):
     theirs, ours = tmp_path / "mixtral", tmp_path / "qwen"
     theirs.mkdir(), ours.mkdir()
     case = CASES["fp8_blocks"]
@@ -296,7 +295,7 @@ def test_qwens_names_are_the_same_experts(tmp_path):
     np.testing.assert_array_equal(block(loaded, x), block(load(theirs), x))
 
 
-def test_a_router_that_is_quantised_is_used(tmp_path):
+def test_quantized_router_is_used(tmp_path):
     weights, case = writer.plain_weights(experts=True), CASES["int8_weights_only"]
     weights[ROUTER] = weights[ROUTER] * 2
     tensors, router = writer.int8(weights.pop(ROUTER))
@@ -312,9 +311,9 @@ def test_a_router_that_is_quantised_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8_blocks"])
-def test_a_router_that_only_its_tensors_call_quantised_is_named(method, tmp_path):
+def test_router_quantized_only_by_its_tensors_is_named(method, tmp_path):
     weights, case = writer.plain_weights(experts=True), CASES[method]
-    router = np.concatenate([weights.pop(ROUTER)] * 2)  # 4 bits come in words of 8 rows
+    router = np.concatenate([weights.pop(ROUTER)] * 2)  # 4-bit values come in words of 8 rows
     tensors, _ = case.quantise(router, RNG(0))
     more = {f"{MOE}.gate.{name}": array for name, array in tensors.items()}
     writer.write_model(tmp_path, weights, quantiser(case), case.config, more, **writer.MIXTRAL)
@@ -325,8 +324,8 @@ def test_a_router_that_only_its_tensors_call_quantised_is_named(method, tmp_path
 
 
 @pytest.mark.parametrize("part", ["w2", "w1"])
-def test_experts_may_be_quantised_in_part(part, tmp_path):
-    """Only down, or only gates and ups; the other stays a matrix of floats, with kernels too."""
+def test_experts_may_be_partly_quantized(part, tmp_path):
+    """Either down, or gates and ups; the rest stays in floats, with kernels too."""
     names = ["w2"] if part == "w2" else ["w1", "w3"]
     case, own = CASES["int8_rows"], quantiser(CASES["int8_rows"])
     targets = [f"re:.*{name}$" for name in names]
@@ -351,7 +350,7 @@ def test_experts_may_be_quantised_in_part(part, tmp_path):
         assert 0.003 < error(mixed(loaded, x, *choice), want) < 0.02  # rows are rounded to int8
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------
 
 
 LAST = f"{MOE}.experts.3.w1"
@@ -383,7 +382,7 @@ LAST = f"{MOE}.experts.3.w1"
         ),
     ],
 )
-def test_tensors_of_an_expert_that_contradict_the_config_are_named(name, edit, message, tmp_path):
+def test_expert_tensors_that_contradict_the_config_are_named(name, edit, message, tmp_path):
     write_experts(CASES[name], tmp_path)
     tensors = tensors_of(tmp_path)
     edit(tensors)
@@ -392,7 +391,7 @@ def test_tensors_of_an_expert_that_contradict_the_config_are_named(name, edit, m
         load(tmp_path)
 
 
-def test_schemes_that_experts_do_not_share_are_named(goldens):
+def test_schemes_that_differ_between_experts_are_named(goldens):
     spec = read_spec(goldens / "mixtral")
 
     def build(quantization):
@@ -417,7 +416,7 @@ def test_schemes_that_experts_do_not_share_are_named(goldens):
     assert "layers.0.mlp.router.weight" not in model.in_format(QuantizedFormat)
 
 
-def test_quantised_matrices_of_all_experts_in_one_tensor_are_refused(tmp_path):
+def test_quantized_experts_in_one_tensor_are_rejected(tmp_path):
     write_experts(CASES["fp8_matrix_dynamic"], tmp_path)
     tensors = {n: array for n, array in tensors_of(tmp_path).items() if ".experts." not in n}
     fused = {"gate_up_proj": (4, 384, 64), "down_proj": (4, 64, 192)}
@@ -432,8 +431,7 @@ def test_quantised_matrices_of_all_experts_in_one_tensor_are_refused(tmp_path):
 # ---- memory of a step --------------------------------------------------------------------------
 
 
-def test_a_step_makes_no_floats_of_all_experts():
-    """Compiled from shapes alone, for a CPU: a tile of one expert at a time."""
+def test_step_converts_only_one_expert_tile_to_float():
     if jax.default_backend() != "cpu":
         pytest.skip("a loop over tiles is for CPUs")
     E, d, inner, T = 16, 512, 1024, 8
@@ -450,10 +448,10 @@ def test_a_step_makes_no_floats_of_all_experts():
         chosen = jax.ShapeDtypeStruct((T, 2), jnp.int32), jax.ShapeDtypeStruct((T, 2), jnp.float32)
         lowered = jax.jit(mix_experts).lower(x, matrices(2 * inner, d), matrices(d, inner), *chosen)
         temp = lowered.compile().memory_analysis().temp_size_in_bytes
-        assert temp < 2 * inner * d * 2, (values, temp)  # of one expert as bfloat16
+        assert temp < 2 * inner * d * 2, (values, temp)  # one expert as bfloat16
 
 
-def test_chunks_are_as_many_experts_as_fit_and_divide_all():
+def test_chunk_is_the_largest_divisor_that_fits():
     mib = 2**20
     assert chunk_of(128, 6 * mib) == 32 and chunk_of(8, 300 * mib) == 1
     assert chunk_of(12, CHUNK_BYTES // 12) == 12 and chunk_of(12, CHUNK_BYTES // 5) == 4

@@ -1,4 +1,4 @@
-"""What research code calls: gradients through the cache, steps by hand, and the examples."""
+"""The research API: gradients through the cache, manual steps, and the examples."""
 
 import importlib.util
 from functools import partial
@@ -25,7 +25,7 @@ def example(name: str):
 
 
 @pytest.mark.slow
-def test_the_gradient_through_the_cache_is_the_gradient_without_it(capsys):
+def test_gradient_through_the_cache_equals_the_one_without_it(capsys):
     errors = example("gradients").main(str(FIXTURES / "goldens/llama32_tied"))
     assert len(errors) == 2 * 3 and max(errors.values()) < 1e-4
     assert "relative difference" in capsys.readouterr().out
@@ -43,8 +43,8 @@ def test_the_gradient_through_the_cache_is_the_gradient_without_it(capsys):
     ],
 )
 @pytest.mark.parametrize("leaf", ["layers.2.attention.qkv.weight", "embedding.weight"])
-def test_other_combinations_refuse_a_gradient(dtype, kv_dtype, implementation, leaf):
-    """Even of a weight that reaches the result through the cache alone."""
+def test_other_combinations_reject_a_gradient(dtype, kv_dtype, implementation, leaf):
+    """Includes a weight that reaches the result only through the cache."""
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype=dtype, progress=False)
     index, at = loaded.model.names.index(leaf), jnp.arange(4)
 
@@ -74,7 +74,7 @@ def test_16_bit_weights_have_a_gradient_with_a_float32_cache():
         assert np.linalg.norm(ours - theirs) < 0.1 * np.linalg.norm(theirs), name
 
 
-def test_decode_steps_give_hugging_faces_tokens():
+def test_decode_steps_give_hugging_face_tokens():
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), progress=False)
     stored = read_header(FIXTURES / "goldens/llama2/golden.safetensors")
     prompts, greedy = stored["input_ids"].read(), stored["greedy_ids"].read()
@@ -93,7 +93,7 @@ def test_decode_steps_give_hugging_faces_tokens():
     assert scores.shape == (3, 331)
 
 
-def test_a_cache_has_the_models_type_or_float32_or_8_bits():
+def test_cache_dtype_is_the_models_float32_or_8_bits():
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype="bfloat16", progress=False)
     assert forge_jax.new_kv(loaded, 2, 8, jnp.float32)[0].dtype == jnp.float32
     assert forge_jax.new_kv(loaded, 2, 8, "int8")[0].data.dtype == jnp.int8
@@ -101,7 +101,7 @@ def test_a_cache_has_the_models_type_or_float32_or_8_bits():
         forge_jax.new_kv(loaded, 2, 8, jnp.float16)
 
 
-def test_the_step_by_hand_tells_a_story(capsys):
+def test_handwritten_step_loop_tells_a_story(capsys):
     text = example("research_step").main(str(FIXTURES / "stories260k-hf"))
     assert text.startswith("Once upon a time, there was a little girl named Lily.")
     assert "layer by layer" in capsys.readouterr().out

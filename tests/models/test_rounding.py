@@ -1,4 +1,4 @@
-"""`--quantization` without the CPU kernels: floats are rounded as they are read, and stay small."""
+"""`--quantization` without the CPU kernels: floats are rounded while they are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("int8", "fp8", "int4")
 
 
 class Rows:
-    """A matrix in memory, read as one in a file."""
+    """A matrix in memory with the interface of one in a file."""
 
     def __init__(self, values):
         self.values, self.shape = values, values.shape
@@ -35,14 +35,14 @@ class Rows:
 
 
 def back(matrix, scheme) -> np.ndarray:
-    """What is multiplied, by the definition: (value - zero) * scale."""
+    """Return the multiplied values by definition: (value - zero) * scale."""
     values = matrix.values.astype(np.float64) - (8 if scheme.values == "int4" else 0)
     group = values.shape[1] // matrix.scale.shape[1]
     return values * np.repeat(matrix.scale.astype(np.float64), group, axis=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_the_nearest_there_are(kind, monkeypatch):
+def test_values_are_rounded_to_nearest(kind, monkeypatch):
     monkeypatch.setattr(rounding, "CHUNK", 3 * 256)
     rng = np.random.default_rng(0)
     w = rng.standard_normal((17, 256)).astype(np.float32) * rng.uniform(0.001, 9, (17, 1))
@@ -51,7 +51,7 @@ def test_values_are_the_nearest_there_are(kind, monkeypatch):
     scheme = Scheme(layout=PLAIN, values=kind, block=(1, 128 if kind == "int4" else None))
     matrix = round_matrix(Rows(w), scheme)
     got, scale = back(matrix, scheme), np.repeat(matrix.scale, 256 // matrix.scale.shape[1], axis=1)
-    if kind == "fp8":  # three bits behind the first, and steps of 2^-9 below 2^-6
+    if kind == "fp8":  # three bits after the first, and steps of 2^-9 below 2^-6
         step = np.maximum(2.0 ** (np.floor(np.log2(np.abs(w / scale) + 1e-30)) - 3), 2.0**-9)
     else:
         step = 1.0
@@ -74,8 +74,8 @@ def load(folder, kind, dtype="float32"):
     + [("qwen3_moe", kind) for kind in ("int8", "fp8")],
 )
 @pytest.mark.quick_cases(1)
-def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
-    """Tied and not, with biases, stored together, with other activations, with experts."""
+def test_logits_match_the_rounded_weights_as_floats(name, kind, goldens):
+    """Covers tied and untied heads, biases, fused storage, other activations, experts."""
     folder = goldens / name
     rounded = load(folder, kind)
     plain = build_model(rounded.spec, "float32")
@@ -105,7 +105,7 @@ def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
     assert beside < whole * {"int8": 1.2, "fp8": 1.2, "int4": 0.8}[kind]
 
 
-def test_experts_that_lie_in_one_tensor_are_rounded_alike(goldens):
+def test_experts_in_one_tensor_are_rounded_equally(goldens):
     folder = goldens / "mixtral_window"
     model = load(folder, "int8")
     stored = read_header(folder / "model.safetensors")
@@ -120,7 +120,7 @@ def test_experts_that_lie_in_one_tensor_are_rounded_alike(goldens):
         np.testing.assert_array_equal(scale, matrix.scale.reshape(scale.shape))
 
 
-def test_what_cannot_be_rounded_is_named():
+def test_unroundable_weights_are_named():
     odd = {"layers.0.mlp.down.weight": (Tensor("down", (64, 40)),)}
     with pytest.raises(UnsupportedModelError, match=r"down has 40 columns, .* multiple of 16"):
         rounded_formats(odd, "int4")

@@ -1,4 +1,4 @@
-"""config.json in both spellings becomes a ModelSpec, and what is wrong is named."""
+"""config.json: both spellings become a ModelSpec, and errors are named."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def spec_of(tmp_path):
     return read
 
 
-def test_old_and_new_spelling_mean_the_same():
+def test_old_and_new_spellings_are_equivalent():
     old = read_spec(FIXTURES / "goldens/llama31")
     assert old.rope == RopeSpec(
         type="llama3",
@@ -42,7 +42,7 @@ def test_old_and_new_spelling_mean_the_same():
     assert (old.tie_word_embeddings, new.tie_word_embeddings) == (False, True)
 
 
-def test_what_config_json_may_leave_out(spec_of):
+def test_optional_config_fields_have_defaults(spec_of):
     spec = spec_of(
         without=("num_key_value_heads", "head_dim", "torch_dtype", "rope_theta", "rms_norm_eps")
     )
@@ -51,7 +51,7 @@ def test_what_config_json_may_leave_out(spec_of):
     assert spec.dtype == "float32" and spec.rope == RopeSpec() and spec.rms_norm_eps == 1e-6
 
 
-def test_rope_types(spec_of):
+def test_rope_types_are_read(spec_of):
     assert spec_of(rope_scaling={"type": "linear", "factor": 2}).rope == RopeSpec(
         type="linear", factor=2.0
     )
@@ -73,7 +73,7 @@ def test_rope_types(spec_of):
         )
 
 
-def test_end_tokens_come_from_both_files(spec_of):
+def test_eos_tokens_come_from_both_files(spec_of):
     assert spec_of().eos_token_ids == (2,)
     assert spec_of(eos_token_id=[5, 6]).eos_token_ids == (5, 6)
     assert spec_of(eos_token_id=None).eos_token_ids == ()
@@ -94,7 +94,7 @@ def test_end_tokens_come_from_both_files(spec_of):
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not supported"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(spec_of, changes, message):
+def test_unsupported_features_are_rejected_by_name(spec_of, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         spec_of(**changes)
 
@@ -142,15 +142,15 @@ def test_what_is_not_supported_is_refused_by_name(spec_of, changes, message):
         ({"architectures": {"a": 1}}, "architectures must be a list of one name"),
     ],
 )
-def test_a_wrong_field_is_named(spec_of, changes, message):
+def test_wrong_field_is_named(spec_of, changes, message):
     with pytest.raises(ModelError, match=message) as caught:
         spec_of(**changes)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_file_that_is_none_is_not_read(spec_of, tmp_path, name):
-    """Too large, too deep, a number of a hundred thousand digits, a pipe, a loop of links."""
+def test_unreadable_config_file_is_rejected(spec_of, tmp_path, name):
+    """Covers size, depth, a number of a hundred thousand digits, a pipe, and a link loop."""
     spec_of({})
     file = tmp_path / name
     good = file.read_text()
@@ -163,7 +163,7 @@ def test_a_file_that_is_none_is_not_read(spec_of, tmp_path, name):
         file.write_text(text)
         refused(name.replace(".", r"\."))
     with file.open("wb") as stream:
-        stream.truncate(2**40)  # a hole: no disk is needed
+        stream.truncate(2**40)  # a sparse file, which takes no disk space
     refused("has 1099511627776 bytes; at most")
     file.unlink()
     os.mkfifo(file)
@@ -176,7 +176,7 @@ def test_a_file_that_is_none_is_not_read(spec_of, tmp_path, name):
     read_spec(tmp_path)
 
 
-def test_a_folder_that_is_no_model(tmp_path):
+def test_folder_without_a_model_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json: it is not a model folder"):
         read_spec(tmp_path)
     for text in ("{", "[]", "[" * 100_000, "\xff"):
@@ -185,7 +185,7 @@ def test_a_folder_that_is_no_model(tmp_path):
             read_spec(tmp_path)
 
 
-def test_the_dtype_is_the_checkpoints_unless_asked(spec_of):
+def test_dtype_is_the_checkpoints_unless_given(spec_of):
     spec = spec_of(torch_dtype="bfloat16")
     assert build_model(spec).dtype == "bfloat16"
     assert build_model(spec, "float32").dtype == "float32"

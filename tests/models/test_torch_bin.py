@@ -1,4 +1,4 @@
-"""PyTorch's .bin files are read without torch, and no opcode in them is ever carried out."""
+"""PyTorch .bin files: read without torch, and without executing any opcode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tensors(goldens):
 
 @pytest.fixture
 def bin_of(tmp_path):
-    """Writes an archive of one pickle and one storage of six floats."""
+    """Return a function that writes an archive of one pickle and one storage of six floats."""
 
     def write(pickle: bytes, **options):
         path = tmp_path / "pytorch_model.bin"
@@ -71,10 +71,10 @@ def leaves_of(folder):
     return load_weights(model, folder, progress=False)
 
 
-# What is read
+# Supported content
 
 
-def test_a_folder_of_bin_files_gives_the_same_leaves(model_folder, goldens, tensors, figure):
+def test_bin_files_give_the_same_leaves(model_folder, goldens, tensors, figure):
     writer.save(model_folder / "pytorch_model.bin", tensors)
     for ours, theirs in zip(leaves_of(model_folder), leaves_of(goldens / "llama2"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -93,35 +93,34 @@ def test_shards_are_found_through_the_index(model_folder, goldens, tensors):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_safetensors_come_first(model_folder, goldens):
+def test_safetensors_take_precedence(model_folder, goldens):
     (model_folder / "pytorch_model.bin").write_bytes(b"not even looked at")
     shutil.copyfile(goldens / "llama2" / "model.safetensors", model_folder / "model.safetensors")
     assert {t.file.name for t in open_checkpoint(model_folder).values()} == {"model.safetensors"}
 
 
-def test_no_torch_is_imported(model_folder, tensors):
+def test_torch_is_not_imported(model_folder, tensors):
     writer.save(model_folder / "pytorch_model.bin", tensors)
     open_checkpoint(model_folder)
     assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("dtype", writer.STORAGES, ids=str)
-def test_every_storage_type(tmp_path, dtype):
+def test_every_storage_type_is_read(tmp_path, dtype):
     array = np.arange(6).reshape(2, 3).astype(dtype)
     read = read_bin(writer.save(tmp_path / "x.bin", {"x": array, "y": array}))
     np.testing.assert_array_equal(read["x"].read(), array)
     assert read["y"].read().dtype == dtype
 
 
-def test_types_without_a_storage_of_their_own(tmp_path):
+def test_types_without_their_own_storage_are_read(tmp_path):
     array = np.arange(6).astype(ml_dtypes.float8_e4m3fn).reshape(2, 3)
     pickle = program({"x": writer.tensor_v3("0", 6, (2, 3), (3, 1), "float8_e4m3fn")})
     read = read_bin(write_archive(tmp_path / "x.bin", pickle, {"0": array.tobytes()}))
     np.testing.assert_array_equal(read["x"].read(), array)
 
 
-def test_a_file_that_torch_made(goldens):
-    """`fixtures/torch/make.py` says what is in it."""
+def test_file_written_by_torch_is_read(goldens):
     read = read_bin(goldens.parent / "torch" / "pytorch_model.bin")
     stored = read_header(goldens / "llama2" / "model.safetensors")
     layer = {name: t.read() for name, t in stored.items() if name.startswith("model.layers.0.")}
@@ -144,7 +143,7 @@ def test_a_file_that_torch_made(goldens):
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2, ml_dtypes.bfloat16, np.float16], ids=str)
-def test_views_of_types_that_numpy_does_not_know(tmp_path, dtype):
+def test_views_of_types_unknown_to_numpy_are_read(tmp_path, dtype):
     array = np.arange(6).astype(dtype)
     kind = {"bfloat16": "bfloat16", "float16": "float16"}.get(array.dtype.name, "float8_e5m2")
     view = writer.tensor_v3("0", array.nbytes, (3, 2), (1, 3), kind)
@@ -152,7 +151,7 @@ def test_views_of_types_that_numpy_does_not_know(tmp_path, dtype):
     np.testing.assert_array_equal(read["x"].read(), array.reshape(2, 3).T)
 
 
-def test_a_parameter_with_attributes_of_its_own(bin_of):
+def test_parameter_with_attributes_is_read(bin_of):
     begin, _, arguments = writer.parameter(tensor(ONE, 0, (6,), (1,))).partition(b"\n_rebuild_")
     arguments = arguments.removeprefix(b"parameter").removesuffix(TUPLE + REDUCE)
     state = b"}" + string("tag") + integer(1) + b"s"
@@ -160,7 +159,7 @@ def test_a_parameter_with_attributes_of_its_own(bin_of):
     np.testing.assert_array_equal(read_bin(bin_of(program({"x": value})))["x"].read(), SIX)
 
 
-def test_views_of_one_storage(bin_of):
+def test_views_may_share_a_storage(bin_of):
     pickle = program(
         {
             "transposed": tensor(ONE, 0, (3, 2), (1, 3)),
@@ -179,12 +178,12 @@ def test_views_of_one_storage(bin_of):
         read["odd"][0] = 1
 
 
-def test_values_that_are_no_tensors_are_ignored(bin_of):
+def test_values_that_are_not_tensors_are_ignored(bin_of):
     items = {"x": tensor(ONE, 0, (6,), (1,)), "step": integer(2**40), "lr": b"G" + bytes(8)}
     assert list(read_bin(bin_of(program(items, ordered=False)))) == ["x"]
 
 
-def test_the_memo(bin_of):
+def test_pickle_memo_is_supported(bin_of):
     pickle = (
         PROTO + b"}" + MARK + string("a") + ONE + b"q\x05" + b""
         + string("b") + b"h\x05" + b"u" + STOP
@@ -192,7 +191,7 @@ def test_the_memo(bin_of):
     assert read_bin(bin_of(pickle)) == {}  # storages alone are no tensors
 
 
-def test_an_engine_runs_on_a_folder_of_bin_files(tmp_path, stories):
+def test_engine_runs_on_a_folder_of_bin_files(tmp_path, stories):
     stored = read_header(stories / "model.safetensors")
     arrays = {name: np.array(found.read()) for name, found in stored.items()}
     writer.save(tmp_path / "pytorch_model.bin", arrays)
@@ -207,7 +206,7 @@ def test_an_engine_runs_on_a_folder_of_bin_files(tmp_path, stories):
     assert output.text == ", there was a little girl"
 
 
-# What is refused. Every program would create the file `touched`, or worse, if it were run.
+# Rejected content. If executed, every program would create the file `touched`, or do worse.
 
 
 def attack(module: str, name: str, argument: bytes) -> bytes:
@@ -276,7 +275,7 @@ def attacks(touched) -> dict[str, tuple[bytes, str]]:
 
 
 @pytest.mark.parametrize("name", attacks(""))
-def test_a_program_is_refused_and_not_run(bin_of, tmp_path, name):
+def test_pickle_program_is_rejected_and_not_run(bin_of, tmp_path, name):
     touched = tmp_path / "touched"
     value, message = attacks(touched)[name]
     with pytest.raises(CheckpointError) as caught:
@@ -285,8 +284,8 @@ def test_a_program_is_refused_and_not_run(bin_of, tmp_path, name):
     assert not touched.exists()
 
 
-def test_the_attacks_work_on_a_reader_that_runs_them(tmp_path):
-    """Else the test above could not fail."""
+def test_attacks_work_on_an_unsafe_reader(tmp_path):
+    """The test above must be able to fail."""
     import pickle
 
     touched = tmp_path / "touched"
@@ -320,7 +319,7 @@ def test_the_attacks_work_on_a_reader_that_runs_them(tmp_path):
         (tensor(storage("FloatStorage", "0", 2**70), 0, (6,), (1,)), "has 24 bytes, not 11805"),
     ],
 )
-def test_a_tensor_outside_its_storage_is_refused(bin_of, value, message):
+def test_tensor_outside_its_storage_is_rejected(bin_of, value, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         read_bin(bin_of(program({"layer.weight": value})))
     if "storage '9'" not in message and "bytes, not" not in message:
@@ -355,7 +354,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.quick_cases(6)
-def test_a_bomb_ends_soon(bin_of, name):
+def test_pickle_bomb_fails_soon(bin_of, name):
     path = bin_of(BOMBS[name])
     begin = time.thread_time()
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
@@ -363,7 +362,7 @@ def test_a_bomb_ends_soon(bin_of, name):
     assert time.thread_time() - begin < 10  # seconds of one core; 1 on an idle machine
 
 
-def test_bombs_take_little_memory(bin_of):
+def test_pickle_bombs_take_little_memory(bin_of):
     for name in ("values", "laughs", "a string", "a distant memo"):
         path = bin_of(BOMBS[name])
         tracemalloc.start()
@@ -384,7 +383,7 @@ def refused(path, message):
     assert str(path) in str(caught.value)
 
 
-def test_the_legacy_format_says_what_to_do(tmp_path):
+def test_legacy_format_error_names_the_remedy(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")
     refused(path, r"format of torch before 1\.6.*convert it to safetensors")
@@ -394,20 +393,20 @@ def test_the_legacy_format_says_what_to_do(tmp_path):
     refused(path, "not a zip archive")
 
 
-def test_compressed_entries_are_refused(bin_of):
+def test_compressed_entries_are_rejected(bin_of):
     path = bin_of(program({}) + bytes(10**6), compression=zipfile.ZIP_DEFLATED)
     refused(path, "compressed.*convert")
 
 
-def test_a_big_endian_file_is_refused(bin_of):
+def test_big_endian_file_is_rejected(bin_of):
     refused(bin_of(program({}), order=b"big"), "not little-endian")
 
 
-def test_a_file_without_byte_order_is_little_endian(bin_of):
+def test_file_without_byte_order_is_little_endian(bin_of):
     assert read_bin(bin_of(program({}), order=None)) == {}
 
 
-def test_an_archive_without_one_pickle_is_refused(tmp_path):
+def test_archive_without_one_pickle_is_rejected(tmp_path):
     for names in ([], ["a/data.pkl", "b/data.pkl"], ["data.pkl"], ["a/b/data.pkl"]):
         with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
             archive.writestr("archive/version", b"3")
@@ -416,7 +415,7 @@ def test_an_archive_without_one_pickle_is_refused(tmp_path):
         refused(tmp_path / "x.bin", "torch.save did not write it")
 
 
-def test_an_entry_that_appears_twice_is_refused(tmp_path):
+def test_duplicate_entry_is_rejected(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
         archive.writestr("archive/data.pkl", program({}))
         archive.writestr("archive/data.pkX", program({}))
@@ -431,8 +430,8 @@ def patched(path, at: int, form: str, value: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_broken_directory_is_refused(bin_of):
-    """Fields of the first entry and of the end record, one after the other."""
+def test_broken_directory_is_rejected(bin_of):
+    """Covers fields of the first entry and of the end record, one after the other."""
     good = bin_of(program({})).read_bytes()
     entry, end = good.index(b"PK\x01\x02"), good.index(b"PK\x05\x06")
     for at, form, value, message in [
@@ -455,8 +454,8 @@ def test_a_broken_directory_is_refused(bin_of):
         refused(path, message)
 
 
-def test_entries_that_overlap_are_refused(tmp_path):
-    """One entry within another, as in a zip bomb: its header lies in the other's data."""
+def test_overlapping_entries_are_rejected(tmp_path):
+    """An entry is inside another one, as in a zip bomb: its header is in the other's data."""
     name = b"archive/data/1"
     inner = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 0, 0, 4, 4, len(name), 0) + name
     path = write_archive(tmp_path / "x.bin", program({}), {"0": inner + b"1234", "1": b"1234"})
@@ -468,7 +467,7 @@ def test_entries_that_overlap_are_refused(tmp_path):
     refused(path, "archive/data/0' and 'archive/data/1' overlap")
 
 
-def test_sizes_of_64_bits_are_understood(tmp_path):
+def test_64_bit_sizes_are_read(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
         with archive.open("archive/data.pkl", "w", force_zip64=True) as entry:
             entry.write(program({"x": tensor(ONE, 0, (6,), (1,))}))
@@ -478,9 +477,9 @@ def test_sizes_of_64_bits_are_understood(tmp_path):
 
 
 def as_zip64(path, *, huge: bool) -> None:
-    """Adds the 64-bit end record and its locator, which torch writes into every file.
+    """Add the 64-bit end record and its locator, which torch writes into every file.
 
-    huge: the 32-bit record beside them says nothing, as in a file beyond 4 GiB.
+    huge: The 32-bit record has no values, as in a file beyond 4 GiB.
     """
     data = path.read_bytes()
     end = data.index(b"PK\x05\x06")
@@ -492,7 +491,7 @@ def as_zip64(path, *, huge: bool) -> None:
 
 
 @pytest.mark.parametrize("huge", [True, False])
-def test_a_directory_of_64_bits_is_understood(bin_of, huge):
+def test_64_bit_directory_is_read(bin_of, huge):
     path = bin_of(program({"x": tensor(ONE, 0, (6,), (1,))}))
     as_zip64(path, huge=huge)
     np.testing.assert_array_equal(read_bin(path)["x"].read(), SIX)
@@ -502,15 +501,15 @@ def test_a_directory_of_64_bits_is_understood(bin_of, huge):
 
 
 @pytest.mark.parametrize(("at", "form"), [(8, "<H"), (10, "<H"), (12, "<I"), (16, "<I")])
-def test_two_directories_that_contradict_each_other_are_refused(bin_of, at, form):
+def test_contradicting_directories_are_rejected(bin_of, at, form):
     path = bin_of(program({}))
     as_zip64(path, huge=False)
     patched(path, path.read_bytes().index(b"PK\x05\x06") + at, form, 1)
     refused(path, "two directories contradict each other")
 
 
-def test_checksums_are_not_looked_at(bin_of):
-    """Nor does torch, which can be told to write none."""
+def test_checksums_are_ignored(bin_of):
+    """They are ignored by torch, too, which can be configured to write none."""
     path = bin_of(program({"x": tensor(ONE, 0, (6,), (1,))}))
     data = path.read_bytes()
     at = data.index(b"PK\x01\x02")
@@ -520,7 +519,7 @@ def test_checksums_are_not_looked_at(bin_of):
     np.testing.assert_array_equal(read_bin(path)["x"].read(), SIX)
 
 
-def test_a_pipe_and_a_loop_of_links_are_refused(tmp_path):
+def test_pipes_and_link_loops_are_rejected(tmp_path):
     os.mkfifo(tmp_path / "pytorch_model.bin")
     refused(tmp_path / "pytorch_model.bin", "not an ordinary file")
     (tmp_path / "a").symlink_to(tmp_path / "b")
@@ -528,8 +527,8 @@ def test_a_pipe_and_a_loop_of_links_are_refused(tmp_path):
     refused(tmp_path / "a", "cannot be read")
 
 
-def test_truncation_and_flipped_bytes(bin_of):
-    """Of every byte before and behind the data: an error, or the same tensors."""
+def test_truncation_and_flipped_bytes_are_detected_or_harmless(bin_of):
+    """Covers every byte before and after the data: an error, or the same tensors."""
     path = bin_of(program({"x": tensor(ONE, 0, (2, 3), (3, 1)), "y": tensor(ONE, 1, (5,), (1,))}))
     good = path.read_bytes()
     expected = describe(read_bin(path))
@@ -545,7 +544,7 @@ def test_truncation_and_flipped_bytes(bin_of):
         path.write_bytes(data)
         outcomes[outcome(path, expected)] += 1
     assert outcomes["refused"] > 0.5 * len(good) and outcomes["same"] > 0
-    # A name, a shape and an offset have no check of their own in this format: the model's do.
+    # A name, a shape and an offset have no check in this format; the model checks them.
     assert outcomes["other"] < 0.05 * len(good)
 
 
@@ -560,5 +559,5 @@ def outcome(path, expected) -> str:
         return "refused"
 
 
-def test_the_limits_are_above_what_large_models_need():
+def test_limits_exceed_the_needs_of_large_models():
     assert torch_bin.MAX_OPCODES / 40 > 50_000

@@ -1,4 +1,4 @@
-"""Weights of every type behind one `matmul`, and the decoder that a model is built of."""
+"""The weight types behind one `matmul`, and the choice of a model's decoder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +25,13 @@ RESIDUAL = jnp.asarray(RNG.standard_normal((3, 6)), jnp.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"swiglu": True}, {"residual": RESIDUAL}])
-def test_a_mixed_matrix_multiplies_as_the_whole(options):
+def test_mixed_matrix_multiplies_like_the_whole(options):
     pieces = MixedMatrix((PlainWeight(W[:2]), PlainWeight(W[2:3]), PlainWeight(W[3:])))
     want = PlainWeight(W).matmul(X, **options)
     np.testing.assert_allclose(pieces.matmul(X, **options), want, atol=1e-6)
 
 
-def test_an_ordered_weight_takes_columns_of_x_in_its_order():
+def test_ordered_weight_takes_columns_of_x_in_its_order():
     order = jnp.asarray(RNG.permutation(8), jnp.int32)
     ordered = OrderedWeight(PlainWeight(W[:, order]), order)
     want = PlainWeight(W).matmul(X, residual=RESIDUAL)
@@ -40,7 +40,7 @@ def test_an_ordered_weight_takes_columns_of_x_in_its_order():
         ordered.matmul(X, norm=(jnp.ones(8), 1e-5))
 
 
-def test_mixed_matrices_are_refused_where_rows_or_experts_are_wanted():
+def test_mixed_matrices_reject_row_and_expert_access():
     mixed = MixedMatrix((PlainWeight(W),))
     with pytest.raises(TypeError, match="an embedding must not be a MixedMatrix"):
         embed(mixed, jnp.zeros(2, jnp.int32))
@@ -60,7 +60,7 @@ def test_mixed_matrices_are_refused_where_rows_or_experts_are_wanted():
 )
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
 def test_every_matrix_of_a_model_is_a_weight_of_its_leaves(name, formats):
-    """Leaves that are no matrix's are norms and biases; converted folders name leaves so."""
+    """All other leaves are norms and biases; converted folders name leaves this way."""
     model = build_model(read_spec(GOLDENS / name), "bfloat16", formats)
     used = []
     for leaf, matrix in model.pieces.items():
@@ -74,13 +74,13 @@ def test_every_matrix_of_a_model_is_a_weight_of_its_leaves(name, formats):
 
 
 class Halved(Decoder):
-    """Another mathematics: all logits are halved."""
+    """A decoder with other mathematics: all logits are halved."""
 
     def logits(self, hidden, num_rows=None):
         return super().logits(hidden, num_rows) / 2
 
 
-def test_a_model_is_built_of_the_decoder_that_its_architecture_names(monkeypatch):
+def test_model_is_built_from_its_architectures_decoder(monkeypatch):
     llama = ARCHITECTURES["LlamaForCausalLM"]
     spec = read_spec(GOLDENS / "llama2")
     plain = build_model(spec)

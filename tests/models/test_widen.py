@@ -59,10 +59,10 @@ def test_key_value_heads_are_repeated_for_smaller_groups(tmp_path, tokens):
     [
         "model.layers.0.self_attn.o_proj.weight",  # of a layer of the source
         "model.layers.6.mlp.down_proj.weight",  # of an added one
-        "model.norm.weight",  # of channels that nothing may read
+        "model.norm.weight",  # channels that must not be read
     ],
 )
-def test_a_wrong_weight_shows_in_the_logits(wide, tokens, name):
+def test_wrong_weight_changes_the_logits(wide, tokens, name):
     config, weights = read(wide)
     logits = forward(config, weights, tokens)
     changed = weights | {name: weights[name] + jnp.bfloat16(0.1)}
@@ -100,7 +100,7 @@ def test_sizes_that_do_not_fit_are_named(sizes, field):
         check(config, Shape(**vars(GROUPED) | sizes))
 
 
-def test_too_few_key_value_heads_are_refused():
+def test_too_few_key_value_heads_are_rejected():
     config, _ = read(resolve(BUNDLED))
     # Three groups of three become groups of two, so each takes two key-value heads.
     config |= {"num_key_value_heads": 3, "num_attention_heads": 9}
@@ -109,7 +109,7 @@ def test_too_few_key_value_heads_are_refused():
         check(config, shape)
 
 
-def test_command_says_why_a_model_cannot_be_widened(tmp_path, capsys):
+def test_command_reports_why_a_model_cannot_be_widened(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     arguments = ["--shape", "68M", "--source", str(tmp_path), "--output", str(tmp_path / "wide")]
     assert main(arguments) == 1

@@ -1,5 +1,7 @@
-"""Writes what `torch.save` writes, opcode by opcode: torch is no dependency, and would not write
-the files that a reader must refuse."""
+"""A writer of `torch.save` files, opcode by opcode.
+
+torch is no dependency, and would not write the files that a reader must reject.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def integers(values) -> bytes:
 
 
 def storage(kind: str, key: str, count: int) -> bytes:
-    """The persistent id of a storage; `kind` is "FloatStorage" or the like."""
+    """Return the persistent id of a storage; `kind` is "FloatStorage" or similar."""
     return (
         MARK + string("storage") + f"ctorch\n{kind}\n".encode() + string(key) + string("cpu")
         + integer(count) + TUPLE + PERSISTENT
@@ -78,7 +80,7 @@ def parameter(tensor: bytes) -> bytes:
 
 
 def program(items: dict[str, bytes], *, ordered: bool = True) -> bytes:
-    """The pickle of a state dict, with `_metadata` as modules have it."""
+    """Return the pickle of a state dict, with `_metadata` as modules have it."""
     begin = ORDERED_DICT if ordered else b"}"
     pairs = b"".join(string(name) + value for name, value in items.items())
     metadata = b"}" + string("_metadata") + b"}" + b"s" if ordered else b""
@@ -87,7 +89,7 @@ def program(items: dict[str, bytes], *, ordered: bool = True) -> bytes:
 
 
 def strides_of(shape) -> list[int]:
-    """Of a row-major tensor, in elements."""
+    """Return the strides of a row-major tensor, in elements."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -113,7 +115,7 @@ def write_archive(
 
 
 def save(path: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """As `torch.save(model.state_dict(), path)`, with a parameter among the tensors."""
+    """Write like `torch.save(model.state_dict(), path)`, with a parameter among the tensors."""
     items, storages = {}, {}
     for i, (name, array) in enumerate(tensors.items()):
         storages[str(i)] = array.tobytes()

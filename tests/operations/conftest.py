@@ -1,4 +1,4 @@
-"""A server that has answered one request, and what it says of itself."""
+"""Fixtures: a server that has answered one request, and its metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from forge_serve.server.service import Service
 class Exposition:
     """The text of /metrics."""
 
-    before: str  # as it was before the request
+    before: str  # the text before the request
     text: str
     model: str
 
@@ -32,7 +32,7 @@ class Exposition:
 
     @property
     def labels(self) -> dict[str, dict[str, set[str]]]:
-        """The labels of each series, by its name as it stands in the text, and their values."""
+        """Return the label values of each series, by its name in the text."""
         found: dict[str, dict[str, set[str]]] = {}
         for family in self.families.values():
             for sample in family.samples:
@@ -50,7 +50,7 @@ def after_one_request() -> Exposition:
 
 
 async def _exposition() -> Exposition:
-    # With speculation: its series are there only then.
+    # Speculation is on, because otherwise its series are missing.
     config = EngineConfig(speculation=SpeculationConfig(speculation="suffix"))
     service = Service(ServerConfig())
     service.engine = Engine.fake(max_model_len=1024, config=config)

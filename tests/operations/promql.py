@@ -1,6 +1,6 @@
-"""What a PromQL query reads: its series, and the labels that it filters or groups them by.
+"""A parser of the series and labels that a PromQL query reads.
 
-It knows as much of the language as dashboards and alerts need, and refuses what it cannot place.
+It supports only the constructs of our dashboards and alerts, and rejects all others.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ _KEYWORDS = frozenset(
 
 
 class Read(NamedTuple):
-    """One series that a query reads, and the labels it must have."""
+    """One series that a query reads, and its required labels."""
 
     series: str
     labels: frozenset[str]
 
 
 def reads(query: str) -> set[Read]:
-    """The series of a query, each with the labels of its own braces, and with those by which the
-    whole query groups.
+    """Return the series of a query, with the labels of their matchers and of the grouping.
 
     Raises:
-      ValueError: there is something in braces that is no matcher, or no series.
+      ValueError: Braces contain something other than matchers, or there is no series.
     """
     text = _NUMBER.sub("0", _RANGE.sub("", _STRING.sub('""', query)))
     grouped = {
@@ -65,7 +64,7 @@ def reads(query: str) -> set[Read]:
 
 
 def label_values(definition: str) -> set[Read]:
-    """The same of Grafana's `label_values(series, label)` and `label_values(label)`."""
+    """Return the same for Grafana's `label_values(series, label)` and `label_values(label)`."""
     match = re.fullmatch(r"label_values\(\s*(?:(.*\S)\s*,)?\s*(\w+)\s*\)", definition.strip())
     if match is None:
         raise ValueError(f"no label_values: {definition}")

@@ -1,7 +1,7 @@
-"""What lies in deploy/ fits the server: its flags, its paths, its port and its metrics.
+"""The files in deploy/: they match the server's flags, paths, port and metrics.
 
-None of Docker, Kubernetes, Grafana and Prometheus is needed for it. That the files are what those
-programs take has been tried with them: docs/operations.md says how.
+These tests need neither Docker, Kubernetes, Grafana nor Prometheus. docs/operations.md describes
+how the files were tried with those programs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ALERTS = [
     for group in yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-# What Prometheus makes of a target; those of Kubernetes by deploy/prometheus/kubernetes.yml.
+# Labels that Prometheus adds to a target; Kubernetes' come from deploy/prometheus/kubernetes.yml.
 OF_THE_TARGET = {"job", "instance", "namespace", "pod", "service"}
 OF_PROMETHEUS = {"up"}
-# Asked by machines, again and again, whether anybody wants an answer or not.
+# Requested periodically by machines, independent of clients.
 PROBES_AND_SCRAPES = {"/health", "/healthz", "/ping", "/forge/v1/health", "/metrics"}
 KUBERNETES = {
     part["kind"]: part
@@ -66,7 +66,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 
 
 def options(command: list[str]) -> dict[str, Any]:
-    """The values of a command line's flags; it must be one that forge-jax takes."""
+    """Return the values of a command line's flags; forge-jax must accept it."""
     assert Path(command[0]).name == "forge-jax"
     found = vars(make_parser().parse_args(command[1:]))
     if MODEL_ARGUMENT in found:
@@ -104,27 +104,27 @@ def check_query(after_one_request: Any, query: str) -> None:
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_a_panel_queries_what_there_is(after_one_request, panel):
+def test_dashboard_panel_queries_existing_series(after_one_request, panel):
     assert panel["targets"]
     for target in panel["targets"]:
         check_query(after_one_request, target["expr"])
 
 
-def test_the_dashboards_variables_are_labels_that_there_are(after_one_request):
+def test_dashboard_variables_are_existing_labels(after_one_request):
     for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             for series, labels in label_values(variable["definition"]):
                 assert labels - OF_THE_TARGET <= set(after_one_request.labels[series])
 
 
-def test_the_dashboard_shows_what_only_this_server_has(after_one_request):
+def test_dashboard_shows_every_series_of_its_own(after_one_request):
     own = {name for name in after_one_request.families if name.startswith("forge:")}
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
     shown = {series for query in queries for series, _ in reads(query)}
     assert own <= {re.sub(r"_(total|sum|count|bucket)$", "", name) for name in shown} | shown
 
 
-def test_the_panels_stand_beside_each_other():
+def test_dashboard_panels_do_not_overlap():
     taken: dict[tuple[int, int], str] = {}
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
@@ -137,7 +137,7 @@ def test_the_panels_stand_beside_each_other():
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_an_alert_looks_at_what_there_is_and_is_explained(after_one_request, rule):
+def test_alert_uses_existing_series_and_is_documented(after_one_request, rule):
     check_query(after_one_request, rule["expr"])
     assert rule["labels"]["severity"] in ("page", "ticket")
     assert f"| `{rule['alert']}` |" in (ROOT / "docs/operations.md").read_text()
@@ -145,13 +145,13 @@ def test_an_alert_looks_at_what_there_is_and_is_explained(after_one_request, rul
     assert of_the_alert <= OF_THE_TARGET | {"model_name"}
 
 
-def test_an_alert_for_each_state_in_which_nothing_is_answered(after_one_request):
+def test_alert_covers_each_state_that_serves_nothing(after_one_request):
     (rule,) = (rule for rule in ALERTS if rule["alert"] == "ServerNotServing")
     states = set(re.search(r'state=~"([a-z|]+)"', rule["expr"])[1].split("|"))
     assert states < after_one_request.labels["forge:server_state"]["state"]
 
 
-def test_probes_and_scrapes_are_nobodys_answers():
+def test_probes_and_scrapes_are_excluded_from_queries():
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
     queries += [rule["expr"] for rule in ALERTS]
     selectors = re.findall(r"http_requests_total(\{[^}]*\}|)", "".join(queries))
@@ -162,7 +162,7 @@ def test_probes_and_scrapes_are_nobodys_answers():
 
 
 @pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
-def test_prometheus_scrapes_the_server_and_has_the_rules(name):
+def test_prometheus_scrapes_the_server_and_loads_the_rules(name):
     config = yaml.safe_load((DEPLOY / "prometheus" / name).read_text())
     assert [(DEPLOY / "prometheus" / rules).is_file() for rules in config["rule_files"]] == [True]
     (job,) = config["scrape_configs"]
@@ -170,7 +170,7 @@ def test_prometheus_scrapes_the_server_and_has_the_rules(name):
     assert "metrics_path" not in job and "/metrics" in routes()
 
 
-def test_prometheus_finds_the_labels_of_kubernetes_that_vllms_dashboards_filter_by():
+def test_prometheus_adds_the_kubernetes_labels_of_vllm_dashboards():
     config = yaml.safe_load((DEPLOY / "prometheus/kubernetes.yml").read_text())
     rules = config["scrape_configs"][0]["relabel_configs"]
     targets = {rule["target_label"] for rule in rules if "target_label" in rule}
@@ -184,14 +184,14 @@ def test_prometheus_finds_the_labels_of_kubernetes_that_vllms_dashboards_filter_
     "command",
     ["check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml"],
 )
-def test_prometheus_takes_its_files_and_the_alerts_do_what_they_should(command):
+def test_prometheus_accepts_its_files_and_the_alerts_fire(command):
     subprocess.run(["promtool", *command.split()], check=True, cwd=DEPLOY / "prometheus")
 
 
 # ---- Docker --------------------------------------------------------------------------------------
 
 
-def test_what_the_image_copies_is_there_and_not_left_out():
+def test_files_that_the_image_copies_exist_and_are_not_ignored():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for line in dockerfile("COPY"):
         if "--from" in line:
@@ -205,7 +205,7 @@ def test_what_the_image_copies_is_there_and_not_left_out():
             assert not left_out, f"{source} is in .dockerignore"
 
 
-def test_the_image_has_the_packages_that_the_wheel_is_made_of():
+def test_image_has_the_packages_of_the_wheel():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     copied = {word for line in dockerfile("COPY") for word in line.split()}
     for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
@@ -219,21 +219,21 @@ def test_the_image_has_the_packages_that_the_wheel_is_made_of():
     assert "otel" in extras and '".[otel' in DOCKERFILE
 
 
-def test_the_image_runs_a_command_that_there_is_on_the_port_that_it_exposes():
+def test_image_runs_an_existing_command_on_its_exposed_port():
     (model,) = json.loads(dockerfile("CMD")[-1])
     found = options([*entrypoint(), model])
     assert (found["command"], found["model"], found["host"]) == ("serve", "forge-tiny", "0.0.0.0")
     assert dockerfile("EXPOSE") == [str(found["port"])]
 
 
-def test_the_images_health_check_asks_for_health():
+def test_image_health_check_requests_health():
     (check,) = re.findall(r"HEALTHCHECK .*?CMD +(\[.*\])", DOCKERFILE)
     url = re.search(r"http://127\.0\.0\.1:(\d+)(/\w+)", json.loads(check)[-1])
     assert (int(url[1]), url[2] in HEALTH_PATHS) == (ServerConfig.port, True)
 
 
 @pytest.mark.parametrize("serves", [True, False], ids=["serving", "still starting"])
-async def test_the_images_health_check_tells_whether_it_serves(serves):
+async def test_image_health_check_reports_whether_it_serves(serves):
     (check,) = re.findall(r"HEALTHCHECK .*?CMD +(\[.*\])", DOCKERFILE)
     service = Service(ServerConfig())
     if serves:
@@ -256,7 +256,7 @@ async def test_the_images_health_check_tells_whether_it_serves(serves):
     assert serves or b"503" in said
 
 
-def test_what_compose_mounts_is_there():
+def test_files_that_compose_mounts_exist():
     for name, service in COMPOSE["services"].items():
         for mount in service.get("volumes", ()):
             source = mount.split(":")[0]
@@ -268,7 +268,7 @@ def test_what_compose_mounts_is_there():
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
 
 
-def test_compose_gives_each_program_the_address_of_the_next():
+def test_compose_connects_the_programs():
     port = ServerConfig.port
     assert COMPOSE["services"]["forge-jax"]["ports"] == [f"127.0.0.1:{port}:{port}"]
     prometheus = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
@@ -279,11 +279,11 @@ def test_compose_gives_each_program_the_address_of_the_next():
     assert source["url"] == "http://prometheus:9090" and "prometheus" in COMPOSE["services"]
 
 
-def test_compose_with_cuda_adds_the_extra_and_the_gpus_to_the_same_server():
+def test_compose_with_cuda_adds_the_extra_and_the_gpus():
     (name,) = CUDA["services"]
     assert name in COMPOSE["services"] and CUDA.keys() == {"services"}
     service = CUDA["services"][name]
-    # `-f` twice merges mappings: what is not here stays as in compose.yaml.
+    # `-f` twice merges mappings, so missing keys keep their values from compose.yaml.
     assert service.keys() == {"image", "build", "deploy"} and service.keys() - {"build"} <= (
         service.keys() - COMPOSE["services"][name].keys()
     )
@@ -298,7 +298,7 @@ def test_compose_with_cuda_adds_the_extra_and_the_gpus_to_the_same_server():
         assert f"-f deploy/{file}" in (DEPLOY / "compose.cuda.yaml").read_text()
 
 
-def test_grafana_is_given_the_dashboard_where_it_looks_for_it():
+def test_grafana_finds_the_dashboard():
     mounts = dict(m.split(":")[:2] for m in COMPOSE["services"]["grafana"]["volumes"])
     providers = DEPLOY / "grafana/provisioning/dashboards/forge-jax.yml"
     (provider,) = yaml.safe_load(providers.read_text())["providers"]
@@ -321,7 +321,7 @@ def test_each_way_to_stop_leaves_time_to_drain():
 # ---- Kubernetes ----------------------------------------------------------------------------------
 
 
-def test_the_pods_command_is_one_that_there_is():
+def test_pod_runs_an_existing_command():
     found = options([*entrypoint(), *CONTAINER["args"]])
     (port,) = CONTAINER["ports"]
     assert found["port"] == port["containerPort"] and found["engine_process"]
@@ -330,13 +330,13 @@ def test_the_pods_command_is_one_that_there_is():
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_a_probe_asks_what_is_open_and_says_whether_requests_are_taken(probe):
+def test_probes_use_open_paths_and_report_readiness(probe):
     asked = CONTAINER[probe]["httpGet"]
     assert asked["path"] in HEALTH_PATHS & routes()
     assert asked["port"] in [port["name"] for port in CONTAINER["ports"]]
 
 
-def test_a_pod_is_killed_later_than_it_is_left_out_and_than_the_server_calls_itself_stalled():
+def test_pod_is_killed_later_than_it_is_unready_or_stalled():
     def seconds(probe: str) -> float:
         return CONTAINER[probe]["periodSeconds"] * CONTAINER[probe]["failureThreshold"]
 
@@ -347,10 +347,10 @@ def test_a_pod_is_killed_later_than_it_is_left_out_and_than_the_server_calls_its
     assert killed_s > ParallelConfig.engine_timeout_s + 60
 
 
-def test_a_claims_folders_stay_the_servers_own(tmp_path, monkeypatch):
+def test_claimed_volume_folders_stay_private(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
-    # What Kubernetes makes of an empty volume with an fsGroup, and at later starts of a filled one.
+    # An empty Kubernetes volume with an fsGroup, and at later starts a filled one.
     tmp_path.chmod(0o2777)
     cache = tmp_path / "cache" / "forge-jax" / "xla"
     assert private_folder_fault(cache) is None
@@ -359,7 +359,7 @@ def test_a_claims_folders_stay_the_servers_own(tmp_path, monkeypatch):
     assert POD["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
-def test_the_parts_of_the_manifest_find_each_other():
+def test_manifest_parts_reference_each_other():
     labels = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["labels"]
     for selector in (
         KUBERNETES["Deployment"]["spec"]["selector"]["matchLabels"],
@@ -377,7 +377,7 @@ def test_the_parts_of_the_manifest_find_each_other():
 # ---- the document --------------------------------------------------------------------------------
 
 
-def test_commands_in_the_document_are_ones_that_there_are():
+def test_documented_commands_exist():
     text = (ROOT / "docs/operations.md").read_text().replace("\\\n", "")
     commands = re.findall(r"^(forge-jax .*)$", text, re.MULTILINE)
     assert commands
@@ -388,7 +388,7 @@ def test_commands_in_the_document_are_ones_that_there_are():
     assert mentioned - known == {"--build-arg", "--api-key"} - known
 
 
-def test_the_document_names_series_and_files_that_there_are(after_one_request):
+def test_documented_series_and_files_exist(after_one_request):
     text = (ROOT / "docs/operations.md").read_text()
     for name in re.findall(r"`((?:vllm|forge):\w+)`", text):
         assert name in after_one_request.labels, name
@@ -397,7 +397,7 @@ def test_the_document_names_series_and_files_that_there_are(after_one_request):
             assert (DEPLOY / name).exists(), name
 
 
-def test_the_document_has_the_fields_of_a_line_in_the_log():
+def test_documentation_lists_the_fields_of_a_log_line():
     text = (ROOT / "docs/operations.md").read_text().partition("## Logs")[2].partition("## ")[0]
     names = {name for row in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
              for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
@@ -414,24 +414,24 @@ def unit() -> configparser.ConfigParser:
     return parser
 
 
-def test_the_units_command_is_one_that_there_is():
+def test_unit_runs_an_existing_command():
     found = options(shlex.split(unit()["Service"]["ExecStart"]))
     assert (found["host"], found["port"]) == ("127.0.0.1", ServerConfig.port)
     assert found["api_key_file"] == "${CREDENTIALS_DIRECTORY}/api-keys"
     assert unit()["Service"]["LoadCredential"].startswith("api-keys:")
 
 
-def test_what_the_unit_builds_in_its_state_may_be_loaded():
+def test_unit_may_load_the_kernels_it_builds():
     service = unit()["Service"]
     state = service["StateDirectory"]
     assert (
         service["DynamicUser"] == "yes" and f"XDG_CACHE_HOME=%S/{state}/" in service["Environment"]
     )
-    assert service["ExecPaths"] == f"%S/private/{state}"  # else it is mounted with noexec
+    assert service["ExecPaths"] == f"%S/private/{state}"  # otherwise it is mounted with noexec
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_understands_the_unit(tmp_path):
+def test_systemd_accepts_the_unit(tmp_path):
     text = (DEPLOY / "systemd/forge-jax.service").read_text()
     copy = tmp_path / "forge-jax.service"
     copy.write_text(text.replace("/opt/forge-jax/bin/forge-jax", sys.executable))
@@ -443,7 +443,7 @@ def test_systemd_understands_the_unit(tmp_path):
     assert "Restrat" in done.stderr, "a mistake would be noticed"
 
 
-def test_modals_command_is_one_that_there_is_and_on_the_port_that_is_opened(monkeypatch):
+def test_modal_runs_an_existing_command_on_its_open_port(monkeypatch):
     monkeypatch.setitem(sys.modules, "modal", Anything("modal"))
     path = DEPLOY / "modal/forge_jax_modal.py"
     spec = importlib.util.spec_from_file_location("forge_jax_modal", path)
@@ -456,7 +456,7 @@ def test_modals_command_is_one_that_there_is_and_on_the_port_that_is_opened(monk
 
 
 class Anything(types.ModuleType):
-    """Stands for Modal: whatever is asked of it is there, and decorates nothing."""
+    """A stand-in for Modal: every attribute exists, and decorators do nothing."""
 
     def __getattr__(self, name: str) -> Anything:
         return Anything(name)
@@ -466,16 +466,16 @@ class Anything(types.ModuleType):
         return decorated
 
 
-# ---- that the checks would notice ----------------------------------------------------------------
+# ---- the checks detect errors ------------------------------------------------------------------
 
 
-def test_a_flag_that_is_not_there_would_be_noticed(capsys):
+def test_unknown_flag_is_detected(capsys):
     with pytest.raises(SystemExit):
         options([*entrypoint(), "forge-tiny", "--no-such-flag"])
     assert "--no-such-flag" in capsys.readouterr().err
 
 
-def test_a_series_or_label_that_is_not_there_would_be_noticed(after_one_request):
+def test_unknown_series_or_label_is_detected(after_one_request):
     with pytest.raises(AssertionError, match="there is no forge:made_up"):
         check_query(after_one_request, "rate(forge:made_up[5m])")
     with pytest.raises(AssertionError, match="has no label"):

@@ -1,6 +1,4 @@
-"""The recipe for Ray Data, as far as neither Ray nor a model is needed: `make test-clients` runs it
-with both.
-"""
+"""The Ray Data recipe without Ray and a model; `make test-clients` runs it with both."""
 
 from __future__ import annotations
 
@@ -11,6 +9,6 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_recipe_imports_neither_ray_nor_jax_before_it_needs_them():
+def test_ray_recipe_defers_importing_ray_and_jax():
     code = "import sys, ray_batch; assert not {'ray', 'jax', 'forge_jax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLES)

@@ -1,4 +1,4 @@
-"""What was made for vLLM's metrics works with ours: names, types, labels and buckets."""
+"""Compatibility with tools for vLLM's metrics: names, types, labels and buckets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ACCEPTED = [
     if not line.startswith("#")
 ]
 DASHBOARDS = yaml.safe_load((HERE / "vllm_dashboards.yaml").read_text())
-# Prometheus puts these on every series that it scrapes: the first two always, the others where the
-# targets are found in Kubernetes (deploy/prometheus/kubernetes.yml).
+# Prometheus adds these to every scraped series: the first two always, the others for targets found
+# in Kubernetes (deploy/prometheus/kubernetes.yml).
 OF_THE_TARGET = {"job", "instance", "namespace", "pod", "service"}
 
-# vllm/v1/metrics/buckets.py, and which histogram has which: vllm/v1/metrics/loggers.py.
+# vllm/v1/metrics/buckets.py, used by the histograms of vllm/v1/metrics/loggers.py.
 LATENCY = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
            7680)  # fmt: skip
 FIRST_TOKEN = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -57,20 +57,20 @@ def buckets(family: Metric) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_a_name_of_vllms_acceptance_list_is_there_after_one_request(after_one_request, name):
+def test_acceptance_list_metric_exists_after_one_request(after_one_request, name):
     assert name in after_one_request.text
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_it_is_there_before_the_first_request_so_that_this_is_an_increase(after_one_request, name):
+def test_acceptance_list_metric_exists_before_the_first_request(after_one_request, name):
     assert name in after_one_request.before
 
 
-def test_the_acceptance_list_is_whole():
+def test_acceptance_list_is_complete():
     assert len(ACCEPTED) == len(set(ACCEPTED)) == 49
 
 
-def test_the_cache_is_described_as_vllms_test_wants_it(after_one_request):
+def test_cache_config_has_the_labels_of_vllms_test(after_one_request):
     (info,) = after_one_request.families["vllm:cache_config_info"].samples
     assert info.value == 1
     assert int(info.labels["kv_cache_size_tokens"]) == int(info.labels["num_gpu_blocks"]) * int(
@@ -80,7 +80,7 @@ def test_the_cache_is_described_as_vllms_test_wants_it(after_one_request):
 
 
 @pytest.mark.parametrize("name", BUCKETS)
-def test_histograms_have_vllms_buckets(after_one_request, name):
+def test_histograms_have_vllm_buckets(after_one_request, name):
     family = after_one_request.families[f"vllm:{name}"]
     assert family.type == "histogram"
     assert buckets(family) == list(BUCKETS[name])
@@ -89,7 +89,7 @@ def test_histograms_have_vllms_buckets(after_one_request, name):
 @pytest.mark.parametrize(
     "name", ["inter_token_latency_seconds", "request_time_per_output_token_seconds"]
 )
-def test_short_times_between_tokens_have_buckets_besides_vllms(after_one_request, name):
+def test_inter_token_histograms_add_buckets_below_10_ms(after_one_request, name):
     family = after_one_request.families[f"vllm:{name}"]
     bounds = buckets(family)
     assert [b for b in bounds if b >= 0.01] == list(BETWEEN_TOKENS)
@@ -100,12 +100,12 @@ def test_short_times_between_tokens_have_buckets_besides_vllms(after_one_request
     ("kind", "name"),
     [("gauge", name) for name in GAUGES.split()] + [("counter", name) for name in COUNTERS.split()],
 )
-def test_other_series_have_vllms_types(after_one_request, kind, name):
+def test_other_series_have_vllm_types(after_one_request, kind, name):
     assert after_one_request.families[f"vllm:{name}"].type == kind
 
 
-def test_every_series_of_vllms_names_its_model_and_engine(after_one_request):
-    without_model = {"vllm:cache_config_info"}  # as vLLM has it
+def test_every_vllm_series_has_model_and_engine_labels(after_one_request):
+    without_model = {"vllm:cache_config_info"}  # as in vLLM
     without_engine = {"vllm:admission_rejections"}
     for name, family in after_one_request.families.items():
         for sample in family.samples if name.startswith("vllm:") else ():
@@ -116,7 +116,7 @@ def test_every_series_of_vllms_names_its_model_and_engine(after_one_request):
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS)
-def test_a_dashboard_of_vllms_finds_what_it_queries(after_one_request, dashboard):
+def test_vllm_dashboard_finds_its_series(after_one_request, dashboard):
     found = after_one_request.labels
     for series, labels in DASHBOARDS[dashboard].items():
         wanted = set(labels) - OF_THE_TARGET
@@ -130,9 +130,9 @@ def test_a_dashboard_of_vllms_finds_what_it_queries(after_one_request, dashboard
                 assert set(values) <= found[series][label], (series, label)
 
 
-def test_a_missing_series_or_label_would_be_noticed(after_one_request):
+def test_missing_series_or_label_is_detected(after_one_request):
     found = after_one_request.labels
-    assert "vllm:gpu_cache_usage_perc" not in found  # which vLLM had, and has not any more
+    assert "vllm:gpu_cache_usage_perc" not in found  # removed from vLLM
     assert "lora_name" not in found["vllm:num_requests_running"]
     assert "0.42" not in found["vllm:time_to_first_token_seconds_bucket"]["le"]
 
@@ -147,17 +147,17 @@ def test_a_missing_series_or_label_would_be_noticed(after_one_request):
         ("histogram_quantile(0.99, sum(rate(h_bucket[5m])) by (le))", {("h_bucket", "le")}),
     ],
 )  # fmt: skip
-def test_what_a_query_reads(query, expected):
+def test_query_parser_finds_series_and_labels(query, expected):
     assert reads(query) == {Read(name, frozenset(labels.split())) for name, labels in expected}
 
 
 @pytest.mark.parametrize("query", ["", "1 + 1", "a{x}", 'a{x="1"', 'a{x="1";y="2"}'])
-def test_a_query_that_cannot_be_read_is_an_error(query):
+def test_unparsable_query_is_an_error(query):
     with pytest.raises(ValueError):
         reads(query)
 
 
-def test_what_a_variable_of_a_dashboard_reads():
+def test_variable_parser_finds_series_and_labels():
     assert label_values("label_values(model_name)") == {Read("", frozenset({"model_name"}))}
     found = label_values('label_values(a{job=~"$job"}, engine)')
     assert found == {Read("a", frozenset({"job", "engine"}))}

@@ -1,7 +1,7 @@
-"""Compares models on several devices with the same on one; prints what it finds, as JSON.
+"""Compares models on several devices with the same on one; prints the results as JSON.
 
-Run with four devices of a CPU (`--xla_force_host_platform_device_count=4`), by
-`test_tensor_parallel.py`, which says what must hold.
+`test_tensor_parallel.py` runs it with four CPU devices (`--xla_force_host_platform_device_count=4`)
+and checks the results.
 """
 
 import gc
@@ -38,10 +38,10 @@ SHARDS, BLOCK, BLOCKS = 4, 8, 8
 LAYERS = {
     "llama31": 1,  # two query heads of a key/value head on a device, each of those on two devices
     "llama_bias": 1,
-    "qwen2": 1,  # queries, keys and values have biases; the head is the embedding
-    "phi3": 1,  # queries, keys and values are stored as one, and so are gates and ups
+    "qwen2": 1,  # biases of queries, keys and values; the head is tied
+    "phi3": 1,  # fused queries, keys and values, and fused gates and ups
     "olmo2": 1,  # norms over all heads
-    "gemma2": 2,  # one layer with a window, and one without
+    "gemma2": 2,  # a layer with a window, and one without
     "mixtral": 1,
 }
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
@@ -52,7 +52,7 @@ def mesh_of(shards):
 
 
 def collectives(executable):
-    """The collectives of the optimised program in its order, each with where it comes from."""
+    """Return the collectives of the optimized program in order, each with its origin."""
     found = []
     for line in executable.as_text().splitlines():
         kind = re.search(rf" ({KINDS})(?:-start)?\(", line)
@@ -64,7 +64,7 @@ def collectives(executable):
 
 
 def run(name, shards, *, layers=None, formats=None, dtype="auto", kv_dtype="auto"):
-    """(f32[T, V] of a prompt in two chunks, the collectives of a step)."""
+    """Return (f32[T, V] of a prompt in two chunks, the collectives of a step)."""
     folder = GOLDENS / name  # a golden's name, or any folder
     spec, mesh = read_spec(folder), mesh_of(shards)
     spec = replace(spec, num_hidden_layers=layers or LAYERS.get(name, 1))
@@ -120,12 +120,12 @@ def families():
 
 
 def two_devices():
-    """And a cache in 8 bits."""
+    """Compare two devices, also with an 8-bit cache."""
     return compare("llama31", 2, kv_dtype="int8")
 
 
 def packed():
-    """How far bfloat16 and less are from float32, by the C++ kernels on one device and several."""
+    """Measure the C++ kernels' error in bfloat16 and fewer bits, on one device and several."""
     if not cpu.available():
         return None
     cpu.load()
@@ -150,8 +150,8 @@ PROMPTS = [
     "Lily and Tom went to the park, and there they saw a " * 2,
 ]
 STORIES = FIXTURES / "stories260k-hf"
-# None, a model of its own that is whole on each device, and one that they share as they do the
-# model. The texts' own drafts take the same steps.
+# None, a separate model that is whole on each device, and one that is sharded like the model.
+# N-gram drafts use the same steps as these.
 SPECULATION = {
     1: {},
     2: {"speculation": "draft", "max_draft_tokens": 2, "draft_model": str(STORIES)},
@@ -175,7 +175,7 @@ REQUESTS = {
 
 
 def engine():
-    """What an engine writes, what it has taken from its cache, and the collectives of its steps."""
+    """Return an engine's outputs, its cache hits, and the collectives of its steps."""
     adapter = write_adapter(Path(tempfile.mkdtemp()) / "adapter", STORIES, seed=1)
     return {shards: engine_on(shards, adapter) for shards in (1, 2, SHARDS)}
 
@@ -235,7 +235,7 @@ def engine_on(shards, adapter):
 
 
 def draft_collectives(speculator):
-    """Of the executables of a draft model; None without one."""
+    """Return the collectives of a draft model's executables; None without one."""
     if speculator is None:
         return None
     model = speculator._drafter._model
@@ -244,9 +244,9 @@ def draft_collectives(speculator):
 
 
 def peak():
-    """Bytes of host memory at the most while weights are read, and how many there are of them.
+    """Return the peak of host memory while weights are read, and their bytes.
 
-    The devices of a CPU take the host's own buffers, so those of the weights count too.
+    CPU devices use the host's own buffers, so the weights' buffers count.
     """
     folder, mesh = resolve("forge-tiny"), mesh_of(SHARDS)
     model = build_model(read_spec(folder), "float32", shards=SHARDS)

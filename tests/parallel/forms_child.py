@@ -1,6 +1,6 @@
-"""The same of quantised, rounded and converted models, and of drafts verified by rejection.
+"""Compares quantized and converted models, and drafts verified by rejection.
 
-Run by `test_parallel_forms.py`, as `child.py` is.
+`test_parallel_forms.py` runs it, like `child.py`.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from forge_kernels import cpu
 from forge_kernels.linear import QuantizedWeight
 
 CASES = quantised.CASES | {
-    # Blocks of rows that no cut meets, and of columns that each does.
+    # Blocks of rows that align with no cut, and of columns that align with each.
     "fp8_small_blocks": quantised.Case(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 16]},
         lambda w, rng: writer.fp8(w, rows=24, columns=16, name="weight_scale_inv"),
@@ -47,7 +47,7 @@ CASES = quantised.CASES | {
 }
 WHOLE = jax.sharding.PartitionSpec()
 FAULT = "int8_rows with a fault"
-EXPERTS = (  # of each kind one: rows by their largest values, static ones, groups, zeros, orders
+EXPERTS = (  # one of each kind: rows by their largest values, static ones, groups, zeros, orders
     *("fp8_matrix_dynamic", "fp8_matrix_static", "int8_rows", "w4a16_zeros", "gptq_ordered"),
     *("gptq_v2_rows", "fp8_small_blocks", "fp8_blocks"),
 )
@@ -62,7 +62,7 @@ def write(name, *, experts=False):
 
 
 def without_the_others(decoder):
-    """The fault: devices do not ask each other how large a row is."""
+    """Plant the fault that devices do not exchange the scale of a row."""
     for _, node in nnx.iter_graph(decoder):
         weight = node.get_value() if isinstance(node, nnx.Param) else None
         if isinstance(weight, QuantizedWeight):
@@ -75,9 +75,9 @@ def no_adapters(*targets):
 
 
 def mlps(shards, sources, dtype="float32"):
-    """(f32[T, d] of the first MLP of each, the collectives of each, what is refused).
+    """Return (f32[T, d] of the first MLP of each, the collectives of each, the rejections).
 
-    `sources`: by name the folder, and the formats of the matrices.
+    `sources`: By name, the folder and the formats of the matrices.
     """
     mesh, models, weights, refused = mesh_of(shards), {}, {}, {}
     for name, (folder, formats) in sources.items():
@@ -99,7 +99,7 @@ def mlps(shards, sources, dtype="float32"):
                     num_tokens=None, implementation="auto", axis=decoder.axis, delta=no_adapters
                 )
                 ys.append(decoder.layers[0].mlp(x, step))
-            # One after the other, or XLA would make one sum of those of all.
+            # One after the other; otherwise XLA would merge all sums into one.
             x, ys[-1] = jax.lax.optimization_barrier((x, ys[-1]))
         return ys
 
@@ -137,7 +137,7 @@ def experts():
 
 
 def compared(sources, counts):
-    """What `mlps` finds on so many devices, beside one."""
+    """Return the results of `mlps` on these device counts, compared with one device."""
     one = mlps(1, sources)[0]
     result = {}
     for shards in counts:
@@ -157,7 +157,7 @@ def compared(sources, counts):
 
 
 def kernels():
-    """How far 4 bits that are packed for the CPU kernels are from plain float32."""
+    """Measure the error of 4 bits packed for the CPU kernels, relative to plain float32."""
     if not cpu.available():
         return None
     cpu.load()
@@ -171,7 +171,7 @@ def kernels():
 
 
 def models():
-    """Whole models, one with another cache."""
+    """Compare whole models, one of them with another cache."""
     return {
         "int8_rows": compare(write("int8_rows"), 2),
         "gptq_ordered": compare(write("gptq_ordered"), SHARDS, kv_dtype="fp8"),
@@ -179,9 +179,9 @@ def models():
 
 
 def blocks():
-    """GGUF files whose matrices stay packed: all types, in float32 and by the C++ kernels.
+    """Compare packed GGUF matrices of all types, in float32 and by the C++ kernels.
 
-    Where blocks are cut within, and where matrices are of several types.
+    Includes cuts within blocks, and matrices of several types.
     """
     file = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", (*LAYERS[:2], LAYERS[3]))
     options = {"layers": 3, "dtype": "float32"}
@@ -201,7 +201,7 @@ def blocks():
 
 
 def as_served(folder, shards, **options):
-    """(model, leaves) as an engine has them."""
+    """Return (model, leaves) as an engine has them."""
     config = EngineConfig.from_options(model=str(folder), **options)
     spec = read_spec(folder)
     chosen = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
@@ -214,9 +214,9 @@ def bits(array):
 
 
 def converted():
-    """Whether folders for one device and for four give the bits of the model on four, or why not.
+    """Check that folders for one device and for four give the model's bits on four devices.
 
-    And what folders for four say on another number.
+    The errors of folders for four on another number are returned, too.
     """
     sources = {
         "plain": (GOLDENS / "llama31", {}),
@@ -257,15 +257,15 @@ def converted():
 
 
 def peaks():
-    """Bytes of host memory at the most while weights are read, how many there are, the largest.
+    """Measure the peak of host memory while weights are read, their bytes, and the largest.
 
-    And how many are read of a folder that was converted for as many devices, and are in it.
+    The bytes read of a folder converted for the same device count are counted, too.
     """
     options = {"dtype": "float32", "kernels": "xla"}
     source, out = resolve("forge-tiny"), Path(tempfile.mkdtemp()) / "out"
     config = EngineConfig.from_options(model=str(source), tensor_parallel=SHARDS, **options)
     folder = convert(config, out, progress=False).folder
-    as_served(folder, SHARDS, **options)  # what is imported is not to be counted
+    as_served(folder, SHARDS, **options)  # so that imports are not counted
     preadv, num_read = os.preadv, 0
 
     def count(*args):
@@ -299,7 +299,7 @@ def peaks():
 
 
 def rejection():
-    """What engines write whose drafts are verified by rejection; and the first, without any."""
+    """Return the outputs of engines that verify drafts by rejection, and one without drafts."""
     drafted = {
         "speculation": "draft",
         "draft_model": "self",

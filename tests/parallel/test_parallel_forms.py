@@ -1,4 +1,4 @@
-"""Every form of weights on several devices against one, and where it cannot be cut."""
+"""Every weight format on several devices compared with one, and the formats that cannot be cut."""
 
 import pytest
 from test_tensor_parallel import expected_collectives, run_child
@@ -22,7 +22,7 @@ def loaded():
 FAULT = "int8_rows with a fault"
 
 
-def test_an_mlp_of_every_form_is_that_of_one_device(found, figure):
+def test_mlp_in_every_format_matches_one_device(found, figure):
     for shards, count in (("2", 21), ("4", 20)):
         forms = {n: f for n, f in found["products"][shards]["forms"].items() if n != FAULT}
         assert len(forms) == count
@@ -32,12 +32,12 @@ def test_an_mlp_of_every_form_is_that_of_one_device(found, figure):
                 figure("forms", name, "devices", each["difference"])
 
 
-def test_of_each_row_the_largest_value_on_any_device_counts(found):
+def test_row_scale_is_the_maximum_over_devices(found):
     fault = found["products"]["4"]["forms"][FAULT]
     assert fault["collectives"] == ["all-reduce down"] and fault["difference"] > 1e-3
 
 
-def test_devices_add_up_once_and_ask_for_what_a_form_needs(found):
+def test_formats_use_the_expected_collectives(found):
     for each in found["products"].values():
         for name, form in each["forms"].items():
             expected = ["all-reduce down"]
@@ -49,14 +49,14 @@ def test_devices_add_up_once_and_ask_for_what_a_form_needs(found):
                 assert form["collectives"] == expected, name
 
 
-def test_experts_of_every_kind_are_those_of_one_device(loaded):
+def test_experts_of_every_kind_match_one_device(loaded):
     forms = dict(loaded["experts"]["forms"])
     fault = forms.pop(FAULT)
     assert fault["collectives"] == ["all-reduce experts"] and fault["difference"] > 1e-3
     assert len(forms) == 8
     for name, each in forms.items():
         assert each["scale"] > 1.0 and each["difference"] < 1e-5, (name, each)
-        # Of what is rounded by row the largest values are asked for, for each tile of rows.
+        # Formats rounded by row exchange the largest values of every tile of rows.
         first = [] if name not in ROW_SCALE else each["collectives"][:1]
         assert all(scope.endswith("row_scale") for scope in first), name
         assert each["collectives"] == [*first, "all-reduce experts"], name
@@ -68,7 +68,7 @@ def test_experts_of_every_kind_are_those_of_one_device(loaded):
     assert blocks["collectives"] == expected_collectives(1, ends="experts")
 
 
-def test_groups_that_cannot_be_cut_name_the_numbers_that_go(found):
+def test_uncuttable_groups_error_names_valid_device_counts(found):
     matrix = "columns of model.layers.0.mlp.down_proj.weight, but each"
     assert found["products"]["4"]["refused"] == {
         "fp8_blocks": f"--tensor-parallel 4 leaves a device 48 {matrix} 128 are multiplied with "
@@ -79,31 +79,31 @@ def test_groups_that_cannot_be_cut_name_the_numbers_that_go(found):
     assert set(found["products"]["2"]["refused"]) == {"fp8_blocks"}
 
 
-def test_4_bits_that_are_packed_shard_by_shard_are_as_near_as_those_packed_whole(found):
+def test_int4_packed_per_shard_is_as_accurate_as_packed_whole(found):
     if found["kernels"] is None:
         pytest.skip("no CPU kernels on this machine")
     far_on_one, far_on_several, scale = found["kernels"]
     assert 0.0 < far_on_one < 0.1 * scale and far_on_several < 1.15 * far_on_one
 
 
-def test_logits_of_quantised_models_are_those_of_one_device(found):
+def test_quantized_logits_match_one_device(found):
     for name, each in found["models"].items():
         assert each["difference"] < 2e-4 and each["scale"] > 1.0, (name, each)
         assert each["same_choice"] == 1.0, name
 
 
-def test_logits_of_matrices_in_blocks_are_those_of_one_device(found):
+def test_block_format_logits_match_one_device(found):
     for name in ("float32 on 2", "float32 on 4"):
         each = found["blocks"][name]
         assert each["difference"] < 2e-4 and each["scale"] > 1.0, (name, each)
         assert each["same_choice"] == 1.0, name
         assert each["collectives"] == expected_collectives(3), name
     whole, cut = found["blocks"]["bytes"]
-    # Keys and values of two heads are on four devices, factors are told more often; no floats.
+    # Keys and values of two heads are on four devices, and factors are repeated; no floats.
     assert whole / 4 < cut < 1.3 * whole / 4
 
 
-def test_matrices_in_blocks_are_packed_shard_by_shard(found):
+def test_matrices_in_blocks_are_packed_per_shard(found):
     if "packed" not in found["blocks"]:
         pytest.skip("no CPU kernels on this machine")
     on_one, *on_several, scale = found["blocks"]["packed"]
@@ -111,7 +111,7 @@ def test_matrices_in_blocks_are_packed_shard_by_shard(found):
         assert 0.0 < on_one < 0.1 * scale and far < 1.15 * on_one
 
 
-def test_a_step_of_a_quantised_model_has_these_collectives_and_no_others(found):
+def test_quantized_step_has_the_expected_collectives(found):
     for name, kind, scope in (
         ("int8_rows", "all-reduce", "product/row_scale"),
         ("gptq_ordered", "all-gather", "gather"),
@@ -122,7 +122,7 @@ def test_a_step_of_a_quantised_model_has_these_collectives_and_no_others(found):
         assert found["models"][name]["collectives"] == expected
 
 
-def test_converted_folders_have_the_bits_of_the_model_on_each_device(loaded):
+def test_converted_folders_have_the_models_bits_on_each_device(loaded):
     folders = dict(loaded["converted"])
     assert folders.pop("on 1") == (
         "--tensor-parallel 1: OUT was converted for 4 devices: use --tensor-parallel 4, or convert "
@@ -141,21 +141,21 @@ def test_converted_folders_have_the_bits_of_the_model_on_each_device(loaded):
     assert folders == dict.fromkeys(folders, True)
 
 
-def test_the_host_holds_one_matrix_more_than_the_weights(loaded):
+def test_host_holds_one_matrix_more_than_the_weights(loaded):
     rounded, converted = loaded["peaks"]["rounded"], loaded["peaks"]["converted"]
-    # A matrix that is rounded is there whole, in 8 bits, and a shard of it.
+    # A rounded matrix exists whole in 8 bits, and as one shard.
     assert rounded["total"] <= rounded["peak"] < rounded["total"] + 1.3 * rounded["largest"]
     assert 1.3 * rounded["largest"] < 0.2 * converted["total"]  # of all floats
     assert converted["total"] <= converted["peak"] < converted["total"] + converted["largest"] / 4
 
 
-def test_each_byte_of_a_folder_for_as_many_devices_is_read_once(loaded):
+def test_each_byte_of_a_sharded_folder_is_read_once(loaded):
     assert loaded["peaks"]["converted"]["read"] == loaded["peaks"]["stored"]
 
 
-def test_drafts_verified_by_rejection_are_taken_by_all_devices_alike(loaded):
+def test_rejection_verifies_drafts_equally_on_all_devices(loaded):
     one, four = loaded["rejection"]["1"], loaded["rejection"]["4"]
     assert four["greedy"] == one["greedy"]
-    # The draft model is the model: what it draws is always taken.
+    # The draft model is the target, so its drafts are always accepted.
     assert four["greedy, drafts"] >= 20 and four["drawn, drafts"] >= 12
     assert one["greedy, drafts"] == 0 and len({tuple(ids) for ids in four["drawn"]}) == 2

@@ -1,4 +1,4 @@
-"""How weights are cut, and what is refused; on no device."""
+"""Partition rules and their rejections, without a device."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ def config(**options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shards", [2, 4])
-def test_the_shards_of_a_leaf_have_all_of_it_in_the_form_of_a_narrower_model(name, shards):
+def test_shards_of_a_leaf_form_a_narrower_model(name, shards):
     spec = read_spec(GOLDENS / name)
     check_shards(spec, shards)
     whole, narrow = build_model(spec), build_model(spec, shards=shards)
@@ -46,11 +46,11 @@ def test_the_shards_of_a_leaf_have_all_of_it_in_the_form_of_a_narrower_model(nam
     assert cut_leaves >= 1 + 4 * spec.num_hidden_layers
 
 
-def test_a_shard_of_queries_has_the_keys_and_values_that_they_ask():
+def test_query_shard_has_its_keys_and_values():
     spec = read_spec(GOLDENS / "llama31")
     H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     assert (H, K) == (8, 2)
-    head = np.repeat(np.arange(H + 2 * K), D)[:, None]  # the number of each row's head
+    head = np.repeat(np.arange(H + 2 * K), D)[:, None]  # the head of each row
     cut = partition_of("layers.0.attention.qkv.weight", spec, 4)
     assert cut is not None
     heads = [cut.shard(head, index)[::D, 0].tolist() for index in range(4)]
@@ -59,7 +59,7 @@ def test_a_shard_of_queries_has_the_keys_and_values_that_they_ask():
     assert (shard.num_attention_heads, shard.num_key_value_heads) == (2, 1)
 
 
-def test_a_shard_of_gates_has_their_ups():
+def test_gate_shard_has_its_ups():
     spec = read_spec(GOLDENS / "mixtral")
     inner = spec.experts.intermediate_size
     cut = partition_of("layers.0.mlp.gate_up.weight", spec, 2)
@@ -68,7 +68,7 @@ def test_a_shard_of_gates_has_their_ups():
     assert cut.shard(rows, 1)[2, :, 4].tolist() == expected
 
 
-def test_a_vocabulary_that_does_not_divide_is_filled_up_with_zeros():
+def test_indivisible_vocabulary_is_padded_with_zeros():
     spec = read_spec(GOLDENS / "llama2")
     assert spec.vocab_size == 331
     cut = partition_of("head.weight", spec, 4)
@@ -84,7 +84,7 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up_with_zeros():
         ("mixtral", 5, "num_key_value_heads (2) and the experts' intermediate size (48) of this"),
     ],
 )
-def test_a_number_that_does_not_divide_the_model_is_refused(name, shards, error):
+def test_device_count_that_does_not_divide_the_model_is_rejected(name, shards, error):
     spec = read_spec(GOLDENS / name)
     with pytest.raises(ConfigError, match=re.escape(error)) as raised:
         check_shards(spec, shards)
@@ -94,7 +94,7 @@ def test_a_number_that_does_not_divide_the_model_is_refused(name, shards, error)
         check_shards(spec, n)
 
 
-def test_heads_of_keys_that_neither_divide_nor_are_divided_are_refused():
+def test_key_heads_that_do_not_divide_evenly_are_rejected():
     spec = replace(read_spec(GOLDENS / "llama2"), num_attention_heads=12, num_key_value_heads=6)
     spec = replace(spec, intermediate_size=24)
     with pytest.raises(ConfigError, match=r"4 does not divide num_key_value_heads \(6\) of .* 12$"):
@@ -103,7 +103,7 @@ def test_heads_of_keys_that_neither_divide_nor_are_divided_are_refused():
     check_shards(spec, 12)
 
 
-def test_more_devices_than_there_are_is_refused():
+def test_more_devices_than_available_are_rejected():
     asked = config(tensor_parallel=len(jax.devices("cpu")) + 1)
     with pytest.raises(ConfigError, match="there are 1: XLA_FLAGS=--xla_force_host_platform_dev"):
         choose_mesh(asked, choose_device(asked))
@@ -113,6 +113,6 @@ def test_one_device_needs_no_mesh():
     assert choose_mesh(config(), choose_device(config())) is None
 
 
-def test_what_a_mesh_has_not_is_refused():
+def test_tensor_parallel_below_one_is_rejected():
     with pytest.raises(ConfigError, match="tensor_parallel must be at least 1, not 0"):
         config(tensor_parallel=0)

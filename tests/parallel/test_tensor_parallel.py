@@ -1,4 +1,4 @@
-"""One model on several devices against the same on one, in processes that have four of a CPU."""
+"""One model on several devices compared with one, in processes with four CPU devices."""
 
 import json
 import math
@@ -17,7 +17,7 @@ FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_lev
 
 
 def run_child(*parts, child="child.py"):
-    """What the child process finds, by part. The second flag is for the compiler to be quick."""
+    """Return the child process's results by part. The second flag makes the compiler quick."""
     path = os.pathsep.join([str(TESTS), str(TESTS / "models"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, HERE / child, *parts],
@@ -41,7 +41,7 @@ def engine():
 
 
 def expected_collectives(layers, *, ends="down", in_qkv=False):
-    """Of one step, in order."""
+    """Return the collectives of one step, in order."""
     found = ["all-reduce embed"]
     for layer in range(layers):
         inside = [f"layer_{layer}/qkv/norm"] if in_qkv else []
@@ -50,7 +50,7 @@ def expected_collectives(layers, *, ends="down", in_qkv=False):
     return [*found, "all-gather logits"]
 
 
-def test_the_logits_of_every_kind_of_layer_are_those_of_one_device(models, figure):
+def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
     assert len(models["families"]) == 7
     for name, one in models["families"].items():
         figure("families", name, "devices", one["difference"])
@@ -58,23 +58,23 @@ def test_the_logits_of_every_kind_of_layer_are_those_of_one_device(models, figur
         assert one["scale"] > 1.0 and one["same_choice"] == 1.0, (name, one)
 
 
-def test_a_step_adds_up_twice_a_layer_and_gathers_once(models):
+def test_step_reduces_twice_per_layer_and_gathers_once(models):
     for name, one in models["families"].items():
         expected = expected_collectives(
             2 if name == "gemma2" else 1,
             ends="experts" if name == "mixtral" else "down",
-            in_qkv=name == "olmo2",  # whose norms of queries and of keys are added up in one
+            in_qkv=name == "olmo2",  # its norms of queries and keys are summed together
         )
         assert one["collectives"] == expected, name
 
 
-def test_two_devices_and_a_cache_in_8_bits(models):
-    # A row of the cache is rounded by itself, but what it holds has been added up differently.
+def test_two_devices_work_with_an_8_bit_cache(models):
+    # A row of the cache is rounded independently, but its values were summed in another order.
     assert models["two_devices"]["difference"] < 2e-3
     assert models["two_devices"]["collectives"] == expected_collectives(1)
 
 
-def test_matrices_that_are_packed_shard_by_shard_are_as_near_as_those_packed_whole(models):
+def test_matrices_packed_per_shard_are_as_accurate_as_packed_whole(models):
     if models["packed"] is None:
         pytest.skip("no CPU kernels on this machine")
     assert set(models["packed"]) == {"bf16", "int8", "int4"}
@@ -83,14 +83,14 @@ def test_matrices_that_are_packed_shard_by_shard_are_as_near_as_those_packed_who
         assert far_on_several < 1.15 * far_on_one, form
 
 
-def test_each_device_is_given_its_shards_and_the_host_holds_one_leaf_more(models):
+def test_devices_receive_their_shards_and_the_host_holds_one_leaf_more(models):
     peak = models["peak"]
     assert peak["of_a_device"] == [peak["param_bytes"]]
     assert peak["total"] <= peak["peak"] < peak["total"] + 1.3 * peak["largest"]
     assert 1.3 * peak["largest"] < 0.2 * peak["total"]
 
 
-def test_an_engine_writes_the_same_tokens_whatever_is_asked_for(engine):
+def test_engine_writes_the_same_tokens_for_all_parameters(engine):
     one, two, four = (engine[shards] for shards in ("1", "2", "4"))
     assert one["tokens"] == two["tokens"] == four["tokens"]
     texts = one["tokens"]
@@ -99,37 +99,37 @@ def test_an_engine_writes_the_same_tokens_whatever_is_asked_for(engine):
     assert len({json.dumps([text[:16] for text in each]) for each in texts.values()}) == len(texts)
 
 
-def test_prefixes_are_found_drafts_are_accepted_and_steps_that_raise_are_recovered(engine):
+def test_prefix_hits_drafts_and_recovery_work(engine):
     assert len({each["cached"] for each in engine.values()}) == 1 and engine["1"]["cached"]
     assert engine["1"]["accepted"] == 0
     assert all(engine[shards]["accepted"] for shards in ("2", "4"))
     assert all(each["recoveries"] for each in engine.values())
 
 
-def test_an_engine_pools_the_same_vectors(engine):
+def test_engine_pools_the_same_vectors(engine):
     for one, several in zip(engine["1"]["pooled"], engine["4"]["pooled"], strict=True):
         assert several == pytest.approx(one, abs=1e-5)
         assert math.hypot(*several) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_the_steps_of_an_engine_have_these_collectives_and_on_one_device_none(engine):
+def test_engine_steps_have_the_expected_collectives(engine):
     for shards, each in engine.items():
         expected = [] if shards == "1" else expected_collectives(each["layers"])
         assert set(each["collectives"]) == {"mixed[64]"}
         assert each["collectives"]["mixed[64]"] == expected, shards
 
 
-def test_a_draft_model_of_its_own_needs_no_other_device(engine):
+def test_separate_draft_model_uses_one_device(engine):
     assert engine["1"]["drafting"] is None
     assert engine["2"]["drafting"] == {"extend": [], "draft": []}
 
 
-def test_one_that_is_the_first_layers_is_shared_as_these_are(engine):
+def test_self_draft_model_is_sharded_like_its_layers(engine):
     drafting, of_pass = engine["4"]["drafting"], expected_collectives(4)
     assert drafting["extend"] == of_pass[:-3], "to the keys and values of the last layer"
     assert drafting["draft"] == 2 * of_pass, "a pass for each of --max-draft-tokens"
 
 
-def test_the_fingerprint_tells_the_numbers_apart(engine):
+def test_fingerprint_depends_on_the_device_count(engine):
     assert [each["settings"] for each in engine.values()] == [None, 2, 4]
     assert len({each["fingerprint"] for each in engine.values()}) == 3

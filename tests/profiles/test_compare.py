@@ -28,7 +28,7 @@ from tests.profiles.traces import HLO, Event, op, write_trace
 
 
 def steps(*phases: tuple[str, float]) -> list[Event]:
-    """Two steps of the host, with these phases in each."""
+    """Return two steps of the host, with these phases in each."""
     events = []
     for number in (0, 1):
         at = 1000.0 * number
@@ -41,7 +41,7 @@ def steps(*phases: tuple[str, float]) -> list[Event]:
 
 @pytest.fixture
 def places(tmp_path):
-    """Before, two runs; after, three, with known differences per run."""
+    """Write two runs before and three after, with known differences per run."""
     before = [
         event
         for run in (1, 2)
@@ -92,7 +92,7 @@ def rows(table) -> list[tuple]:
     ]
 
 
-def test_known_differences_give_exactly_their_table(places):
+def test_known_differences_give_their_exact_table(places):
     [found] = compare(*map(read_traces, places))
     assert found.runs == (
         "2 steps of the host; runs: 2 of jit_decode_4",
@@ -125,13 +125,13 @@ def test_known_differences_give_exactly_their_table(places):
     assert [row.name for row in compiled.changed] == ["decode_4: flops"]
 
 
-def test_a_trace_does_not_differ_from_itself(places):
+def test_trace_does_not_differ_from_itself(places):
     [found] = compare(read_traces(places[0]), read_traces(places[0]))
     assert not any(table.changed for table in found.tables)
     assert all(table.rows for table in found.tables)
 
 
-def test_both_thresholds_must_be_reached(places):
+def test_change_must_reach_both_thresholds(places):
     def changed(threshold: Threshold) -> set[str]:
         [found] = compare(*map(read_traces, places), threshold)
         return {row.change for row in found.table(OPERATIONS).changed}
@@ -142,7 +142,7 @@ def test_both_thresholds_must_be_reached(places):
     assert changed(Threshold(percent=1, us=0.1)) >= {"slower", "faster"}
 
 
-def test_traces_of_several_names_are_compared_by_name(tmp_path):
+def test_traces_are_compared_by_name(tmp_path):
     for place, us in (("a", 5), ("b", 9)):
         for name in ("decode", place):
             planes = {"/host:CPU": {"w": [op("copy.4", 0, us)]}}
@@ -155,7 +155,7 @@ def test_traces_of_several_names_are_compared_by_name(tmp_path):
         compare_files(tmp_path / "a", tmp_path / "c")
 
 
-def test_the_command_prints_what_changed_and_only_that(places, capsys):
+def test_command_prints_only_changes(places, capsys):
     assert cli.main(["profile", "diff", *map(str, places)]) == 0
     printed = capsys.readouterr().out
     line = next(line for line in printed.splitlines() if "forge_attention" in line)
@@ -165,7 +165,7 @@ def test_the_command_prints_what_changed_and_only_that(places, capsys):
     assert "add_multiply_fusion" in capsys.readouterr().out
 
 
-def test_the_command_says_what_is_wrong(places, tmp_path, capsys):
+def test_command_reports_errors(places, tmp_path, capsys):
     def said(*words: object) -> str:
         assert cli.main(["profile", "diff", *map(str, words)]) == 1
         [line] = capsys.readouterr().err.splitlines()
@@ -179,14 +179,14 @@ def test_the_command_says_what_is_wrong(places, tmp_path, capsys):
     assert "cannot write" in said(*places, "--html", tmp_path / "nowhere" / "a.html")
 
 
-def test_a_trace_of_nothing_is_not_compared(places, tmp_path):
+def test_empty_trace_is_not_compared(places, tmp_path):
     empty = write_trace(tmp_path / "empty", {"/host:CPU": {"python": []}})
     for pair in ((empty, places[1]), (places[0], empty)):
         with pytest.raises(ConfigError, match=r"empty: nothing ran while .* take it again while"):
             compare_files(*pair)
 
 
-def test_what_ran_stands_above_the_tables(places):
+def test_header_names_the_profiled_command(places):
     for place, ran in zip(places, ("forge-tiny", "llama --kernels xla"), strict=True):
         (place / "about.json").write_text(json.dumps({"ran": ran}))
     [found] = compare(*map(read_traces, places))
@@ -209,7 +209,7 @@ def test_operations_kernels_and_parts_add_up_to_the_step(places):
             assert sum(getattr(row, which) or 0 for row in rows) == pytest.approx(whole)
 
 
-def test_the_points_of_each_step_have_the_means_of_the_tables(places):
+def test_step_points_have_the_means_of_the_tables(places):
     [found] = compare(*map(read_traces, places))
     for which, points in zip(("before", "after"), found.points, strict=True):
         for title in (OPERATIONS, PARTS, PHASES):
@@ -220,7 +220,7 @@ def test_the_points_of_each_step_have_the_means_of_the_tables(places):
     assert len(found.points[1][OPERATIONS]["decode/sample/greedy: argmax"]) == 3
 
 
-def test_the_page_has_every_row_and_asks_nobody_for_anything(places, tmp_path):
+def test_html_page_has_every_row_and_no_external_requests(places, tmp_path):
     page = tmp_path / "diff.html"
     compare_files(*places, html_file=page)
     content = page.read_text()
@@ -232,7 +232,7 @@ def test_the_page_has_every_row_and_asks_nobody_for_anything(places, tmp_path):
     assert not re.search(r"https?:|src=|href=|url\(|@import|<script|<link", content)
 
 
-def test_names_cannot_break_out_of_the_page(tmp_path):
+def test_names_are_escaped_in_the_page(tmp_path):
     worker = [op("<script>alert(1)</script>", 0, 5)]
     write_trace(tmp_path, {"/host:CPU": {"w": worker}})
     page = html(compare(read_traces(tmp_path), []) or compare(*[read_traces(tmp_path)] * 2))
@@ -240,7 +240,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
 
 
 def tensorboard_values(folder) -> dict[str, Any]:
-    """What event files have: numbers by their tags and steps, and texts by their tags."""
+    """Return the contents of event files: numbers by tag and step, and texts by tag."""
     from tensorboardX.proto.event_pb2 import Event as Recorded
 
     found: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def tensorboard_values(folder) -> dict[str, Any]:
 
 
 def test_tensorboard_overlays_both_and_has_the_difference_as_text(places, tmp_path):
-    for _ in range(2):  # what is there is replaced
+    for _ in range(2):  # existing files are replaced
         compare_files(*places, logdir=tmp_path / "tb")
     before, after = (tensorboard_values(tmp_path / "tb" / run) for run in ("before", "after"))
     tag = "op_time_us/decode/layers.attention.forge_attention"
@@ -279,15 +279,15 @@ def test_tensorboard_overlays_both_and_has_the_difference_as_text(places, tmp_pa
     assert "| decode/sample/greedy: argmax | 50.0 | 20.0 | -30.0 | -60.0 | faster |" in table
 
 
-def test_without_the_extra_the_command_says_which(places, tmp_path, monkeypatch):
+def test_missing_extra_is_named(places, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     comparisons = compare(*map(read_traces, places))
     with pytest.raises(ConfigError, match=r"extra profile: pip install .*\[profile\]"):
         write_tensorboard(comparisons, tmp_path)
-    assert text(comparisons)  # which needs nothing
+    assert text(comparisons)  # needs no extra
 
 
-def test_a_workload_s_name_is_in_its_tags_once(tmp_path):
+def test_workload_name_is_in_its_tags_once(tmp_path):
     for place, us in (("a", 5), ("b", 9)):
         for name in ("decode", "prefill"):
             planes = {"/host:CPU": {"w": [op("copy.4", 0, us)]}}
@@ -298,7 +298,7 @@ def test_a_workload_s_name_is_in_its_tags_once(tmp_path):
         assert found[tag] == pytest.approx({0: 9})
 
 
-def test_of_very_many_steps_there_are_evenly_chosen_points(tmp_path):
+def test_long_traces_are_sampled_evenly(tmp_path):
     worker = [op("copy.4", 10 * run, 5, run=run) for run in range(2500)]
     write_trace(tmp_path / "a", {"/host:CPU": {"w": worker}}, HLO)
     compare_files(tmp_path / "a", tmp_path / "a", logdir=tmp_path / "tb")

@@ -1,4 +1,4 @@
-"""Traces of a real engine: scopes, phases of the host, and what other kernels change."""
+"""Traces of a real engine: scopes, phases of the host, and differences between kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from forge_serve.cli import main as cli
 STEPS = 4
 
 
-def test_only_the_user_may_look_into_a_profile(tmp_path):
+def test_profile_is_readable_only_by_the_user(tmp_path):
     folder = tmp_path / "profiles" / "one"
     recorder = Recorder(dict, "nothing")
     recorder.start(folder)
@@ -44,7 +44,7 @@ def test_only_the_user_may_look_into_a_profile(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Llama of one layer that the C++ kernels can compute."""
+    """Write a Llama of one layer that the C++ kernels support."""
     folder = tmp_path_factory.mktemp("model")
     d, inner, head, vocab = 64, 128, 32, 256
     config = {
@@ -96,7 +96,7 @@ def cpp(folder, tmp_path_factory):
     return profile(folder, tmp_path_factory.mktemp("cpp"))
 
 
-def test_a_profile_has_the_steps_that_were_asked_for(xla):
+def test_profile_has_the_requested_steps(xla):
     decode, prefill = read_traces(xla)
     assert (decode.name, prefill.name) == ("decode", "prefill")
     assert decode.steps == prefill.steps == STEPS
@@ -116,7 +116,7 @@ def test_every_part_of_the_step_has_a_scope(xla):
     assert len(nameless) < 0.3 * len({op.kernel for op in decode.ops})
 
 
-def test_the_host_s_phases_are_in_the_trace_once_a_step(xla):
+def test_host_phases_are_in_the_trace_once_per_step(xla):
     decode, _ = read_traces(xla)
     counts = {name: time.count for name, time in decode.phases.items()}
     phases = ("step", "schedule", "dispatch", "read", "commit", "text")
@@ -125,11 +125,11 @@ def test_the_host_s_phases_are_in_the_trace_once_a_step(xla):
     assert 0 < of_step <= decode.phases["step"].us
 
 
-def test_a_chrome_trace_and_what_was_compiled_lie_beside_it(xla):
+def test_chrome_trace_and_compiled_modules_are_saved_with_it(xla):
     [file] = (xla / "decode").rglob("*.trace.json.gz")
     with gzip.open(file, "rt") as content:
         *events, last = json.load(content)["traceEvents"]
-    assert last == {}  # XLA's end, which the viewers leave out
+    assert last == {}  # XLA's end marker, which viewers skip
     named = {(e["pid"], e["tid"]) for e in events if (e["ph"], e["name"]) == ("M", "thread_name")}
     spans = [event for event in events if event["ph"] != "M"]
     for event in spans:
@@ -143,14 +143,14 @@ def test_a_chrome_trace_and_what_was_compiled_lie_beside_it(xla):
     assert figures["kernels"] > figures["fusions"] > 0
 
 
-def test_what_ran_is_told_in_the_words_of_the_command(xla, folder):
+def test_profiled_command_is_recorded_as_its_command_line(xla, folder):
     decode, prefill = read_traces(xla)
     told = f"{folder} --kernels xla --num-blocks 32 --max-num-seqs 2 --max-num-batched-tokens 32"
     told += f" --steps {STEPS} --warmup-steps 2 --sequences 2 --prompt-tokens 24"
     assert sorted(decode.ran.split()) == sorted(told.split()) and prefill.ran == decode.ran
 
 
-def test_a_step_s_operations_and_phases_add_up_to_it(xla):
+def test_operations_and_phases_add_up_to_the_step(xla):
     for comparison, kind in zip(compare(*[read_traces(xla)] * 2), ("decode", "mixed"), strict=True):
         [points, _] = comparison.points
         whole = points[PARTS][kind]
@@ -164,7 +164,7 @@ def test_a_step_s_operations_and_phases_add_up_to_it(xla):
 
 
 @pytest.mark.slow
-def test_other_kernels_are_named_by_the_difference(cpp, xla):
+def test_comparison_names_other_kernels(cpp, xla):
     decode, prefill = compare(read_traces(cpp), read_traces(xla))
     for found, kind in ((decode, "decode"), (prefill, "mixed")):
         changes = {row.name: row.change for row in found.table(OPERATIONS).changed}
@@ -178,11 +178,11 @@ def test_other_kernels_are_named_by_the_difference(cpp, xla):
         assert parts[f"{kind}/layers/attention"] not in ("appeared", "vanished")
 
 
-def test_without_a_trace_a_span_is_nothing():
+def test_spans_are_free_without_a_trace():
     assert spans.span("read") is spans.span("text") is spans.step_span(3)
 
 
-def test_one_profile_at_a_time_and_none_without_a_beginning(tmp_path):
+def test_only_one_profile_runs_and_stop_needs_a_start(tmp_path):
     recorder = Recorder(dict, "a model")
     with pytest.raises(RequestError, match="no profile is running"):
         recorder.stop()
@@ -200,7 +200,7 @@ def test_one_profile_at_a_time_and_none_without_a_beginning(tmp_path):
         recorder.start(tmp_path / "file")
 
 
-def test_a_workload_that_does_not_fit_is_refused(folder, tmp_path):
+def test_workload_that_does_not_fit_is_rejected(folder, tmp_path):
     with pytest.raises(ConfigError, match="--steps must be at least 1"):
         Workload(steps=0)
     config = EngineConfig.from_options(

@@ -1,4 +1,4 @@
-"""What is read of a trace, and of what was compiled."""
+"""Reading traces and compiled modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_jax.tools.profile.trace import Op, Time, kind_of, read_traces
 from tests.profiles.traces import HLO, Event, op, write_trace
 
 
-def test_an_instruction_has_the_scope_of_its_name_its_fusion_or_its_loop():
+def test_instruction_scope_comes_from_its_name_fusion_or_loop():
     hlo = read_hlo(HLO)
     assert hlo.module == "jit_decode_4"
     assert hlo.instructions["ffi_call.12"] == ("layers/attention", "forge_attention")
@@ -23,7 +23,7 @@ def test_an_instruction_has_the_scope_of_its_name_its_fusion_or_its_loop():
     assert hlo.instructions["copy.4"] == (NO_SCOPE, "copy")
 
 
-def test_a_fusion_is_one_kernel_and_a_parameter_none():
+def test_fusion_counts_as_one_kernel_and_a_parameter_as_none():
     hlo = read_hlo(HLO)
     assert hlo.kernels == {
         "layers/attention": 4, "layers/gate_up": 1, "sample/greedy": 1, NO_SCOPE: 1,
@@ -41,11 +41,11 @@ def test_a_fusion_is_one_kernel_and_a_parameter_none():
         ("", NO_SCOPE),
     ],
 )
-def test_scopes_are_without_what_transformations_add(op_name, scope):
+def test_scopes_drop_transformation_prefixes(op_name, scope):
     assert scope_of(op_name) == scope
 
 
-def test_kernels_and_steps_are_told_apart_by_their_names_without_numbers():
+def test_kernels_and_steps_are_grouped_by_name_without_numbers():
     assert kernel_name("multiply_add_fusion.12.clone.3") == "multiply_add_fusion"
     assert kernel_name("loop_add_fusion_4") == "loop_add_fusion"
     assert kernel_name("sm90_gemm_128x64") == "sm90_gemm_128x64"
@@ -75,7 +75,7 @@ def test_operations_runs_and_phases_are_counted(tmp_path):
     assert trace.figures["decode_4", "kernels in layers/attention"] == 4
 
 
-def test_what_contains_others_has_what_is_left_of_its_time(tmp_path):
+def test_containers_have_only_their_self_time(tmp_path):
     worker = [op("while.5", 0, 100), op("inner_fusion.7", 10, 30), op("inner_fusion.7", 50, 25)]
     write_trace(tmp_path, {"/host:CPU": {"worker": worker}}, HLO)
     [trace] = read_traces(tmp_path)
@@ -85,7 +85,7 @@ def test_what_contains_others_has_what_is_left_of_its_time(tmp_path):
 
 
 @pytest.mark.parametrize("has_ops", [False, True])
-def test_a_device_has_its_kernels_on_a_line_of_operations_or_on_streams(tmp_path, has_ops):
+def test_device_kernels_are_read_from_operations_or_streams(tmp_path, has_ops):
     stats = {"hlo_module": "jit_decode_4", "hlo_op": "ffi_call.12"}
     kernels = [Event("mosaic_attention_7", 10 * i, 4, stats) for i in range(3)]
     lines = {"Stream #1(Compute)": kernels, "Steps": [Event("1", 0, 50)]}
@@ -95,10 +95,10 @@ def test_a_device_has_its_kernels_on_a_line_of_operations_or_on_streams(tmp_path
     [trace] = read_traces(tmp_path)
     name, us = ("forge_attention", 18) if has_ops else ("mosaic_attention", 12)
     assert trace.ops == {Op("decode", "layers/attention", name): Time(3, pytest.approx(us))}
-    assert trace.runs == {"decode": 3}  # nothing says which run a kernel is of
+    assert trace.runs == {"decode": 3}  # kernels are not assigned to runs
 
 
-def test_traces_have_the_names_of_their_folders_and_the_newest_session_counts(tmp_path):
+def test_traces_are_named_by_folder_and_use_the_newest_session(tmp_path):
     for name in ("decode", "prefill"):
         write_trace(tmp_path / name, {"/host:CPU": {"w": [op("copy.4", 0, 5)]}}, HLO)
     newer = {"/host:CPU": {"w": [op("copy.4", 0, 9)]}}
@@ -108,7 +108,7 @@ def test_traces_have_the_names_of_their_folders_and_the_newest_session_counts(tm
     assert [time.us for time in decode.ops.values()] == [pytest.approx(9)]
 
 
-def test_a_file_or_a_session_s_folder_has_what_lies_beside_its_trace(tmp_path, monkeypatch):
+def test_file_or_session_folder_finds_its_metadata(tmp_path, monkeypatch):
     write_trace(tmp_path / "a", {"/host:CPU": {"w": [op("ffi_call.12", 0, 5)]}}, HLO, flops=7)
     (tmp_path / "a" / "about.json").write_text('{"ran": "forge-tiny --kernels xla"}')
     [file] = tmp_path.rglob("*.xplane.pb")
@@ -120,7 +120,7 @@ def test_a_file_or_a_session_s_folder_has_what_lies_beside_its_trace(tmp_path, m
         assert trace.ran == "forge-tiny --kernels xla"
 
 
-def test_times_are_known_of_each_run_and_of_each_step(tmp_path):
+def test_times_are_kept_per_run_and_per_step(tmp_path):
     worker = [
         op("ffi_call.12", 900, 7, run=3), op("ffi_call.12", 0, 10, run=9),
         op("ffi_call.13", 20, 30, run=9), op("copy.4", 930, 5, run=3),
@@ -139,7 +139,7 @@ def test_times_are_known_of_each_run_and_of_each_step(tmp_path):
     assert dict(trace.phases["read"].by_run) == pytest.approx({1: 21})
 
 
-def test_what_is_no_trace_is_named(tmp_path):
+def test_missing_or_invalid_trace_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no trace .* forge-jax profile MODEL --logdir DIR"):
         read_traces(tmp_path)
     with pytest.raises(ConfigError, match="nowhere does not exist"):
@@ -149,7 +149,7 @@ def test_what_is_no_trace_is_named(tmp_path):
         read_traces(tmp_path)
 
 
-# Without a time of its own in its header: test names must be equal in all processes.
+# No time in its header, because test names must be equal in all processes.
 CUT_GZIP = gzip.compress(b"HloModule jit_decode_4" * 99, mtime=0)[:-9]
 
 
@@ -163,7 +163,7 @@ CUT_GZIP = gzip.compress(b"HloModule jit_decode_4" * 99, mtime=0)[:-9]
         ("about.json", b"\xff"),
     ],
 )
-def test_what_is_broken_beside_a_trace_is_named(tmp_path, name, content):
+def test_broken_metadata_file_is_named(tmp_path, name, content):
     write_trace(tmp_path, {"/host:CPU": {"w": [op("copy.4", 0, 5)]}}, HLO)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name} cannot be read: take the profile again"):

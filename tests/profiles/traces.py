@@ -1,4 +1,4 @@
-"""Traces made by hand, in the form of JAX's profiler."""
+"""Handmade traces in the format of JAX's profiler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Event(NamedTuple):
 
 
 def op(name: str, start_us: float, us: float, module: str = "jit_decode_4", run: int = 1) -> Event:
-    """One operation on a CPU."""
+    """Return one operation on a CPU."""
     return Event(name, start_us, us, {"hlo_op": name, "hlo_module": module, "run_id": run})
 
 
 def serialized(planes: Mapping[str, Mapping[str, Sequence[Event]]]) -> bytes:
-    """Events by plane and line."""
+    """Serialize events by plane and line."""
     return ProfileData.text_proto_to_serialized_xspace("".join(map(_plane, planes.items())))
 
 
@@ -67,7 +67,7 @@ def write_trace(
     session: str = "2026_01_01_00_00_00",
     **figures: float,
 ) -> Path:
-    """Writes a run's folder, with what was compiled as `jit_decode_4`."""
+    """Write a run's folder, with `hlo` as the compiled `jit_decode_4`."""
     folder = run / "plugins" / "profile" / session
     folder.mkdir(parents=True)
     (folder / "host.xplane.pb").write_bytes(serialized(planes))

@@ -1,4 +1,4 @@
-"""A scheduler on a fake device, one step ahead, for tests that look at single decisions."""
+"""A scheduler on a fake device, one step ahead, for tests of single decisions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ VOCAB = 1000
 
 
 class Loop:
-    """`add` requests, then `step` or `run`. Tokens count upwards from the last one by default.
+    """A loop with `add`, then `step` or `run`; by default, tokens count up from the last one.
 
-    With `step_s` a step takes that long on the device, and `now_s` is when the last one was read.
+    If `step_s` is given, each step takes that long on the device, and `now_s` is the last read
+    time.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Loop:
         self._in_flight: tuple[StepPlan, Any, float] | None = None
         self._num_requests = 0
         self._step_s = step_s
-        self._free_s = 0.0  # when the device has done what was dispatched
+        self._free_s = 0.0  # when the device is idle again
 
     def add(
         self, prompt, *, request_id=None, priority=0, salt="", request_seed=0, **params
@@ -82,7 +83,7 @@ class Loop:
         return seq
 
     def step(self) -> StepPlan | None:
-        """Dispatches the next step, then reads the one before."""
+        """Dispatch the next step, then read the one before."""
         plan = self.scheduler.schedule()
         previous, self._in_flight = self._in_flight, None
         if plan is not None:
@@ -100,7 +101,7 @@ class Loop:
         return plan
 
     def run(self, max_steps: int = 1000) -> list[StepPlan]:
-        """Steps until there is nothing to do; returns the plans."""
+        """Step until there is nothing to do, and return the plans."""
         plans = []
         for _ in range(max_steps):
             plan = self.step()
@@ -112,7 +113,7 @@ class Loop:
 
 
 def scheduled(plan: StepPlan | None, seq: Sequence):
-    """What a plan gives to a sequence; None if nothing."""
+    """Return what a plan gives to a sequence, or None."""
     assert plan is not None
     return next((row for row in plan.sequences if row.seq_key == seq.key), None)
 

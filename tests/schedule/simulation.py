@@ -1,24 +1,27 @@
-"""A deterministic simulation of the scheduler: one seed is one whole run.
+"""A deterministic simulation of the scheduler: one seed determines a whole run.
 
-Each seed draws its own limits and a random subset of troubles: tiny pools, aborts, stop strings,
-faults, preemption of anybody, dispatches and reads that raise, recovery with a few at first,
-requests that move, results that come late, changing chunk sizes, a latency target, a clock that
-jumps either way, an emptied prefix cache. The fake device checks what
-every KV slot holds, `Simulation.check` what the scheduler and the pool believe, `_check_order` who
-goes before whom, and each output is compared with the continuation that the fake device computes
-for the prompt alone.
+Each seed draws its own limits and a random subset of troubles:
 
-Some requests have a grammar, of which the scheduler knows only that each next token depends on the
-one before: here it is a rule that the fake device is given as masks.
+- tiny pools, changing chunk sizes, a latency target, an emptied prefix cache
+- aborts, stop strings, faults, random preemption, moved requests
+- failing dispatches and reads, recovery of a few sequences first, late results
+- a clock that jumps in both directions
 
-Drafts come from somebody who knows the answer and spoils it as the run has it: all right, all
-wrong, or right up to a random place; for random sequences, and longer than there is room for.
+The fake device checks the content of every KV slot.
+`Simulation.check` checks the state of scheduler and pool, and `_check_order` the order of service.
+Each output is compared with the fake device's continuation of the prompt alone.
+
+Some requests have a grammar. For the scheduler this means only that each next token depends on the
+one before. Here the grammar is a rule that the fake device receives as masks.
+
+Drafts come from an oracle that spoils them as the run decides: all right, all wrong, or right up to
+a random position. They are for random sequences, and may be longer than there is room for.
 
 Some requests have their hidden states pooled, and the device counts each position once.
 
-How long anybody waits is bounded in two ways. While there are troubles: no sequence is admitted
-before one of a better rank, or before one that has waited beyond the aging bound and came earlier;
-and who is preempted has the last rank. Once they stop: see `_longest_stretch`.
+Waiting is bounded in two ways. While there are troubles, the last rank is preempted. No sequence
+is admitted before one of a better rank, or before an earlier one beyond the aging bound. After
+they stop, see `_longest_stretch`.
 """
 
 from __future__ import annotations
@@ -51,29 +54,29 @@ from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.testing import FakeDevice
 
 EOS = 1
-GRAMMAR = GrammarSpec.regex("x")  # stands for any
+GRAMMAR = GrammarSpec.regex("x")  # stands for any grammar
 
 
 def mask_after(tokens: list[int]) -> list[int]:
-    """Of 64 tokens those that may follow: the end, and those whose sum with the last is even."""
+    """Return the tokens of 64 that may follow: EOS, and those whose sum with the last is even."""
     odd = 0x55555555 << (tokens[-1] & 1)
     return [(odd | 1 << EOS) & 0xFFFFFFFF, odd & 0xFFFFFFFF]
 
 
 class StepError(Exception):
-    """What a device raises."""
+    """An error raised by the device."""
 
 
 @dataclasses.dataclass
 class Expected:
-    """What must become of one sequence."""
+    """The required outcome of one sequence."""
 
     seq: Sequence
     tokens: list[int]  # the whole continuation, up to its natural end
-    reason: str  # that end's
+    reason: str  # the reason of that end
     stop_reason: int | str | None
-    stop_string_at: int | None  # the number of output tokens that hold the stop string
-    known: list[int]  # the prompt, and the output that has come so far
+    stop_string_at: int | None  # the number of output tokens that contain the stop string
+    known: list[int]  # the prompt and the output so far
     rank: tuple[int, int]  # by class and arrival, the first to be served first
     seen: int = 0
     logprobs: int = 0
@@ -90,7 +93,7 @@ class Simulation:
         chunked = rng.random() < 0.8
         max_model_len = rng.randint(6, 60)
         block_size = max_model_len + rng.randint(0, 3) if contiguous else rng.randint(1, 8)
-        # From less than one longest sequence needs to plenty: mostly too little.
+        # From less than one longest sequence needs to plenty; mostly too little.
         num_blocks = 1 + int(max_model_len / block_size * rng.choice((0.7, 1.0, 1.5, 2.0, 6.0)))
         self.pool = BlockPool(
             num_blocks, block_size, rng.random() < 0.85, rng.choice(("lru", "fifo"))
@@ -126,7 +129,7 @@ class Simulation:
             pool=self.pool,
             fault=self._faults,
         )
-        # The troubles of this run: each is there in about half of all runs.
+        # The troubles of this run; each occurs in about half of all runs.
         self.arrivals = rng.choice((0.05, 0.3, 1.0))
         self.aborts = rng.choice((0.0, 0.05))
         self.stop_strings = rng.choice((0.0, 0.2))
@@ -146,7 +149,7 @@ class Simulation:
         self.grammars = self.own_rng.choice((0.0, 0.2, 0.8))
         self.pooling_rng = random.Random(f"pooling {seed}")
         self.pooling = self.pooling_rng.choice((0.0, 0.0, 0.3))
-        # Steps in flight when the next is scheduled: as the engine has them, or later each time.
+        # Steps in flight when the next is scheduled: as in the engine, or later each time.
         self.depths = rng.choice(((0,), (1,), (1,), (2,), (0, 1), (0, 1, 2, 3)))
         self.slots = list(range(self.config.max_num_seqs))
         self.stems = [
@@ -156,15 +159,15 @@ class Simulation:
         self.device_s = 0.0  # when the last step that was read has ended
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.faulted: set[tuple[str, int]] = set()
-        self.contents: dict[bytes, list[int]] = {}  # by block hash: the KV that it stands for
-        self.only: set[Sequence] | None = None  # who may be admitted
-        self.last_progress = 0  # the step that last brought something for good
+        self.contents: dict[bytes, list[int]] = {}  # by block hash: the KV that it represents
+        self.only: set[Sequence] | None = None  # sequences that may be admitted
+        self.last_progress = 0  # the last step with lasting progress
         self.statuses: set[Status] = set()  # that sequences have had
         self.log = hashlib.sha256()
         self.counts: Counter[str] = Counter()
 
     def run(self, steps: int) -> None:
-        """Runs `steps` with troubles, and then without until everything is served."""
+        """Run `steps` with troubles, then without until everything is served."""
         try:
             for _ in range(steps):
                 self.step()
@@ -235,7 +238,7 @@ class Simulation:
                 break
 
     def _masked(self, plan: StepPlan) -> StepPlan:
-        """The plan with a mask for each row of a sequence with a grammar."""
+        """Return the plan with a mask for each row of a sequence with a grammar."""
         seqs = self.scheduler.sequences_of(plan)
         if not any(seq.needs_host_token for seq in seqs):
             return plan
@@ -265,19 +268,18 @@ class Simulation:
         return drafts
 
     def _longest_stretch(self) -> int:
-        """Steps in which no token, no score and no end may come once the troubles have stopped.
+        """Return the maximum steps without a token, score or end after the troubles stop.
 
         A step without a decode gives the first running sequence at least one token. It needs at
-        most a whole context of them, and nobody takes its blocks. Only who is admitted with a
-        better rank can come before it: once if admissions are in the order of ranks, as often as
-        there are slots if they are not. What has been computed then has to be read.
+        most a whole context of them, and its blocks are not taken. Only sequences admitted with a
+        better rank can precede it: once if admissions follow the ranks, otherwise as often as there
+        are slots. Then the computed steps must be read.
         """
         config = self.config
         times = 1 + (config.max_num_seqs if config.policy == "prefix" else 1)
         return times * config.max_model_len + max(self.depths) + 1
 
     def check(self) -> None:
-        """The invariants that hold between any two calls."""
         pool, scheduler = self.pool, self.scheduler
         pool.check()
         owners = Counter(block for seq in scheduler.running for block in seq.blocks)
@@ -305,7 +307,7 @@ class Simulation:
         assert len(slots) == scheduler.num_running == len(self.expected) - waiting
 
     def _check_status(self, seq: Sequence) -> None:
-        """The status says what the counts say, and what a sequence without a slot waits for."""
+        """Check that the status agrees with the counts, and why a sequence without a slot waits."""
         assert not seq.finished, f"{seq.key}: ended, and nobody was told"
         assert seq.running == (seq.slot is not None), f"{seq.key}: a slot for who runs, and only"
         self.statuses.add(seq.status)
@@ -405,7 +407,7 @@ class Simulation:
         return Expected(seq, tokens, reason, stop_reason, stop_string_at, prompt, rank)
 
     def _move(self) -> None:
-        """A request goes on as another one, from the tokens that have come."""
+        """Move a request to another one that continues from its tokens so far."""
         request = self.rng.choice(list(self.expected)).request
         self.counts["requests"] += 1
         self._note("moves", request.request_id)
@@ -446,7 +448,7 @@ class Simulation:
         if self.rng.random() >= self.errors:
             return
         self._note(f"error:{when}")
-        if when != "read" and self.rng.random() < 0.3:  # what can still be read is read first
+        if when != "read" and self.rng.random() < 0.3:  # readable results are read first
             while self.in_flight:
                 self._commit()
         raise StepError
@@ -457,7 +459,7 @@ class Simulation:
         self.scheduler.slots.preempt(seq)
 
     def _empty_the_cache(self) -> None:
-        """All that nobody uses is evicted; what is in use stays registered."""
+        """Evict all unused blocks; blocks in use stay registered."""
         blocks = self.pool.allocate(self.pool.num_free)
         assert blocks is not None
         self._note("cache resets", len(blocks))
@@ -492,7 +494,7 @@ class Simulation:
         self.faulted.add(scheduled.seq_key)
         return True
 
-    # ---- what comes back -----------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------
 
     def _check_plan(self, plan: StepPlan) -> None:
         self.log.update(repr(plan).encode())
@@ -510,7 +512,7 @@ class Simulation:
         self.counts["drafts"] += plan.num_drafts
 
     def _check_order(self, plan: StepPlan | None, before: Before) -> None:
-        """Who gave way, who was admitted and who got tokens, in the right order."""
+        """Check the order of preemptions, admissions and tokens."""
         rank = self._rank
         preempted = [seq for seq in before.running if not seq.running and not seq.finished]
         if preempted:
@@ -554,7 +556,7 @@ class Simulation:
                 if aged(seq):
                     assert aged(other) and rank(other) < rank(seq), "the aged were overtaken"
                 elif not aged(other):
-                    # What is cached can only have become less in the meantime.
+                    # Cached blocks can only have decreased in the meantime.
                     assert before.cached[other] >= cached, "a longer prefix was overtaken"
 
     def _rank(self, seq: Sequence) -> tuple[int, int]:
@@ -593,7 +595,7 @@ class Simulation:
             self._gained(seq, got)
 
     def _time(self, budget: TokenBudget, plan: StepPlan) -> None:
-        """It took as long as its tokens, or any other time."""
+        """Record a time in proportion to the tokens, or any other."""
         begin_s = self.device_s
         self.device_s += self.times.choice((0.001 * plan.num_tokens, self.times.random()))
         budget.record(plan, begin_s, self.device_s)
@@ -602,7 +604,7 @@ class Simulation:
         )
 
     def _gained(self, seq: Sequence, got: SequenceResult) -> None:
-        expected = self.expected[seq]  # a KeyError here: it has already ended
+        expected = self.expected[seq]  # a KeyError means that it has already ended
         self.last_progress = self.counts["steps"]
         self.counts["accepted drafts"] += max(len(got.token_ids) - 1, 0)
         if got.fault:
@@ -621,7 +623,7 @@ class Simulation:
             )
         expected.prompt_logprobs += got.prompt_logprobs or ()
         token_ids, logprobs = got.token_ids, got.logprobs or ()
-        if expected.stop_string_at is not None:  # what was accepted after it is nobody's
+        if expected.stop_string_at is not None:  # tokens accepted after it are dropped
             token_ids = token_ids[: expected.stop_string_at - expected.seen]
             logprobs = logprobs[: len(token_ids)]
         expected.logprobs += len(logprobs)
@@ -662,14 +664,14 @@ class Simulation:
 
 
 class Before:
-    """Who ran and who waited when a step was about to be scheduled."""
+    """The running and waiting sequences before a step was scheduled."""
 
     def __init__(self, simulation: Simulation):
         scheduler = simulation.scheduler
         self.running = list(scheduler.running)
         self.num_running = len(self.running)
         self.queue = [seq for seq in simulation.expected if seq.status is Status.QUEUED]
-        # Those that need one token only, the next to sample from.
+        # Sequences that need only one token, the next to sample from.
         self.ready = [
             seq
             for seq in self.running
@@ -682,7 +684,7 @@ class Before:
 
 
 def play(seeds: Iterable[int], steps: int) -> Counter[str]:
-    """Runs each seed, `steps` of it with troubles; what happened in all of them."""
+    """Run each seed with `steps` of troubles and return the counts of all events."""
     counts: Counter[str] = Counter()
     for seed in seeds:
         simulation = Simulation(seed)

@@ -12,7 +12,7 @@ def chain(pool: BlockPool, count: int, salt: str = "", first: int = 0) -> list[b
 
 
 def cached_chain(pool: BlockPool, count: int, first: int = 0) -> tuple[list[int], list[bytes]]:
-    """A prompt of `count` blocks that has come and gone."""
+    """Return the blocks of a prompt of `count` blocks that was served and released."""
     blocks, hashes = pool.allocate(count), chain(pool, count, first=first)
     assert blocks is not None
     for block, block_hash in zip(blocks, hashes, strict=True):
@@ -32,13 +32,13 @@ def test_every_block_can_be_allocated_and_no_more():
     pool.check()
 
 
-def test_an_allocation_that_does_not_fit_takes_nothing():
+def test_allocation_that_does_not_fit_takes_nothing():
     pool = BlockPool(3, 4)
     assert pool.allocate(4) is None
     assert pool.num_free == 3
 
 
-def test_a_cached_prefix_is_found_up_to_the_first_miss():
+def test_cached_prefix_is_found_up_to_the_first_miss():
     pool = BlockPool(8, 4)
     blocks, hashes = cached_chain(pool, 3)
     assert pool.match(hashes) == blocks
@@ -68,7 +68,7 @@ def test_hashes_depend_on_everything_before_the_block():
     assert pool.hash_block(None, [2**31 - 1, 0], "") == pool.hash_block(None, (2**31 - 1, 0), "")
 
 
-def test_cached_blocks_count_as_free_until_they_are_acquired():
+def test_cached_blocks_count_as_free_until_acquired():
     pool = BlockPool(4, 4)
     blocks, _ = cached_chain(pool, 3)
     assert (pool.num_free, pool.num_cached, pool.num_used) == (4, 3, 0)
@@ -78,7 +78,7 @@ def test_cached_blocks_count_as_free_until_they_are_acquired():
     assert pool.num_unreferenced(blocks) == 0
 
 
-def test_a_shared_block_is_free_only_after_its_last_owner():
+def test_shared_block_is_freed_by_its_last_owner():
     pool = BlockPool(4, 4)
     blocks, _ = cached_chain(pool, 2)
     pool.acquire_cached(blocks)
@@ -90,7 +90,7 @@ def test_a_shared_block_is_free_only_after_its_last_owner():
     pool.check()
 
 
-def test_neither_shared_nor_registered_blocks_are_writable():
+def test_shared_and_registered_blocks_are_not_writable():
     pool = BlockPool(4, 4)
     (block,) = pool.allocate(1) or ()
     assert pool.is_writable(block)
@@ -108,7 +108,7 @@ def test_free_blocks_are_used_before_cached_ones():
     assert pool.num_evictions == 0
 
 
-def test_the_tail_of_a_chain_is_evicted_before_its_head():
+def test_tail_of_a_chain_is_evicted_before_its_head():
     pool = BlockPool(3, 4)
     _, hashes = cached_chain(pool, 3)
     for left in (2, 1, 0):
@@ -116,7 +116,7 @@ def test_the_tail_of_a_chain_is_evicted_before_its_head():
         assert len(pool.match(hashes)) == left
 
 
-def test_lru_evicts_what_was_used_last_the_longest_ago():
+def test_lru_evicts_the_least_recently_used_block():
     pool = BlockPool(2, 4, eviction="lru")
     (first,), first_hash = cached_chain(pool, 1, first=0)
     _, second_hash = cached_chain(pool, 1, first=1)
@@ -127,7 +127,7 @@ def test_lru_evicts_what_was_used_last_the_longest_ago():
     assert pool.match(second_hash) == []
 
 
-def test_fifo_evicts_what_was_registered_first_even_if_it_was_used_since():
+def test_fifo_evicts_the_first_registered_block_even_if_used_since():
     pool = BlockPool(2, 4, eviction="fifo")
     (first,), first_hash = cached_chain(pool, 1, first=0)
     (second,), second_hash = cached_chain(pool, 1, first=1)
@@ -140,12 +140,12 @@ def test_fifo_evicts_what_was_registered_first_even_if_it_was_used_since():
     pool.check()
 
 
-def test_fifo_keeps_the_age_of_a_block_that_was_in_use_when_its_turn_came():
+def test_fifo_keeps_the_age_of_a_block_in_use_at_its_turn():
     pool = BlockPool(3, 4, eviction="fifo")
     (first,), first_hash = cached_chain(pool, 1, first=0)
     cached_chain(pool, 1, first=1)
     pool.acquire_cached([first])
-    taken = pool.allocate(2)  # a free one, and the second: the first is in use
+    taken = pool.allocate(2)  # a free one and the second, because the first is in use
     pool.release([first])
     _, third_hash = taken, chain(pool, 1, first=2)
     assert taken is not None
@@ -156,7 +156,7 @@ def test_fifo_keeps_the_age_of_a_block_that_was_in_use_when_its_turn_came():
     assert len(pool.match(third_hash)) == 1
 
 
-def test_the_first_block_of_a_hash_stays():
+def test_first_block_of_a_hash_stays():
     pool = BlockPool(4, 4)
     first, second = pool.allocate(2) or ()
     pool.register(first, b"hash")
@@ -167,14 +167,14 @@ def test_the_first_block_of_a_hash_stays():
     pool.check()
 
 
-def test_without_a_prefix_cache_nothing_is_kept():
+def test_nothing_is_cached_without_a_prefix_cache():
     pool = BlockPool(4, 4, prefix_cache=False)
     _, hashes = cached_chain(pool, 2)
     assert pool.match(hashes) == []
     assert pool.num_cached == 0
 
 
-def test_reset_forgets_references_and_cache_and_keeps_the_counters():
+def test_reset_drops_references_and_cache_and_keeps_the_counters():
     pool = BlockPool(4, 4)
     _, hashes = cached_chain(pool, 2)
     pool.allocate(2)
@@ -186,7 +186,7 @@ def test_reset_forgets_references_and_cache_and_keeps_the_counters():
     pool.check()
 
 
-def test_releasing_twice_is_refused():
+def test_releasing_twice_is_rejected():
     pool = BlockPool(4, 4)
     blocks = pool.allocate(1) or []
     pool.release(blocks)
@@ -194,7 +194,7 @@ def test_releasing_twice_is_refused():
         pool.release(blocks)
 
 
-def test_acquiring_what_is_not_cached_is_refused():
+def test_acquiring_an_uncached_block_is_rejected():
     with pytest.raises(AssertionError, match="not cached"):
         BlockPool(4, 4).acquire_cached([0])
 
@@ -211,7 +211,7 @@ def test_acquiring_what_is_not_cached_is_refused():
         lambda pool: pool._refs.__setitem__(3, -1),
     ],
 )
-def test_check_sees_a_broken_pool(breakage):
+def test_check_detects_a_broken_pool(breakage):
     pool = BlockPool(4, 4)
     cached_chain(pool, 2)
     pool.check()

@@ -1,4 +1,4 @@
-"""The fake device is a checker: these show what it refuses."""
+"""The fake device's checks: each wrong plan is rejected."""
 
 import dataclasses
 import struct
@@ -42,7 +42,7 @@ def run(fake: FakeDevice, *sequences, admissions=()):
     return fake.read(fake.dispatch(StepPlan(0, tuple(admissions), sequences))).sequences
 
 
-def test_the_next_token_depends_on_prefix_and_seed_alone():
+def test_next_token_depends_only_on_prefix_and_seed():
     whole, chunked = device(), device()
     (first,) = run(whole, row(), admissions=[admission()])
     run(chunked, row(tokens=(5, 6), samples=False), admissions=[admission()])
@@ -55,7 +55,7 @@ def test_the_next_token_depends_on_prefix_and_seed_alone():
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_pooled_vectors_depend_on_every_position_alone(pooling):
+def test_pooled_vectors_depend_only_on_the_positions(pooling):
     tokens, ask = (5, 6, 7), {"samples": False, "num_rows": 1, "pooling": pooling}
 
     def pooled(fake, *parts) -> list[float]:
@@ -75,7 +75,7 @@ def test_pooled_vectors_depend_on_every_position_alone(pooling):
     assert (lost == pytest.approx(whole)) is (pooling == "last")
 
 
-def test_the_last_token_is_fed_back():
+def test_last_token_is_fed_back():
     fake = device()
     tokens = list(run(fake, row(), admissions=[admission()])[0].token_ids)
     tokens += run(fake, row(start=3, tokens=(FED_BACK,)))[0].token_ids
@@ -95,12 +95,12 @@ def test_the_last_token_is_fed_back():
         ("is empty", row(slot=1)),
     ],
 )
-def test_a_wrong_plan_is_refused(message, sequence):
+def test_wrong_plan_is_rejected(message, sequence):
     with pytest.raises(AssertionError, match=message):
         run(device(), sequence, admissions=[admission(slot=0)] if sequence.slot == 0 else [])
 
 
-def test_another_sequences_kv_is_refused():
+def test_another_sequences_kv_is_rejected():
     fake = device()
     run(fake, row(), admissions=[admission()])
     other = admission(slot=1, blocks=(0, 2), tokens=(5, 9, 7), key="b")
@@ -110,7 +110,7 @@ def test_another_sequences_kv_is_refused():
         run(fake, row(slot=1, start=2, tokens=(7,), key="b"), admissions=[other])
 
 
-def test_the_kv_of_equal_tokens_after_another_prefix_is_refused():
+def test_kv_of_equal_tokens_after_another_prefix_is_rejected():
     fake = device()
     run(fake, row(), admissions=[admission()])
     mixed = admission(slot=1, blocks=(4, 1), tokens=(9, 9, 7), key="c")
@@ -120,7 +120,7 @@ def test_the_kv_of_equal_tokens_after_another_prefix_is_refused():
         run(fake, row(slot=1, start=3, tokens=(1,), key="c"))
 
 
-def test_kv_of_another_salt_is_refused():
+def test_kv_of_another_salt_is_rejected():
     fake = device()
     run(fake, row(salt="a"), admissions=[admission()])
     with pytest.raises(AssertionError, match="another prefix"):
@@ -131,7 +131,7 @@ def test_kv_of_another_salt_is_refused():
         )
 
 
-def test_a_write_to_a_shared_or_cached_block_is_refused():
+def test_write_to_a_shared_or_cached_block_is_rejected():
     pool = BlockPool(8, 2)
     blocks = tuple(pool.allocate(2) or ())
     fake = device(pool=pool)
@@ -140,31 +140,31 @@ def test_a_write_to_a_shared_or_cached_block_is_refused():
         run(fake, row(), admissions=[admission(blocks=blocks)])
 
 
-def test_a_write_to_a_free_block_is_refused():
+def test_write_to_a_free_block_is_rejected():
     pool = BlockPool(8, 2)
     with pytest.raises(AssertionError, match="0 owners"):
         run(device(pool=pool), row(), admissions=[admission()])
 
 
-def test_a_write_past_the_block_table_is_refused():
+def test_write_past_the_block_table_is_rejected():
     with pytest.raises(AssertionError, match="no block for 2"):
         run(device(), row(), admissions=[admission(blocks=(0,))])
 
 
-def test_a_preempted_sequence_must_come_back_with_all_its_tokens():
+def test_preempted_sequence_must_return_with_all_its_tokens():
     fake = device()
     run(fake, row(), admissions=[admission()])
     with pytest.raises(AssertionError, match="other tokens"):
         run(fake, row(), admissions=[admission()])
 
 
-def test_long_chunks_before_single_tokens_are_refused():
+def test_long_chunks_before_single_tokens_are_rejected():
     admissions = [admission(), admission(slot=1, blocks=(2,), tokens=(5,), key="b")]
     with pytest.raises(AssertionError, match="single tokens"):
         run(device(), row(), row(slot=1, tokens=(5,), key="b"), admissions=admissions)
 
 
-def test_end_tokens_are_not_sampled_before_min_tokens():
+def test_eos_tokens_are_not_sampled_before_min_tokens():
     params = SamplingParams(min_tokens=20)
     fake = device(vocab_size=4, eos_token_id=1, eos_probability=0.5)
     tokens = fake.continuation((0,), params, 7, (1, 2), 40)
@@ -172,7 +172,7 @@ def test_end_tokens_are_not_sampled_before_min_tokens():
     assert 1 in tokens[20:]
 
 
-def test_unchecked_and_checked_devices_give_the_same_tokens():
+def test_checked_and_unchecked_devices_give_the_same_tokens():
     outputs = []
     for check in (True, False):
         loop = Loop(next_token=None, num_blocks=12)
@@ -183,7 +183,7 @@ def test_unchecked_and_checked_devices_give_the_same_tokens():
     assert outputs[0] == outputs[1]
 
 
-def test_logprobs_come_with_each_token_that_asked():
+def test_requested_logprobs_come_with_each_token():
     loop = Loop(next_token=None)
     seq = loop.add_one([1, 2, 3], max_tokens=3, logprobs=2)
     logprobs = []

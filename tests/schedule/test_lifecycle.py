@@ -23,7 +23,7 @@ EVENTS = {
     "requeue": lambda seq: seq.requeue(),
     "finish": lambda seq: seq.finish("abort", None),
 }
-WAY = {  # the events that lead from a new sequence to each status
+WAY = {  # events that lead from a new sequence to each status
     Status.QUEUED: (),
     Status.FOLLOWING: ("follow",),
     Status.HELD: ("hold",),
@@ -50,7 +50,7 @@ def sequence(*events: str, max_tokens: int = 4) -> Sequence:
 
 
 def table() -> dict[tuple[Status, str], set[Status]]:
-    """The first table of the module's docstring: the next statuses by status and event."""
+    """Return the first table of the module's docstring: next statuses by status and event."""
     assert lifecycle.__doc__ is not None
     rows = re.findall(r"^ {4}(\S[\w ]*?)  +([a-z]+) +([A-Z]+)  ", lifecycle.__doc__, re.MULTILINE)
     found: dict[tuple[Status, str], set[Status]] = {}
@@ -61,7 +61,7 @@ def table() -> dict[tuple[Status, str], set[Status]]:
     return found
 
 
-def test_the_table_lists_the_transitions_that_are_checked():
+def test_table_lists_exactly_the_checked_transitions():
     listed: dict[Status, set[Status]] = {status: set() for status in Status}
     for (status, _), following in table().items():
         listed[status] |= following
@@ -71,7 +71,7 @@ def test_the_table_lists_the_transitions_that_are_checked():
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("status", Status, ids=lambda status: status.value)
-def test_an_event_leads_where_the_table_says_or_is_refused(status, event):
+def test_event_follows_the_table_or_is_rejected(status, event):
     seq = sequence(*WAY[status])
     assert seq.status is status
     if (status, event) in table():
@@ -92,7 +92,7 @@ def test_only_a_running_sequence_holds_a_slot_and_blocks(status):
     assert (seq.slot, seq.blocks, seq.running, seq.finished) == (None, [], False, True)
 
 
-def test_a_prompt_is_prefilled_until_one_token_is_left():
+def test_prompt_is_prefilled_until_one_token_is_left():
     seq = sequence("admit")
     statuses = []
     for num_tokens in (8, 1):
@@ -101,25 +101,25 @@ def test_a_prompt_is_prefilled_until_one_token_is_left():
     assert statuses == [Status.PREFILLING, Status.DECODING]
 
 
-def test_a_prompt_without_output_drains_after_its_last_token():
+def test_prompt_without_output_drains_after_its_last_token():
     seq = sequence("admit", max_tokens=0)
     assert not seq.prefill(9) and seq.status is Status.PREFILLING
     assert not seq.prefill(1) and seq.status is Status.DRAINING
 
 
-def test_the_only_output_token_drains():
+def test_single_output_token_drains_immediately():
     seq = sequence("admit", max_tokens=1)
     assert seq.prefill(10) and seq.status is Status.DRAINING
 
 
-def test_accepted_drafts_count_as_computed_once_they_are_settled():
+def test_accepted_drafts_count_as_computed_once_settled():
     seq = sequence("admit", "whole prompt", "read", "verify")
     assert (seq.num_computed, seq.num_tokens) == (11, 12)
     seq.settle(2)
     assert seq.num_computed == 13
 
 
-def test_a_requeued_sequence_keeps_its_tokens_and_begins_a_new_epoch():
+def test_requeued_sequence_keeps_its_tokens_and_starts_a_new_epoch():
     seq = sequence("admit", "whole prompt", "read", "decode", "requeue")
     assert (len(seq.tokens), seq.num_pending) == (11, 1)
     assert (seq.num_computed, seq.epoch) == (0, 1)

@@ -12,7 +12,7 @@ def admitted_order(loop: Loop) -> list[str]:
     return [a.seq_key[0] for plan in loop.run() for a in plan.admissions]
 
 
-def test_fcfs_serves_in_order_of_arrival_whatever_the_priority():
+def test_fcfs_ignores_priority():
     loop = Loop(max_num_seqs=1)
     for priority in (3, 1, 2):
         loop.add_one([1], max_tokens=2, priority=priority)
@@ -40,7 +40,7 @@ def test_prefix_serves_the_longest_cached_prefix_first():
     assert admitted_order(loop) == ["popular1", "warm", "cold"]
 
 
-def test_nobody_starves_behind_a_popular_prefix():
+def test_popular_prefix_starves_no_request():
     loop = Loop(max_num_seqs=1, policy="prefix", aging_s=10.0)
     popular(loop, 0)
     loop.run()
@@ -56,7 +56,7 @@ def test_nobody_starves_behind_a_popular_prefix():
     assert 10.0 < loop.now_s < 15.0
 
 
-def test_prefix_looks_only_at_those_that_have_waited_longest():
+def test_prefix_considers_only_the_longest_waiting():
     loop = Loop(max_num_seqs=1, policy="prefix", aging_s=1e9, num_blocks=1000)
     popular(loop, 0)
     loop.run()
@@ -64,10 +64,10 @@ def test_prefix_looks_only_at_those_that_have_waited_longest():
         loop.add_one([200 + number] * 9, max_tokens=1, request_id=f"cold{number}")
     popular(loop, 1)
     order = admitted_order(loop)
-    assert order.index("popular1") == 1  # it came into the window when the first had left
+    assert order.index("popular1") == 1  # it entered the window when the first left
 
 
-def test_prefix_serves_everyone_in_a_long_queue_once():
+def test_prefix_serves_each_request_of_a_long_queue_once():
     loop = Loop(max_num_seqs=3, policy="prefix", aging_s=5.0, num_blocks=12)
     rng = random.Random(0)
     seqs = []
@@ -82,7 +82,7 @@ def test_prefix_serves_everyone_in_a_long_queue_once():
     assert all(seq.finished for seq in seqs)
 
 
-def test_a_queue_may_be_counted_at_any_moment():
+def test_queue_can_be_counted_from_another_thread():
     """Metrics are read in another thread: here, whenever the heap compares two sequences."""
     counts = []
 

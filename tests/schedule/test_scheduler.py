@@ -10,7 +10,7 @@ from forge_jax.schedule.plan import FED_BACK
 # ---- one sequence, one step ahead ---------------------------------------------------------------
 
 
-def test_a_prompt_is_computed_and_continued():
+def test_prompt_is_computed_and_continued():
     loop = Loop()
     seq = loop.add_one([1, 2, 3], max_tokens=4)
     loop.run()
@@ -18,7 +18,7 @@ def test_a_prompt_is_computed_and_continued():
     assert (seq.finish_reason, seq.stop_reason) == ("length", None)
 
 
-def test_a_token_that_has_not_been_read_is_fed_back_on_the_device():
+def test_unread_token_is_fed_back_on_the_device():
     loop = Loop()
     seq = loop.add_one([1, 2, 3], max_tokens=4)
     prefill, decode = loop.step(), loop.step()
@@ -42,7 +42,7 @@ def test_no_row_is_scheduled_past_the_context():
     assert seq.finish_reason == "length"
 
 
-def test_a_stop_burns_one_row_and_that_row_is_discarded():
+def test_stop_wastes_one_row_that_is_discarded():
     loop = Loop(eos_token_ids=frozenset({5}))
     seq = loop.add_one([1, 2, 3])
     rows = sum(plan.num_rows for plan in loop.run())
@@ -51,7 +51,7 @@ def test_a_stop_burns_one_row_and_that_row_is_discarded():
     assert loop.pool.num_used == 0
 
 
-def test_a_burnt_row_never_reaches_the_sequence_that_takes_its_slot():
+def test_wasted_row_never_reaches_the_slots_next_sequence():
     loop = Loop(max_num_seqs=1, eos_token_ids=frozenset({5}))
     first = loop.add_one([3])
     second = loop.add_one([100, 101], max_tokens=3)
@@ -66,7 +66,7 @@ def test_schedule_returns_none_without_work():
     assert not loop.scheduler.has_work
 
 
-def test_steps_are_committed_in_order():
+def test_out_of_order_commit_raises():
     loop = Loop()
     loop.add_one([1], max_tokens=9)
     plans = [loop.scheduler.schedule() for _ in range(2)]
@@ -86,7 +86,7 @@ def test_eos_ends_without_a_stop_reason_and_stays_in_the_tokens():
     assert (seq.finish_reason, seq.stop_reason) == ("stop", None)
 
 
-def test_a_stop_token_id_is_the_stop_reason():
+def test_stop_token_id_is_the_stop_reason():
     loop = Loop()
     seq = loop.add_one([3], stop_token_ids=[5, 9])
     loop.run()
@@ -100,22 +100,22 @@ def test_ignore_eos_keeps_stop_token_ids():
     assert (output(seq), seq.stop_reason) == ([4, 5, 6, 7], 7)
 
 
-def test_an_eos_asked_for_as_stop_token_id_is_named_when_eos_is_ignored():
+def test_ignored_eos_given_as_stop_token_id_is_the_stop_reason():
     loop = Loop(eos_token_ids=frozenset({5}))
     seq = loop.add_one([3], stop_token_ids=[5], ignore_eos=True)
     loop.run()
     assert (seq.finish_reason, seq.stop_reason) == ("stop", 5)
 
 
-def test_a_stop_in_the_last_allowed_token_is_a_stop():
+def test_stop_in_the_last_allowed_token_is_a_stop():
     loop = Loop(eos_token_ids=frozenset({5}))
     seq = loop.add_one([3], max_tokens=2)
     loop.run()
     assert seq.finish_reason == "stop"
 
 
-def test_no_stop_before_min_tokens():
-    # The device must not even sample an end token there, so the count goes on without it.
+def test_stop_waits_for_min_tokens():
+    # The device must not sample an EOS token there, so counting continues without it.
     loop = Loop(eos_token_ids=frozenset({5, 8}))
     seq = loop.add_one([3], min_tokens=3)
     loop.run()
@@ -132,7 +132,7 @@ def test_max_tokens_zero_computes_the_prompt_and_ends():
     assert loop.pool.hit_tokens == 8  # it can warm the cache
 
 
-def test_the_caller_ends_a_sequence_at_a_stop_string():
+def test_caller_ends_a_sequence_at_a_stop_string():
     loop = Loop()
     seq = loop.add_one([1, 2], max_tokens=50)
     loop.step()
@@ -145,7 +145,7 @@ def test_the_caller_ends_a_sequence_at_a_stop_string():
     assert (seq.finish_reason, seq.stop_reason) == ("stop", "four")
 
 
-def test_a_stop_string_in_the_very_last_token_replaces_the_reason():
+def test_stop_string_in_the_last_token_replaces_the_reason():
     loop = Loop()
     seq = loop.add_one([1, 2], max_tokens=1)
     loop.run()
@@ -156,7 +156,7 @@ def test_a_stop_string_in_the_very_last_token_replaces_the_reason():
 # ---- abort ---------------------------------------------------------------------------------------
 
 
-def test_abort_frees_at_once_and_drops_what_is_in_flight():
+def test_abort_frees_at_once_and_drops_steps_in_flight():
     loop = Loop()
     seqs = loop.add(range(10), n=3, max_tokens=50)
     for _ in range(3):
@@ -170,7 +170,7 @@ def test_abort_frees_at_once_and_drops_what_is_in_flight():
     assert {seq.finish_reason for seq in seqs} == {"abort"}
 
 
-def test_abort_of_a_waiting_request_takes_it_from_the_queue():
+def test_abort_removes_a_waiting_request_from_the_queue():
     loop = Loop(max_num_seqs=1)
     loop.add_one([1], max_tokens=3)
     waiting = loop.add_one([2], max_tokens=3)
@@ -181,7 +181,7 @@ def test_abort_of_a_waiting_request_takes_it_from_the_queue():
     assert output(waiting) == []
 
 
-def test_abort_of_an_unknown_or_finished_request_is_no_error():
+def test_abort_of_an_unknown_or_finished_request_is_ignored():
     loop = Loop()
     seq = loop.add_one([1], max_tokens=1)
     loop.run()
@@ -189,7 +189,7 @@ def test_abort_of_an_unknown_or_finished_request_is_no_error():
     assert seq.finish_reason == "length"
 
 
-def test_a_queue_full_of_aborted_requests_does_not_grow():
+def test_queue_of_aborted_requests_does_not_grow():
     loop = Loop(max_num_seqs=1)
     loop.add_one([1], max_tokens=100)
     loop.step()
@@ -199,7 +199,7 @@ def test_a_queue_full_of_aborted_requests_does_not_grow():
     assert len(loop.scheduler.backlog.queue._heap) < 200
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,14 +210,14 @@ def test_a_queue_full_of_aborted_requests_does_not_grow():
         (10, {"max_tokens": 11}, "max_tokens"),
     ],
 )
-def test_what_cannot_fit_the_context_is_refused(prompt_len, params, param):
+def test_prompt_beyond_the_context_is_rejected(prompt_len, params, param):
     loop = Loop(max_model_len=20)
     with pytest.raises(ContextLengthError) as error:
         loop.add_one(range(prompt_len), **params)
     assert error.value.param == param
 
 
-def test_what_just_fits_the_context_is_served():
+def test_prompt_that_just_fits_the_context_is_served():
     loop = Loop(max_model_len=20)
     assert len(loop.add_one(range(10), max_tokens=10).tokens) == 10
     loop.add_one(range(19))
@@ -226,15 +226,15 @@ def test_what_just_fits_the_context_is_served():
 
 
 @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(13, None), (13, 1), (12, 2), (4, 10)])
-def test_what_cannot_fit_the_pool_is_refused(prompt_len, max_tokens):
+def test_request_beyond_the_block_pool_is_rejected(prompt_len, max_tokens):
     loop = Loop(num_blocks=3, block_size=4)
     with pytest.raises(ContextLengthError):
         loop.add_one(range(prompt_len), max_tokens=max_tokens)
 
 
-def test_max_tokens_is_what_context_and_pool_leave():
+def test_max_tokens_defaults_to_the_rest_of_context_and_pool():
     assert Loop(max_model_len=20).add_one(range(5)).max_tokens == 15
-    # The last token needs no KV: nothing comes after it.
+    # The last token needs no KV, because nothing comes after it.
     loop = Loop(num_blocks=3, block_size=4)
     seq = loop.add_one(range(5))
     assert seq.max_tokens == 8
@@ -242,12 +242,12 @@ def test_max_tokens_is_what_context_and_pool_leave():
     assert seq.num_output == 8
 
 
-def test_an_empty_prompt_is_refused():
+def test_empty_prompt_is_rejected():
     with pytest.raises(RequestError, match="empty"):
         Loop().add_one([])
 
 
-def test_a_request_id_is_unique_among_the_unfinished():
+def test_request_id_is_unique_among_unfinished_requests():
     loop = Loop()
     loop.add_one([1], request_id="x", max_tokens=1)
     with pytest.raises(RequestError, match="in use"):
@@ -256,7 +256,7 @@ def test_a_request_id_is_unique_among_the_unfinished():
     loop.add_one([1], request_id="x")
 
 
-def test_an_output_has_the_rest_of_the_context():
+def test_output_may_use_the_rest_of_the_context():
     loop = Loop(max_model_len=20)
     assert loop.add_one([1]).max_tokens == 19
     assert loop.scheduler.request_ids() == ["r1"]
@@ -265,7 +265,7 @@ def test_an_output_has_the_rest_of_the_context():
 # ---- budgets and chunks --------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_cut_to_the_token_budget():
+def test_long_prompt_is_cut_to_the_token_budget():
     loop = Loop(max_num_batched_tokens=8)
     seq = loop.add_one(range(20), max_tokens=1)
     rows = [scheduled(plan, seq) for plan in loop.run()]
@@ -276,7 +276,7 @@ def test_a_long_prompt_is_cut_to_the_token_budget():
     ]
 
 
-def test_a_prompt_takes_at_most_the_chunk_size_of_a_step():
+def test_prompt_takes_at_most_the_chunk_size_per_step():
     loop = Loop(prefill_chunk_size=5)
     first, second = loop.add_one(range(12), max_tokens=1), loop.add_one(range(12), max_tokens=1)
     plan = loop.step()
@@ -295,7 +295,7 @@ def test_decodes_come_first_and_never_wait_for_a_prompt():
         assert plan.sequences[-1].seq_key == prompt.key
 
 
-def test_a_single_token_of_a_prompt_stands_with_the_decodes():
+def test_single_prompt_token_is_placed_with_the_decodes():
     loop = Loop(max_num_batched_tokens=10, prefix_cache=False)
     loop.add_one(range(18), max_tokens=1)
     loop.step()
@@ -322,7 +322,7 @@ def test_slots_are_limited():
 # ---- blocks --------------------------------------------------------------------------------------
 
 
-def test_blocks_come_with_the_admission_and_then_one_by_one():
+def test_blocks_come_with_admission_and_then_one_by_one():
     loop = Loop(block_size=4)
     seq = loop.add_one(range(6), max_tokens=5)
     plans = loop.run()
@@ -332,7 +332,7 @@ def test_blocks_come_with_the_admission_and_then_one_by_one():
     assert additions[3][0][0] == 2
 
 
-def test_a_prompt_in_chunks_gets_blocks_as_it_needs_them():
+def test_chunked_prompt_gets_blocks_as_needed():
     loop = Loop(block_size=4, prefill_chunk_size=4)
     loop.add_one(range(12), max_tokens=1)
     plans = loop.run()
@@ -350,7 +350,7 @@ def test_contiguous_kv_gives_each_sequence_one_block():
     assert loop.scheduler.num_preemptions == 0
 
 
-def test_out_of_blocks_the_newest_gives_way_and_loses_nothing():
+def test_newest_sequence_is_preempted_without_losing_tokens():
     loop = Loop(num_blocks=6, block_size=4, prefix_cache=False)
     old, new = (loop.add_one([first, first], max_tokens=20) for first in (0, 500))
     loop.run()
@@ -360,7 +360,7 @@ def test_out_of_blocks_the_newest_gives_way_and_loses_nothing():
     assert loop.scheduler.num_preemptions == 1
 
 
-def test_a_token_in_flight_at_preemption_is_kept():
+def test_token_in_flight_at_preemption_is_kept():
     loop = Loop(num_blocks=6, block_size=4, prefix_cache=False)
     loop.add_one([0, 0], max_tokens=20)
     new = loop.add_one([500, 500], max_tokens=20)
@@ -371,7 +371,7 @@ def test_a_token_in_flight_at_preemption_is_kept():
     assert (new.num_output, new.num_pending) == (before + 1, 0)
 
 
-def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
+def test_preempted_sequence_returns_through_the_prefix_cache():
     loop = Loop(num_blocks=7, block_size=4)
     old = loop.add_one([0, 0], max_tokens=16)
     new = loop.add_one([500, 500], max_tokens=16)
@@ -381,11 +381,11 @@ def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
     assert again.seq_key == new.key
     assert list(again.tokens) == new.tokens[: len(again.tokens)]
     assert loop.pool.hit_tokens > 0
-    assert new.num_cached == 0  # what the first admission found
+    assert new.num_cached == 0  # found at the first admission
     assert len(output(old)) == len(output(new)) == 16
 
 
-def test_under_priorities_the_worst_class_gives_way_though_it_came_first():
+def test_priority_preempts_the_lowest_class_even_if_it_came_first():
     loop = Loop(num_blocks=6, block_size=4, prefix_cache=False, policy="priority")
     low = loop.add_one([0, 0], max_tokens=20, priority=1)
     high = loop.add_one([500, 500], max_tokens=20, priority=0)
@@ -393,11 +393,11 @@ def test_under_priorities_the_worst_class_gives_way_though_it_came_first():
     assert (low.num_preemptions, high.num_preemptions) == (1, 0)
 
 
-def test_a_decode_gives_way_to_an_older_prompt_within_the_same_step():
+def test_decode_yields_to_an_older_prompt_within_the_same_step():
     loop = Loop(num_blocks=6, block_size=4, prefix_cache=False, prefill_chunk_size=4)
     old = loop.add_one(range(20), max_tokens=1)
     loop.step()
-    # Put a newer one in by force: admission would have seen that the prompt needs the blocks.
+    # Force a newer one in: admission would have reserved the blocks for the prompt.
     loop.scheduler.slots.reserved_blocks = lambda: 0
     new = loop.add_one([500, 501, 502], max_tokens=9)
     loop.run()
@@ -405,7 +405,7 @@ def test_a_decode_gives_way_to_an_older_prompt_within_the_same_step():
     assert output(new) == list(range(503, 512))
 
 
-def test_a_prompt_that_gave_way_to_an_older_one_is_not_scheduled_in_that_step():
+def test_prompt_preempted_by_an_older_one_skips_that_step():
     loop = Loop(num_blocks=6, block_size=4, prefix_cache=False, prefill_chunk_size=4)
     old = loop.add_one(range(20), max_tokens=1)
     loop.step()
@@ -423,12 +423,12 @@ def test_admission_leaves_each_running_sequence_a_block_to_grow():
     loop.step()
     second = loop.add_one(range(8), max_tokens=1)
     loop.step()
-    assert second.slot is None  # two blocks are free, and the first will want one of them
+    assert second.slot is None  # two blocks are free, and the first will need one of them
     loop.run()
     assert loop.scheduler.num_preemptions == 0
 
 
-def test_admission_leaves_a_running_prompt_what_it_still_needs():
+def test_admission_leaves_a_running_prompt_its_remaining_blocks():
     loop = Loop(num_blocks=6, block_size=4, prefill_chunk_size=4, prefix_cache=False)
     loop.add_one(range(20), max_tokens=1)
     loop.step()
@@ -437,7 +437,7 @@ def test_admission_leaves_a_running_prompt_what_it_still_needs():
     assert second.num_preemptions == loop.scheduler.num_preemptions == 0
 
 
-def test_a_waiting_sequence_that_does_not_fit_is_not_overtaken():
+def test_waiting_sequence_that_does_not_fit_is_not_overtaken():
     loop = Loop(num_blocks=4, block_size=4, prefix_cache=False)
     loop.add_one(range(8), max_tokens=8)
     loop.step()
@@ -449,7 +449,7 @@ def test_a_waiting_sequence_that_does_not_fit_is_not_overtaken():
 # ---- prefix cache --------------------------------------------------------------------------------
 
 
-def test_a_repeated_prompt_is_computed_from_its_first_unknown_token():
+def test_repeated_prompt_is_computed_from_its_first_uncached_token():
     loop = Loop(block_size=4)
     loop.add_one(range(10), max_tokens=1)
     loop.run()
@@ -460,7 +460,7 @@ def test_a_repeated_prompt_is_computed_from_its_first_unknown_token():
     assert loop.pool.queried_tokens == 20
 
 
-def test_the_last_token_is_computed_even_if_all_is_cached():
+def test_last_token_is_computed_even_if_all_is_cached():
     loop = Loop(block_size=4)
     for _ in range(2):
         seq = loop.add_one(range(8), max_tokens=1)
@@ -468,7 +468,7 @@ def test_the_last_token_is_computed_even_if_all_is_cached():
     assert (seq.num_cached, plans[0].num_tokens) == (4, 4)
 
 
-def test_the_output_is_cached_too():
+def test_output_is_cached():
     loop = Loop(block_size=4)
     first = loop.add_one(range(4), max_tokens=6)
     loop.run()
@@ -506,7 +506,7 @@ def test_blocks_are_found_only_after_their_step_was_read():
     assert second.num_cached == 0
 
 
-def test_a_fault_ends_its_request_alone():
+def test_numerical_fault_ends_only_its_request():
     loop = Loop(fault=lambda scheduled: scheduled.seq_key == ("r1", 0) and scheduled.start == 4)
     bad, good = loop.add_one([1, 2, 3], max_tokens=9), loop.add_one([7, 8, 9], max_tokens=9)
     faults = []
@@ -519,8 +519,8 @@ def test_a_fault_ends_its_request_alone():
     assert loop.pool.num_used == 0
 
 
-def test_blocks_of_a_prompt_that_faults_are_never_found():
-    # The fault is in the first chunk, where there are no logits to show it.
+def test_blocks_of_a_faulty_prompt_are_never_found():
+    # The fault is in the first chunk, which has no logits that would show it.
     loop = Loop(prefill_chunk_size=4, fault=lambda scheduled: scheduled.seq_key == ("r1", 0))
     bad = loop.add_one(range(12), max_tokens=2)
     loop.run()
@@ -533,7 +533,7 @@ def test_blocks_of_a_prompt_that_faults_are_never_found():
 # ---- several samples -----------------------------------------------------------------------------
 
 
-def test_a_step_that_is_full_does_not_look_at_the_queue(monkeypatch):
+def test_full_step_does_not_look_at_the_queue(monkeypatch):
     loop = Loop(policy="prefix", max_num_batched_tokens=8)
     looked = []
     match = loop.pool.match
@@ -551,7 +551,7 @@ def test_a_step_that_is_full_does_not_look_at_the_queue(monkeypatch):
     assert len(looked) > admission
 
 
-def test_samples_wait_for_the_first_to_compute_the_prompt_and_share_it():
+def test_samples_wait_for_the_first_to_compute_the_shared_prompt():
     loop = Loop(block_size=4, next_token=None)
     seqs = loop.add(range(10), n=3, max_tokens=5)
     assert loop.step().num_tokens == 10
@@ -566,13 +566,13 @@ def test_samples_wait_for_the_first_to_compute_the_prompt_and_share_it():
 
 
 @pytest.mark.parametrize(("prompt_len", "prefix_cache"), [(4, True), (10, False)])
-def test_samples_that_can_share_nothing_go_at_once(prompt_len, prefix_cache):
+def test_samples_without_a_shareable_prompt_start_at_once(prompt_len, prefix_cache):
     loop = Loop(block_size=4, prefix_cache=prefix_cache)
     loop.add(range(prompt_len), n=3, max_tokens=5)
     assert len(loop.step().sequences) == 3
 
 
-def test_a_sample_may_be_ended_before_it_has_begun():
+def test_sample_may_be_aborted_before_it_starts():
     loop = Loop()
     seqs = loop.add(range(10), n=3, max_tokens=5)
     loop.step()
@@ -582,14 +582,14 @@ def test_a_sample_may_be_ended_before_it_has_begun():
     assert [len(output(seq)) for seq in seqs] == [5, 0, 5]
 
 
-def test_samples_go_on_when_the_first_one_fails():
+def test_samples_continue_if_the_first_one_fails():
     loop = Loop(fault=lambda scheduled: scheduled.seq_key == ("r1", 0))
     seqs = loop.add(range(10), n=3, max_tokens=5)
     loop.run()
     assert [seq.finish_reason for seq in seqs] == ["error", "length", "length"]
 
 
-def test_a_request_without_a_seed_draws_one():
+def test_request_without_a_seed_draws_one():
     seeds = set()
     loop = Loop()
     for _ in range(2):
@@ -597,7 +597,7 @@ def test_a_request_without_a_seed_draws_one():
     assert len(seeds) == 4
 
 
-def test_a_seed_in_the_parameters_fixes_every_samples_seed():
+def test_seed_parameter_fixes_every_samples_seed():
     loop = Loop()
     seqs = [loop.add([1], n=2, seed=seed, request_seed=None) for seed in (7, 7, 8)]
     first, same, other = ([seq.seed for seq in of_request] for of_request in seqs)
@@ -622,14 +622,14 @@ def test_scoring_gives_a_logprob_for_each_prompt_token_but_the_first():
     assert seq.finish_reason == "length"
 
 
-def test_scoring_may_sample_as_well():
+def test_scoring_can_be_combined_with_sampling():
     loop = Loop(max_rows=4)
     seq = loop.add_one(range(10), prompt_logprobs=0, max_tokens=3)
     assert score(loop, seq) == list(range(1, 10))
     assert output(seq) == [10, 11, 12]
 
 
-def test_scoring_takes_a_row_for_each_token_and_leaves_the_decodes_theirs():
+def test_scoring_takes_a_row_per_token_after_the_decodes():
     loop = Loop(max_rows=4, prefix_cache=False)
     decoding = loop.add_one([1], max_tokens=30)
     loop.step()
@@ -640,7 +640,7 @@ def test_scoring_takes_a_row_for_each_token_and_leaves_the_decodes_theirs():
         assert plan.num_rows == 4
 
 
-def test_scoring_computes_what_the_cache_would_have():
+def test_scoring_recomputes_a_cached_prefix():
     loop = Loop()
     loop.add_one(range(10), max_tokens=1)
     loop.run()
@@ -649,7 +649,7 @@ def test_scoring_computes_what_the_cache_would_have():
     assert seq.num_cached == 0
 
 
-def test_a_preempted_scoring_request_gives_each_logprob_once():
+def test_preempted_scoring_request_gives_each_logprob_once():
     loop = Loop(num_blocks=8, block_size=4, max_rows=3, policy="priority", prefix_cache=False)
     scored = loop.add_one(range(20), prompt_logprobs=1, max_tokens=2, priority=1)
     scores = []
@@ -672,7 +672,7 @@ def test_only_the_first_sample_scores_the_prompt():
 # ---- recovery ------------------------------------------------------------------------------------
 
 
-def test_after_a_step_that_raised_everything_is_computed_again_to_the_same_tokens():
+def test_recomputation_after_a_failed_step_gives_the_same_tokens():
     def serve(fails: bool):
         loop = Loop(next_token=None)
         seqs = [*loop.add(range(10), n=2, max_tokens=12), loop.add_one([3], max_tokens=12)]
@@ -689,7 +689,7 @@ def test_after_a_step_that_raised_everything_is_computed_again_to_the_same_token
     assert serve(fails=True) == serve(fails=False)
 
 
-# ---- what it is made of --------------------------------------------------------------------------
+# ---- dependencies -------------------------------------------------------------------------------
 
 
 def test_scheduling_imports_no_jax():
@@ -724,16 +724,16 @@ def test_continuous_batching_fills_a_free_slot_at_once():
         loop.add_one([10 * i], max_tokens=3 + 10 * (i == 0))
     plans = loop.run()
     joined = [len(plan.sequences) for plan in plans if plan.admissions]
-    assert joined == [2, 2]  # the third came into a batch that was running
+    assert joined == [2, 2]  # the third joined a running batch
 
 
-def test_the_samples_of_a_request_are_one_static_batch():
+def test_samples_of_a_request_are_one_static_batch():
     loop = Loop(batching="static")
     loop.add(range(30), n=3, max_tokens=4)
     assert len(loop.step().admissions) == 3
 
 
-def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it():
+def test_unchunked_prompt_waits_for_a_step_that_holds_it():
     loop = Loop(chunked_prefill=False, max_num_batched_tokens=20)
     loop.add_one(range(100, 112), max_tokens=3)
     second = loop.add_one(range(12), max_tokens=3)
@@ -744,10 +744,10 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it():
     assert output(second) == [12, 13, 14]
 
 
-def test_without_chunked_prefill_the_next_in_line_is_not_overtaken():
+def test_unchunked_prompt_at_the_head_is_not_overtaken():
     loop = Loop(chunked_prefill=False, max_num_batched_tokens=20)
     loop.add_one([100], max_tokens=6)
-    whole = loop.add_one(range(20), max_tokens=2)  # needs a step for itself
+    whole = loop.add_one(range(20), max_tokens=2)  # needs a step of its own
     late = loop.add_one([200], max_tokens=2)
     plans = loop.run()
     rows = [[row.seq_key for row in plan.sequences] for plan in plans if scheduled(plan, whole)]
@@ -756,7 +756,7 @@ def test_without_chunked_prefill_the_next_in_line_is_not_overtaken():
     assert (output(whole), output(late)) == ([20, 21], [201, 202])
 
 
-def test_without_chunked_prefill_what_no_step_can_hold_is_cut():
+def test_unchunked_prompt_larger_than_any_step_is_cut():
     loop = Loop(chunked_prefill=False, max_num_batched_tokens=8)
     seq = loop.add_one(range(20), max_tokens=2)
     plans = loop.run()

@@ -1,4 +1,4 @@
-"""The scheduler under everything at once, and proof that the simulation would notice."""
+"""The scheduler under all events at once, and planted bugs that the simulation must detect."""
 
 import contextlib
 import dataclasses
@@ -34,10 +34,10 @@ AT_ONCE = 100
 
 @pytest.mark.parametrize("first_seed", range(0, SEEDS, AT_ONCE))
 @pytest.mark.quick_cases(4)
-def test_every_output_is_the_oracles_whatever_happens(first_seed):
+def test_every_output_matches_the_oracle_under_all_events(first_seed):
     counts = play(range(first_seed, first_seed + AT_ONCE), STEPS)
     assert counts["steps"] * SEEDS / AT_ONCE > 200_000
-    # The troubles did occur: a simulation of nothing proves nothing.
+    # The troubles occurred; otherwise the simulation would prove nothing.
     troubles = ("preemptions", "cached", "faults", "refused", "victims", "cache resets")
     troubles += ("restrictions", "releases", "moves", "drafts", "accepted drafts", "masks")
     troubles += ("pooled", "short steps")
@@ -52,7 +52,7 @@ def test_every_output_is_the_oracles_whatever_happens(first_seed):
         assert counts[f"runs with {status.value}"] > 5, status
 
 
-def test_a_seed_is_a_whole_run():
+def test_seed_determines_a_whole_run():
     def log(seed: int) -> str:
         simulation = Simulation(seed)
         simulation.run(STEPS)
@@ -69,7 +69,7 @@ def test_a_seed_is_a_whole_run():
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_ten_million_steps():
+def test_ten_million_steps_keep_the_invariants():
     steps = 0
     for seed in itertools.count(10_000):
         steps += play([seed], 300)["steps"]
@@ -77,13 +77,13 @@ def test_ten_million_steps():
             break
 
 
-# Planted bugs. Each takes the place of a method, which it is given first: `right`.
+# Planted bugs. Each replaces a method, which is its first argument `right`.
 
 BUGS = []
 
 
 def in_place_of(owner, name):
-    """Adds the function to BUGS: a call of `owner.name` becomes a call of it."""
+    """Return a decorator that adds to BUGS a replacement of `owner.name`."""
 
     def add(bug):
         def plant(monkeypatch):
@@ -98,7 +98,7 @@ def in_place_of(owner, name):
 
 
 def together(*plants):
-    """Adds a bug that takes several places."""
+    """Add a bug that consists of several replacements."""
 
     def plant(monkeypatch):
         for each in plants:
@@ -244,7 +244,7 @@ def hash_right_drafts_without_their_place(right, self, seq, more=()):
     right(self, seq, more)
 
 
-# ---- requests, and the backlog -------------------------------------------------------------------
+# ---- requests, and the backlog -----------------------------------------------------------------
 
 
 @in_place_of(Scheduler, "add")
@@ -443,7 +443,7 @@ def recover_by_forgetting_the_last_token(right, self):
     right(self)
 
 
-# ---- the life of a sequence ----------------------------------------------------------------------
+# ---- the lifecycle of a sequence -----------------------------------------------------------------
 
 
 @in_place_of(Sequence, "requeue")
@@ -605,7 +605,7 @@ def register_wrong_drafts(right, self, seq, holds_blocks, row, num_accepted):
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 @pytest.mark.quick_cases(15)
-def test_the_simulation_catches_a_planted_bug(bug, monkeypatch):
+def test_simulation_detects_a_planted_bug(bug, monkeypatch):
     bug(monkeypatch)
     steps = 0
     for seed in itertools.count():

@@ -1,4 +1,4 @@
-"""What a step may hold, while its parts draw from it."""
+"""The budget of a step, from which its parts draw."""
 
 from forge_jax.schedule.config import SchedulerConfig
 from forge_jax.schedule.step_budget import StepBudget
@@ -11,7 +11,7 @@ def budget(tokens: int = 10, rows: int = 4, sequences: int = 2) -> StepBudget:
     return StepBudget(config, sequences)
 
 
-def test_a_sampled_token_takes_a_token_and_a_row():
+def test_sampled_token_takes_a_token_and_a_row():
     left = budget(tokens=10, rows=4)
     assert left.sampled_tokens == 4
     left.take(8, 1)
@@ -20,7 +20,7 @@ def test_a_sampled_token_takes_a_token_and_a_row():
     assert (left.tokens, left.rows) == (3, 4)
 
 
-def test_tokens_that_are_held_back_are_left_for_drafts():
+def test_reserved_tokens_are_left_for_drafts():
     left = budget(tokens=10, rows=8)
     left.hold_back(7)
     assert left.tokens == 3

@@ -1,4 +1,4 @@
-"""Steps that keep an inter-token latency target, on a device whose time is virtual."""
+"""Steps that meet an inter-token latency target, on a device with virtual time."""
 
 import random
 from itertools import pairwise
@@ -14,7 +14,7 @@ PROMPT = 2000
 
 
 def slow_device(base_s=0.02, token_s=0.002, *, noise=0.0, seed=0, sizes=()):
-    """Seconds of a step: a constant, and its tokens up to the next of `sizes`."""
+    """Return a step's seconds as a function: a constant, plus its tokens rounded up to `sizes`."""
     rng = random.Random(seed)
 
     def step_s(plan: StepPlan) -> float:
@@ -33,7 +33,7 @@ def loop_of(target_s, step_s, *, sizes=None, **options) -> Loop:
 
 
 def with_streams(loop: Loop, count=4, max_tokens=3000):
-    """Sequences that decode: a token of each has been read."""
+    """Add decoding sequences, of which one token each was read."""
     seqs = [loop.add_one([i + 1] * 8, max_tokens=max_tokens) for i in range(count)]
     while not all(output(seq) for seq in seqs):
         loop.step()
@@ -43,7 +43,7 @@ def with_streams(loop: Loop, count=4, max_tokens=3000):
 
 
 def serve(loop: Loop, prompt_len=PROMPT, start=0):
-    """Serves one more prompt: (TTFT in s, every step's seconds, tokens of the steps with it)."""
+    """Serve one more prompt; return TTFT in s, all step times, and its steps' token counts."""
     prompt = loop.add_one([start + i % 700 for i in range(prompt_len)], max_tokens=1)
     arrived_s = loop.now_s
     times, sizes = [loop.now_s], []
@@ -58,7 +58,7 @@ def serve(loop: Loop, prompt_len=PROMPT, start=0):
 # ---- in virtual time ----------------------------------------------------------------------------
 
 
-def test_streams_keep_the_target_while_a_long_prompt_is_computed():
+def test_streams_meet_the_target_during_a_long_prompt():
     loop = loop_of(0.2, slow_device())
     with_streams(loop)
     ttft_s, itls_s, _ = serve(loop)
@@ -70,7 +70,7 @@ def test_streams_keep_the_target_while_a_long_prompt_is_computed():
     assert ttft_s < 1.3 * full_ttft_s
 
 
-def test_prompts_get_half_of_the_time_where_decodes_alone_exceed_the_target():
+def test_prompts_get_half_the_time_if_decodes_alone_exceed_the_target():
     step_s = slow_device(base_s=0.3, token_s=0.01)
     loop, without = loop_of(0.2, step_s), loop_of(None, step_s)
     with_streams(loop)
@@ -82,13 +82,13 @@ def test_prompts_get_half_of_the_time_where_decodes_alone_exceed_the_target():
     assert ttft_s < 2.2 * full_ttft_s
 
 
-def test_a_prompt_gets_full_steps_when_nobody_decodes():
+def test_prompt_gets_full_steps_if_no_sequence_decodes():
     loop = loop_of(0.01, slow_device())
     _, _, sizes = serve(loop)
     assert sizes == [512, 512, 512, 464]
 
 
-def test_the_budget_grows_again_when_decodes_end():
+def test_budget_grows_again_when_decodes_end():
     loop = loop_of(0.2, slow_device())
     streams = with_streams(loop)
     loop.add_one([7] * 5000, max_tokens=1)
@@ -114,7 +114,7 @@ def test_no_prompt_starves_however_small_the_target():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_neither_stalls_streams_nor_prompts(seed):
+def test_noise_stalls_neither_streams_nor_prompts(seed):
     loop = loop_of(0.2, slow_device(noise=0.2, seed=seed))
     with_streams(loop)
     ttft_s, itls_s, sizes = serve(loop)
@@ -142,7 +142,7 @@ def test_one_slow_step_does_not_change_the_budget():
     assert len(set(sizes[3:])) == 1, sizes
 
 
-def test_the_budget_follows_a_machine_that_becomes_slower_and_faster():
+def test_budget_follows_changes_of_machine_speed():
     slow, factors = slow_device(), [1.0]
     loop = loop_of(0.2, lambda plan: factors[-1] * slow(plan))
     with_streams(loop)
@@ -167,7 +167,7 @@ def test_executables_that_compute_unused_rows_are_filled():
     assert set(serve(small)[2][2:-1]) == {64}
 
 
-def test_the_target_changes_no_output():
+def test_latency_target_does_not_change_the_output():
     outputs = []
     for target_s in (None, 0.05, 0.2):
         loop = loop_of(target_s, slow_device(noise=0.1), next_token=None)
@@ -182,8 +182,8 @@ def test_the_target_changes_no_output():
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_a_sequence_that_waits_for_its_mask_is_waited_for_as_well():
-    """It is in no step that is scheduled before its last token has been read."""
+def test_sequence_waiting_for_its_mask_keeps_the_target():
+    """No step that is scheduled before its last token was read contains it."""
     loop = loop_of(0.1, slow_device())
     (stream,) = with_streams(loop, count=1)
     stream.needs_host_token = True
@@ -227,7 +227,7 @@ def plan_of(num_tokens: int) -> StepPlan:
 
 
 def measured(*times: tuple[int, float]) -> TokenBudget:
-    """A budget that has seen steps of (tokens, seconds), oldest first."""
+    """Return a budget that has recorded steps of (tokens, seconds), oldest first."""
     budget = TokenBudget(0.2)
     now_s = 0.0
     for tokens, seconds in times:
@@ -236,7 +236,7 @@ def measured(*times: tuple[int, float]) -> TokenBudget:
     return budget
 
 
-def test_a_step_in_flight_behind_another_is_timed_from_the_others_end():
+def test_queued_step_is_timed_from_the_end_of_the_one_before():
     budget = TokenBudget(0.2)
     budget.record(plan_of(8), 0.0, 0.1)
     budget.record(plan_of(64), 0.01, 0.6)  # dispatched while the first one ran
@@ -245,7 +245,7 @@ def test_a_step_in_flight_behind_another_is_timed_from_the_others_end():
     assert budget.seconds(256) == pytest.approx(1.5)
 
 
-def test_times_between_and_beyond_known_sizes_lie_on_lines():
+def test_times_are_interpolated_and_extrapolated_linearly():
     budget = measured((16, 0.1), (64, 0.2))
     assert budget.seconds(40) == pytest.approx(0.15)
     assert budget.seconds(112) == pytest.approx(0.3)
@@ -258,7 +258,7 @@ def test_one_outlier_among_three_times_does_not_count():
     assert measured((64, 0.1), (64, 9.0), (64, 0.1)).seconds(64) == pytest.approx(0.1)
 
 
-def test_a_newer_time_corrects_older_ones_that_contradict_it():
+def test_newer_time_corrects_contradicting_older_ones():
     slower = measured((16, 0.1), (256, 0.2), (64, 0.5))
     assert slower.seconds(256) == pytest.approx(0.5)
     assert slower.seconds(16) == pytest.approx(0.125)
@@ -266,17 +266,17 @@ def test_a_newer_time_corrects_older_ones_that_contradict_it():
     assert faster.seconds(256) == pytest.approx(0.4)
 
 
-def test_the_first_step_with_prompts_is_the_smallest():
+def test_first_step_with_prompts_is_the_smallest():
     assert TokenBudget(0.2).choose(4, MOST) == 12
     assert TokenBudget(0.2, (64, 256, 512)).choose(4, MOST) == 64
 
 
-def test_steps_at_most_double_beyond_what_has_been_measured():
+def test_steps_at_most_double_beyond_measured_sizes():
     budget = measured((8, 0.010), (16, 0.011))
     assert 16 < budget.choose(4, MOST) <= 32
 
 
-def test_a_full_batch_of_decodes_leaves_what_room_there_is():
+def test_full_batch_of_decodes_leaves_the_remaining_room():
     assert measured((500, 0.1)).choose(508, MOST) == MOST
     loop = loop_of(0.01, slow_device(), max_num_batched_tokens=5)
     with_streams(loop)

@@ -1,8 +1,8 @@
-"""Kills the engine of a real server at random moments, under streams whose every byte is compared.
+"""A chaos test: kills a real server's engine at random moments and compares every streamed byte.
 
-One task for each request sends it again and again, and compares each answer with that of the
-undisturbed server. Another polls /health, and compares it with the processes that there are. The
-killer works off a plan that a seed decides.
+One task per request sends it again and again, and compares each answer with that of the undisturbed
+server. Another task polls /health and compares it with the existing processes. A seed determines
+the killer's plan.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import aiohttp
 import psutil
 
 STREAMS = 32
-WAIT_S = 240.0  # until something counts as never coming
+WAIT_S = 240.0  # after which a missing event is a failure
 POLL_S = 0.02
 SERVES = ("serving", "ready")
 STATES = {*SERVES, "recovering", "stalled"}
-MAX_BIRTHS = 3  # that die one after the other: the server gives up at the fifth
-TOKENS = 300  # of a new engine after which each request has had some, or it would be suspected
+MAX_BIRTHS = 3  # consecutive deaths; the server gives up at the fifth
+TOKENS = 300  # of a new engine, after which each request has had some and is no suspect
 
 SCHEMA = {
     "type": "object",
@@ -51,7 +51,7 @@ def request(i: int, max_tokens: int, *, tools: bool) -> tuple[str, dict[str, Any
     """Return the path and the body of one of the streams.
 
     Args:
-      tools: False if the chat template has no place for tools.
+      tools: False if the chat template does not support tools.
     """
     story = f"Once upon a time, number {i}, " * (1 + i % 5)
     body: dict[str, Any] = {
@@ -95,7 +95,7 @@ def request(i: int, max_tokens: int, *, tools: bool) -> tuple[str, dict[str, Any
 
 
 def told(data: bytes, *, stream: bool) -> dict[str, Any]:
-    """What an answer says, however it was cut into events; without ids, times and cache hits."""
+    """Return the content of an answer for any split into events, without ids, times and hits."""
     if not stream:
         parts = [json.loads(data)]
     else:
@@ -136,7 +136,7 @@ def _add(said: dict[str, Any], choice: dict[str, Any]) -> None:
 
 @dataclass
 class Report:
-    """What a run has found."""
+    """The results of a run."""
 
     seed: int
     deaths: Counter[str] = field(default_factory=Counter)  # by the moment
@@ -153,14 +153,14 @@ class Report:
 
 
 class Chaos:
-    """One run on a server that is up.
+    """One run on a running server.
 
     Args:
-      plan: the deaths, by their moment: "decode", "prefill", "birth", "loading", "compiling", and
+      plan: The deaths by their moment: "decode", "prefill", "birth", "loading", "compiling", and
         "frozen" or "frozen birth" for processes that are stopped instead of killed.
-      cache: the server's folder of executables, which is emptied before "compiling".
-      loading_s: the longest time from the birth of a process to its death for "loading".
-      tools: whether some requests offer tools.
+      cache: The server's folder of executables, which is emptied before "compiling".
+      loading_s: The longest time from the start of a process to its death for "loading".
+      tools: True if some requests offer tools.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Chaos:
             self.report.polls[state] += 1
             if state not in STATES or (status == 200) != (state in SERVES):
                 self.report.faults.append(f"/health says {status} {state}")
-            # In the moment of a death the server may not have been told.
+            # At the moment of a death the server may not have noticed it.
             serves_by_nobody = state in SERVES and not before and not self._workers()
             lies = lies + 1 if serves_by_nobody else 0
             if lies == 2:
@@ -253,14 +253,14 @@ class Chaos:
     # ---- deaths --------------------------------------------------------------------------------
 
     def _workers(self) -> list[int]:
-        """The server's engine processes that live, or are frozen.
+        """Return the server's engine processes that are alive or frozen.
 
-        One that was killed lives until its last thread has ended. Its connection stays open as
-        long, which may take a busy machine longer than the process has a command line.
+        A killed process lives until its last thread has ended. The connection stays open until
+        then. On a busy machine this may outlast the command line of the process.
         """
         found = []
         for child in self._server.children():
-            with contextlib.suppress(psutil.Error):  # it has just ended
+            with contextlib.suppress(psutil.Error):  # it just ended
                 if "forge_jax.engine.process.worker" in child.cmdline():
                     self._known.add(child.pid)
             if child.pid in self._known and _has_threads(child.pid):
@@ -279,11 +279,11 @@ class Chaos:
             for moment, successor in itertools.zip_longest([first, *victims], victims):
                 pid = await self._victim(moment, pid)
                 if successor == "compiling":
-                    _signal(pid, signal.SIGSTOP)  # it writes no entry any more
+                    _signal(pid, signal.SIGSTOP)  # so that it writes no more entries
                     for path in self._compiled():
                         path.unlink()
                 if moment == "compiling" and len(self._compiled()) == self._num_executables:
-                    births.append(moment)  # it was quicker: once more
+                    births.append(moment)  # it was faster: try once more
                     moment = "loading"
                 await self._end(pid, moment)
         await self._until(self._serves, "a server that serves at the end")
@@ -291,7 +291,7 @@ class Chaos:
         await self._until(lambda: len(self._answered) == STREAMS, "an answer to each request")
 
     async def _victim(self, moment: str, last: int | None) -> int:
-        """Wait for the moment; return the process that dies now, another one than the last."""
+        """Wait for the moment and return the process to kill, which differs from the last one."""
         if moment not in BIRTHS:
             if moment != "prefill":
                 await self._until(self._has_tokens, "tokens of each request")
@@ -320,11 +320,10 @@ class Chaos:
         await self._until(self._recovers, "recovering")
 
     def _compiled(self) -> list[Path]:
-        """The server's entries of compiled executables."""
         return [] if self._cache is None else list(self._cache.glob("*-cache"))
 
     async def _freeze(self, pid: int) -> None:
-        """Stops a process; the server kills it."""
+        """Stop a process; the server kills it."""
         serves = self._serves
         was_serving = await serves()
         _signal(pid, signal.SIGSTOP)
@@ -360,7 +359,7 @@ BIRTHS = ("birth", "loading", "compiling", "frozen birth")
 
 
 def _has_threads(pid: int) -> bool:
-    """True if any thread of a process has not ended."""
+    """Return True if any thread of a process has not ended."""
     states = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
@@ -375,8 +374,8 @@ def _signal(pid: int, number: int) -> None:
 
 
 async def chaos(url: str, server: subprocess.Popen[str], **options: Any) -> Report:
-    """A run, as `Chaos`, on the server that `tests.server_process` has started."""
-    timeout = aiohttp.ClientTimeout()  # none: how long a busy machine takes is no fault
+    """Run `Chaos` on the server that `tests.server_process` has started."""
+    timeout = aiohttp.ClientTimeout()  # no timeout, because a busy machine's delay is no fault
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         return await Chaos(http, url, server.pid, **options).run()

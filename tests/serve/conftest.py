@@ -1,4 +1,4 @@
-"""A server on the fake device, behind a real socket, and the clients that talk to it."""
+"""Fixtures: a server on the fake device, behind a real socket, and its clients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Server:
 
     @cached_property
     def openai(self) -> AsyncOpenAI:
-        """Made where it is used: that takes longer than to start the server."""
+        """Return a client, made on first use because that takes longer than the server's start."""
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     @property
@@ -45,7 +45,7 @@ class Server:
         return self.service.model_name
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        """Posts JSON, or bytes as they are; returns the status and the answer's JSON."""
+        """Post JSON, or bytes verbatim; return the status and the answer's JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.http.post(self.url + path, data=io.BytesIO(data)) as response:
             return response.status, await response.json()
@@ -55,7 +55,7 @@ class Server:
             return response.status, await response.json()
 
     async def events(self, path: str, body: dict[str, Any]) -> list[str]:
-        """The data of each server-sent event of a stream."""
+        """Return the data of each server-sent event of a stream."""
         async with self.http.post(self.url + path, json=body) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
@@ -66,7 +66,6 @@ class Server:
         return [event.removeprefix("data: ") for event in events]
 
     async def idle(self, timeout_s: float = 5.0) -> None:
-        """Waits until no sequence holds a block."""
         async with asyncio.timeout(timeout_s):
             while self.engine.stats().num_used_blocks or self.engine.stats().num_waiting:
                 await asyncio.sleep(0.001)
@@ -115,7 +114,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest.fixture
 def listening() -> Callable[[Service], contextlib.AbstractAsyncContextManager[str]]:
-    """Serves a service, with or without an engine, on a free port; yields the URL."""
+    """Serve a service, with or without an engine, on a free port; yield the URL."""
     return _listening
 
 
@@ -124,7 +123,7 @@ Start = Callable[..., Awaitable[Server]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Starts a server on an engine of the test's own."""
+    """Start a server on an engine of the test's own."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(engine: Engine, *args: Any, **kwargs: Any) -> Server:
@@ -136,11 +135,11 @@ async def start() -> AsyncIterator[Start]:
 def scripted_engine(
     *answers: str, template: str | None = None, special_tokens: Sequence[str] = ()
 ) -> Engine:
-    """An engine whose model gives these answers, a byte in each token; which one, its seed decides.
+    """Return an engine whose model gives these answers, a byte per token, selected by the seed.
 
     Args:
-      template: the chat template; default: the fake model's.
-      special_tokens: what the tokenizer has beside "</s>"; each is one token of an answer.
+      template: The chat template (default: the fake model's).
+      special_tokens: Special tokens in addition to "</s>", each one token of an answer.
     """
     backend = copy.deepcopy(fake_tokenizer().backend)
     backend.add_special_tokens(list(special_tokens))

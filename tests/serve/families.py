@@ -1,6 +1,6 @@
-"""Small chat templates in the forms of real families, as far as tools and reasoning go."""
+"""Small chat templates with the tool and reasoning formats of real model families."""
 
-# Qwen 3: ChatML, Hermes' tags; reasoning is opened, and shown of the last turn only.
+# Qwen 3: ChatML and Hermes' tags; reasoning is opened, and kept only for the last turn.
 QWEN = """\
 {%- if tools %}<|im_start|>system
 # Tools

@@ -1,6 +1,6 @@
-"""What Open Responses (version 2026-04-24) requires of a response and of its events.
+"""The requirements of Open Responses (version 2026-04-24) for a response and its events.
 
-Written from the specification's tables, as JSON Schemas: fields that must be there and their
+They are written from the specification's tables, as JSON Schemas of required fields and their
 types. https://www.openresponses.org
 """
 
@@ -23,7 +23,7 @@ def nullable(schema: Schema) -> Schema:
 
 
 def made_of(optional: Schema | None = None, /, **required: Schema) -> Schema:
-    """An object with these fields, and any others."""
+    """Return the schema of an object with these fields, and any others."""
     return {
         "type": "object",
         "properties": {**required, **(optional or {})},
@@ -150,11 +150,11 @@ EVENTS: dict[str, Schema] = {
         "error": {"error": ERROR_PAYLOAD},
     }.items()
 }
-# Open Responses calls these `response.reasoning.*`; OpenAI's API and its clients say otherwise.
+# Open Responses names these `response.reasoning.*`, unlike OpenAI's API and its clients.
 OPENAI_ONLY = frozenset(("response.reasoning_text.delta", "response.reasoning_text.done"))
 
 
-# What answers a message of a WebSocket without a response.
+# The answer to a WebSocket message without a response.
 SOCKET_ERROR = made_of(
     type=constant("error"),
     status=WHOLE,
@@ -167,18 +167,18 @@ _EVENTS = {name: jsonschema.Draft202012Validator(schema) for name, schema in EVE
 
 
 def check_response(response: Any) -> None:
-    """Raises `jsonschema.ValidationError` for a response that the specification does not allow."""
+    """Raise `jsonschema.ValidationError` unless the specification allows the response."""
     _RESPONSE.validate(response)
 
 
 def check_event(event: Any) -> None:
-    """The same for an event of a stream. Raises KeyError for an event that it does not have."""
+    """Check an event of a stream; raise KeyError if the specification does not have it."""
     if event["type"] not in OPENAI_ONLY:
         _EVENTS[event["type"]].validate(event)
 
 
 def check_socket_event(event: Any) -> None:
-    """The same for an event that comes over a WebSocket."""
+    """Check an event that comes over a WebSocket."""
     if event["type"] == "error":
         _SOCKET_ERROR.validate(event)
     else:

@@ -1,4 +1,4 @@
-"""API keys: who is let in, who is not, and that tenants do not see each other's prefixes."""
+"""API keys: access, and tenants that do not share prefixes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every method and path of the application, parameters filled in."""
+    """Return every method and path of the application, with parameters filled in."""
     table = make_app(Service(KEYS)).router.routes()
     found = [(r.method, r.resource.canonical) for r in table if r.resource is not None]
     assert len(found) > 10
@@ -47,7 +47,6 @@ def routes() -> list[tuple[str, str]]:
 
 @pytest.fixture
 async def closed(start):
-    """A server with two keys."""
     return await start(Engine.fake(), KEYS)
 
 
@@ -75,7 +74,7 @@ async def test_every_route_but_health_and_the_page_is_closed(closed):
                     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_nothing_else_is_open():
+def test_only_the_listed_routes_are_open():
     page = [path for path in OPEN_PATHS if path == "/" or path.startswith("/static/")]
     assert sorted(OPEN_PATHS - set(page)) == ["/health", "/healthz"]
 
@@ -84,7 +83,7 @@ def test_nothing_else_is_open():
     "path",
     ["//health/", "//health", "/health/../stats", "/%68ealth/x", "/stats?/health", "/Health"],
 )
-async def test_what_resembles_an_open_path_is_closed(closed, path):
+async def test_paths_that_resemble_an_open_one_are_closed(closed, path):
     async with closed.http.get(closed.url + path) as response:
         assert response.status == 401
 
@@ -106,7 +105,7 @@ async def test_what_resembles_an_open_path_is_closed(closed, path):
         [("Authorization", f"Bearer {KEY_A}"), ("Authorization", f"Bearer {KEY_A}")],
     ],
 )
-async def test_what_is_no_key_opens_nothing(closed, headers):
+async def test_malformed_keys_open_nothing(closed, headers):
     port = int(closed.url.rpartition(":")[2])
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
     request = f"GET /stats HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{lines}\r\n"
@@ -115,7 +114,7 @@ async def test_what_is_no_key_opens_nothing(closed, headers):
     assert KEY_A.encode() not in answer
 
 
-async def test_each_key_opens_everything(closed):
+async def test_each_key_opens_every_route(closed):
     for headers in (
         bearer(KEY_A),
         bearer(KEY_B),
@@ -133,8 +132,7 @@ async def test_each_key_opens_everything(closed):
     assert refused.value.code == "invalid_api_key"
 
 
-async def test_a_body_is_not_read_without_a_key(closed):
-    """The answer comes while the body is still on its way."""
+async def test_body_is_not_read_without_a_key(closed):
     port = int(closed.url.rpartition(":")[2])
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{"
     assert (await _raw(port, head, until=b"\r\n")).split()[1] == b"401"
@@ -156,7 +154,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch):
         assert compared == [(32, 32)] * 3, "it stops at none, and lengths are equal"
 
 
-def test_tenants_differ_and_stay_the_same():
+def test_tenant_names_are_distinct_and_stable():
     keys, others = ApiKeys([KEY_A, KEY_B, KEY_A]), ApiKeys([KEY_B])
     assert keys.tenant(KEY_A) != keys.tenant(KEY_B) == others.tenant(KEY_B)
     assert re.fullmatch("[0-9a-f]{32}", keys.tenant(KEY_A) or "")
@@ -183,7 +181,7 @@ async def test_tenants_do_not_share_cached_prefixes(closed):
     assert await cached(KEY_B, cache_salt=f"{tenant}same") == 0
 
 
-async def test_without_keys_everybody_shares(start):
+async def test_clients_share_cached_prefixes_without_keys(start):
     server = await start(Engine.fake())
     for headers, cached in (({}, 0), (bearer("whatever"), 192)):
         url = server.url + "/v1/completions"
@@ -215,7 +213,7 @@ async def test_keys_are_neither_logged_nor_shown(start, caplog, capsys, tmp_path
         assert key not in shown
 
 
-def test_a_process_never_writes_its_keys():
+def test_keys_never_leave_the_process():
     command = [sys.executable, "-m", "forge_serve.cli.main", "serve", "--fake", "--api-key", KEY_A]
     for more in (["--port", "-1"], ["--tls-cert", "x"], ["--api-key", f"{KEY_A} with a space"]):
         done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60)
@@ -224,7 +222,7 @@ def test_a_process_never_writes_its_keys():
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "é", "x" * 513, "\x7f"])
-def test_a_key_that_no_client_could_send_is_refused(key, tmp_path):
+def test_key_that_no_client_could_send_is_rejected(key, tmp_path):
     with pytest.raises(ConfigError, match="--api-key") as refused:
         ServerConfig(api_key=(KEY_A, key))
     assert KEY_A not in str(refused.value)
@@ -235,7 +233,7 @@ def test_a_key_that_no_client_could_send_is_refused(key, tmp_path):
         assert key not in str(refused.value)
 
 
-def test_keys_of_a_file_and_of_flags_are_all_taken(tmp_path):
+def test_keys_from_a_file_and_from_flags_are_combined(tmp_path):
     (tmp_path / "keys").write_text(f"# ours\n\n  {KEY_B}  \n")
     keys = ApiKeys.of(ServerConfig(api_key=(KEY_A,), api_key_file=str(tmp_path / "keys")))
     assert keys.tenant(KEY_A) and keys.tenant(KEY_B)
@@ -251,7 +249,7 @@ def test_keys_of_a_file_and_of_flags_are_all_taken(tmp_path):
         (b"\xff", "not a text"),
     ],
 )
-def test_a_file_of_keys_that_is_none_ends_the_start(content, message, tmp_path):
+def test_invalid_key_file_ends_the_start(content, message, tmp_path):
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
@@ -280,13 +278,13 @@ def test_keys_come_from_repeated_flags(monkeypatch):
         ("0.0.0.0", KEYS, False),
     ],
 )
-def test_a_server_that_is_open_to_others_says_so(host, config, warned, caplog):
+def test_server_open_to_other_machines_logs_a_warning(host, config, warned, caplog):
     with contextlib.closing(server.bind(host, 0)) as sock:
         server.warn_of_exposure(sock, config)
     assert ("without API keys" in caplog.text) is warned
 
 
-def test_nobody_else_is_let_in_by_default():
+def test_default_address_is_the_local_machine():
     assert ServerConfig().host == "127.0.0.1"
 
 

@@ -1,4 +1,4 @@
-"""`forge-jax batch`: a file of requests in, a file of answers out, whatever happens meanwhile."""
+"""`forge-jax batch`: a batch file in and its answers out, under all interruptions."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def posted(custom_id: str, url: str, body: Any) -> dict[str, Any]:
 
 
 def prompts(count: int, **more: Any) -> list[dict[str, Any]]:
-    """Plain lines of prompts that have no block in common, with a seed each."""
+    """Return plain lines of prompts without a common block, each with a seed."""
     return [{"id": f"q{i}", "prompt": f"{i} and on", "seed": i, **more} for i in range(count)]
 
 
 def write(path: Path, lines: Iterable[Any]) -> Path:
-    """Lines of JSON, or bytes as they are."""
+    """Write lines of JSON, or bytes verbatim."""
     texts = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines]
     path.write_bytes(b"".join(text + b"\n" for text in texts))
     return path
 
 
 def batch(source: Path, target: Path, *flags: str) -> list[dict[str, Any]]:
-    """Runs it in this process; the answers in the order of the input's lines."""
+    """Run the command in this process; return the answers in the order of the input."""
     assert cli.main(["batch", str(source), str(target), *FAKE, *flags]) == 0
     return answers(target)
 
@@ -89,12 +89,12 @@ def answers(target: Path) -> list[dict[str, Any]]:
 
 
 def without_time(body: dict[str, Any]) -> dict[str, Any]:
-    """A body without what no two servers have in common."""
+    """Return a body without the fields that differ between servers."""
     body = {name: value for name, value in body.items() if name not in ("created", "id")}
     return json.loads(re.sub(r'"call_\w+"', '"call"', json.dumps(body)))
 
 
-def test_a_line_has_the_body_that_http_answers(tmp_path):
+def test_batch_line_has_the_body_of_an_http_response(tmp_path):
     requests = [posted(str(i), url, body) for i, (url, body) in enumerate(BODIES)]
     lines = batch(write(tmp_path / "in", requests), tmp_path / "out", "--no-prefix-cache")
 
@@ -114,7 +114,7 @@ def test_a_line_has_the_body_that_http_answers(tmp_path):
     assert lines[4]["response"]["body"]["id"] == "chatcmpl-mine"
 
 
-def test_calls_of_tools_are_read(tmp_path, monkeypatch):
+def test_tool_calls_are_parsed(tmp_path, monkeypatch):
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     engine = scripted_engine(call, template=families.HERMES)
     monkeypatch.setattr(running_file, "load_engine", lambda *_: engine)
@@ -145,7 +145,7 @@ def test_plain_lines_have_plain_answers(tmp_path):
     assert refused["error"]["param"] == "temperature"
 
 
-def test_everything_that_is_wrong_with_a_line_is_a_line(tmp_path):
+def test_invalid_line_becomes_an_error_line(tmp_path):
     url, body = "/v1/completions", {"prompt": "a", "max_tokens": 2}
     wrong = [
         (b"not JSON", "invalid_json_line"),
@@ -182,7 +182,7 @@ def test_everything_that_is_wrong_with_a_line_is_a_line(tmp_path):
     assert ids[-6:] == ["url", "method", "bodiless", "null", "stream", "large"]
 
 
-def test_what_is_wrong_with_a_plain_line_is_a_line(tmp_path):
+def test_invalid_plain_line_becomes_an_error_line(tmp_path):
     lines = [{"prompt": "a"}, b"{", {"id": 1, "text": "a"}, {"id": 2, "prompt": "a", **CHAT},
              {"id": [], "prompt": "a"}]  # fmt: skip
     good, *wrong = batch(write(tmp_path / "in", lines), tmp_path / "out")
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_plain_line_is_a_line(tmp_path):
     assert [answer["id"] for answer in wrong] == [None, 1, 2, None]
 
 
-def test_empty_lines_are_none_and_a_last_line_needs_no_end(tmp_path):
+def test_empty_lines_are_skipped_and_the_last_newline_is_optional(tmp_path):
     source = tmp_path / "in"
     source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \n{"prompt": "b"}')
     assert [answer["line"] for answer in batch(source, tmp_path / "out")] == [1, 4]
@@ -202,7 +202,7 @@ def test_empty_lines_are_none_and_a_last_line_needs_no_end(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["custom_id", "id"])
-def test_the_same_id_twice_is_refused_by_line_before_anything_runs(tmp_path, capsys, name):
+def test_duplicate_id_is_rejected_by_line_before_anything_runs(tmp_path, capsys, name):
     line = posted("a", "/v1/completions", {}) if name == "custom_id" else {"prompt": "a"}
     source = write(tmp_path / "in", [{**line, name: each} for each in ("a", "b", "a")])
     assert cli.main(["batch", str(source), str(tmp_path / "out"), *FAKE]) == 1
@@ -213,7 +213,7 @@ def test_the_same_id_twice_is_refused_by_line_before_anything_runs(tmp_path, cap
 
 @contextlib.contextmanager
 def in_the_middle(source: Path, target: Path, count: int):
-    """A process that has written so many answers, and has more to write."""
+    """Start a process that has written this many answers and has more to write."""
     command = [*FORGE, "batch", source, target, "--fake", "--fake-step-time-ms", "15",
                "--in-flight", "4", "--no-prefix-cache"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -229,7 +229,7 @@ def in_the_middle(source: Path, target: Path, count: int):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.quick_cases(1)
-def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path, number):
+def test_interrupted_run_resumes_into_the_same_file(tmp_path, number):
     source = write(tmp_path / "in", [*prompts(30, max_tokens=8), b"not JSON"])
     batch(source, tmp_path / "whole", "--no-prefix-cache")
     target = tmp_path / "out"
@@ -242,7 +242,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path, number):
     assert 6 <= before.count(b"\n") < 31
     if number == signal.SIGKILL:
         assert code == -number
-        target.write_bytes(before + b'{"line":29,"dig')  # what it could have been in
+        target.write_bytes(before + b'{"line":29,"dig')  # a partial line
     else:
         assert code == 128 + number
         assert "interrupted: run the same command again" in said and "Traceback" not in said
@@ -254,7 +254,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path, number):
     assert target.read_bytes() == done
 
 
-def test_an_openai_file_goes_on_too(tmp_path):
+def test_openai_format_run_resumes(tmp_path):
     lines = [posted(f"c{i}", "/v1/completions", {"prompt": f"{i}", "seed": i}) for i in range(12)]
     source = write(tmp_path / "in", [*lines, b"not JSON", posted("x", "/nowhere", {})])
     whole = batch(source, tmp_path / "whole", "--no-prefix-cache")
@@ -287,7 +287,7 @@ def test_an_openai_file_goes_on_too(tmp_path):
         ),
     ],
 )
-def test_a_file_that_holds_anything_else_stays_as_it_is(tmp_path, capsys, written, message):
+def test_file_with_other_contents_is_not_touched(tmp_path, capsys, written, message):
     source, target = write(tmp_path / "in", prompts(2)), tmp_path / "out"
     target.write_bytes(written)
     assert cli.main(["batch", str(source), str(target), *FAKE]) == 1
@@ -295,7 +295,7 @@ def test_a_file_that_holds_anything_else_stays_as_it_is(tmp_path, capsys, writte
     assert target.read_bytes() == written
 
 
-def test_an_input_that_was_changed_is_refused(tmp_path, capsys):
+def test_changed_input_is_rejected(tmp_path, capsys):
     source, target = write(tmp_path / "in", prompts(2)), tmp_path / "out"
     batch(source, target)
     write(source, [{"id": "q0", "prompt": "another"}, *prompts(2)[1:]])
@@ -303,7 +303,7 @@ def test_an_input_that_was_changed_is_refused(tmp_path, capsys):
     assert "this answers a line 1 that" in capsys.readouterr().err
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path):
+def test_input_that_changes_during_the_run_is_rejected(tmp_path):
     source = write(tmp_path / "in", prompts(3))
     lines = Input(source, 1 << 20)
     write(source, [*prompts(2), {"prompt": "another"}])
@@ -320,7 +320,7 @@ def test_lines_may_be_appended(tmp_path):
     assert target.read_bytes().startswith(before)
 
 
-def test_files_that_cannot_be_used_are_one_line_and_end_with_1(tmp_path, capsys):
+def test_unusable_files_fail_with_one_line_and_exit_code_1(tmp_path, capsys):
     source, target = write(tmp_path / "in", prompts(1)), tmp_path / "out"
     with target.open("ab") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)
@@ -341,7 +341,7 @@ def test_files_that_cannot_be_used_are_one_line_and_end_with_1(tmp_path, capsys)
             )
 
 
-def test_an_input_is_not_read_at_once(tmp_path):
+def test_input_is_read_incrementally(tmp_path):
     source = write(tmp_path / "in", prompts(4000, suffix="x" * 4000))
     tracemalloc.start()
     try:
@@ -356,7 +356,7 @@ def test_an_input_is_not_read_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "most"), [(["--in-flight", "3"], 3), ([], 64 + 8)])
-def test_only_so_many_lines_are_in_flight(tmp_path, monkeypatch, flags, most):
+def test_lines_in_flight_are_bounded(tmp_path, monkeypatch, flags, most):
     read = written = 0
     in_flight = []
     open_lines, write_line = Input.open_lines, Output.write
@@ -378,12 +378,12 @@ def test_only_so_many_lines_are_in_flight(tmp_path, monkeypatch, flags, most):
     source = write(tmp_path / "in", prompts(150, max_tokens=2))
     batch(source, tmp_path / "out", "--max-num-seqs", "8", *flags)
     assert read == written == 150
-    assert max(in_flight) == most + 1  # one is read, and waits
+    assert max(in_flight) == most + 1  # one is read and waits
 
 
 async def test_long_lines_wait_for_room():
     window = running_file._Window(10, 100)
-    await window.enter(1000)  # alone it may be any size
+    await window.enter(1000)  # alone it may have any size
     entering = asyncio.ensure_future(window.enter(50))
     await asyncio.sleep(0)
     assert not entering.done()
@@ -394,15 +394,15 @@ async def test_long_lines_wait_for_room():
         await asyncio.wait_for(window.enter(1), 0.01)
 
 
-def test_a_queue_that_is_full_is_waited_for(tmp_path):
+def test_full_queue_is_awaited(tmp_path):
     source = write(tmp_path / "in", prompts(20, n=4, max_tokens=3))
     found = batch(source, tmp_path / "out", "--max-queued-requests", "4", "--max-num-seqs", "2")
     assert all("text" in answer for answer in found)
 
 
-def test_an_engine_that_fails_ends_the_run_and_no_line_is_blamed(tmp_path, capsys, monkeypatch):
+def test_engine_failure_ends_the_run_without_error_lines(tmp_path, capsys, monkeypatch):
     def load(*_: object) -> Engine:
-        # Steps take a while, so that the first answers are written before the engine fails.
+        # Slow steps, so that the first answers are written before the engine fails.
         config = EngineConfig.from_options(max_num_seqs=4)
         engine = Engine.fake(config=config, step_time_s=0.01)
         tick, left = engine._core.tick, iter(range(20))
@@ -425,17 +425,17 @@ def test_an_engine_that_fails_ends_the_run_and_no_line_is_blamed(tmp_path, capsy
     assert len(batch(source, target)) == 40
 
 
-def test_quiet_says_nothing_and_otherwise_there_is_a_summary(tmp_path, capsys):
+def test_quiet_suppresses_the_summary(tmp_path, capsys):
     source = write(tmp_path / "in", [*prompts(3, max_tokens=2), b"{"])
     batch(source, tmp_path / "quiet")
     assert capsys.readouterr() == ("", "")
     assert cli.main(["batch", str(source), str(tmp_path / "out"), "--fake"]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1  # no bar where there is no terminal
+    assert out == "" and err.count("\n") == 1  # no bar without a terminal
     assert "4 of 4 lines done; 1 of them failed; 6 tokens generated in " in err
 
 
-def test_a_terminal_has_a_bar_with_tokens_and_the_time_left(monkeypatch):
+def test_terminal_shows_a_bar_with_tokens_and_remaining_time(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -455,7 +455,6 @@ def test_a_terminal_has_a_bar_with_tokens_and_the_time_left(monkeypatch):
 
 @pytest.fixture
 def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig, Any]]:
-    """What `batch` would have been called with."""
     calls: list[tuple[EngineConfig, ServerConfig, Any]] = []
     monkeypatch.setattr(running_file, "batch", lambda *args: calls.append(args) or 0)
     return calls
@@ -465,7 +464,7 @@ def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig, Any]]:
     ("model", "named"),
     [([], "forge-tiny"), (["a/b"], "a/b"), (["--model", "a/b"], "a/b")],
 )
-def test_a_model_is_named_at_the_end_or_by_a_flag(configs, model, named):
+def test_model_is_given_as_last_argument_or_flag(configs, model, named):
     flags = "--max-num-seqs 7 --in-flight 5 --max-n 3 --served-model-name x".split()
     assert cli.main(["batch", "in", "out", *model, *flags]) == 0
     [(engine, server, config)] = configs
@@ -474,13 +473,13 @@ def test_a_model_is_named_at_the_end_or_by_a_flag(configs, model, named):
     assert (server.limits.n, server.served_model_name) == (3, "x")
 
 
-def test_two_models_are_refused(configs, capsys):
+def test_two_models_are_rejected(configs, capsys):
     assert cli.main(["batch", "in", "out", "a", "--model", "b"]) == 1
     assert configs == []
     assert "MODEL and --model cannot both be set: omit one of them" in capsys.readouterr().err
 
 
-def test_a_number_that_cannot_be_is_one_line_and_ends_with_1(capsys, configs):
+def test_invalid_number_fails_with_one_line_and_exit_code_1(capsys, configs):
     assert cli.main(["batch", "in", "out", "--in-flight", "0"]) == 1
     assert capsys.readouterr().err == "forge-jax: error: --in-flight must be at least 1, not 0\n"
 
@@ -496,7 +495,7 @@ def evaluation():
 
 
 @pytest.mark.slow
-def test_the_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
+def test_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
     out = tmp_path / "answers.jsonl"
     small = "--deterministic --kernels xla --max-model-len 128".split()  # little to compile
     accuracy = evaluation.main("forge-tiny", str(out), *small)
@@ -504,7 +503,7 @@ def test_the_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"accuracy: {accuracy:.1%}" in said and "capitals: " in said
     wrong = [{**answer, "text": "Paris is 3."} for answer in answers(out)]
-    write(out, wrong)  # which are not asked again
+    write(out, wrong)  # done lines are not sent again
     assert evaluation.main("forge-tiny", str(out)) < 0.1
 
 
@@ -518,5 +517,5 @@ def test_the_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
         ("Parisian", "Paris", False),
     ],
 )
-def test_the_example_knows_what_is_right(evaluation, text, expected, right):
+def test_example_recognizes_correct_answers(evaluation, text, expected, right):
     assert evaluation.is_right({"text": text}, expected) is right

@@ -1,4 +1,4 @@
-"""Calls that a model is held to: what the grammars of each form allow, and that it can be read."""
+"""Grammars of tool calls: the allowed texts of each format, and their parsing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 
 WEATHER = ("get_weather", '{"city": "Paris", "days": 3}')
 NOW = ("now", "{}")
-# What is written for calls of these two, by form; with Mistral's newer tokens last.
+# The text of calls of these two functions, by format; Mistral's newer tokens come last.
 WRITTEN = {
     "hermes": (
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
@@ -55,7 +55,7 @@ WRITTEN = {
 
 
 class Held:
-    """What a grammar makes of texts."""
+    """A grammar applied to texts."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Held:
         self.grammar = self.compiler.compile(spec)
 
     def takes(self, text: str, *, ends: bool = True) -> bool:
-        """Whether the text is allowed, and whether it may end there."""
+        """Return True if the text is allowed and, with `ends`, complete."""
         matcher = self.grammar.matcher()
         try:
             matcher.accept(self.tokenizer.encode(text, False))
@@ -107,7 +107,7 @@ class Held:
 
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["text", "special tokens"])
 @pytest.mark.parametrize("form", WRITTEN)
-def test_what_the_grammar_demands_the_parser_reads(form, special):
+def test_parser_reads_the_calls_that_the_grammar_demands(form, special):
     if form.startswith("mistral") and (form == "mistral new") != bool(special):
         special = ("[TOOL_CALLS]", "[ARGS]") if form == "mistral new" else ("[TOOL_CALLS]",)
     held = Held(form, special=special)
@@ -127,7 +127,7 @@ def test_what_the_grammar_demands_the_parser_reads(form, special):
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-def test_a_named_function_is_the_only_one(form):
+def test_named_function_is_the_only_one_allowed(form):
     held = Held(form, NAMED, special=("[TOOL_CALLS]", "[ARGS]") if "new" in form else ())
     assert not held.takes(WRITTEN[form], ends=False)
     for call in (
@@ -144,7 +144,7 @@ def test_a_named_function_is_the_only_one(form):
 
 
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["text", "special tokens"])
-def test_reasoning_may_come_before(special):
+def test_reasoning_may_precede_a_call(special):
     text = WRITTEN["hermes"]
     closed = Held("hermes", special=special, thinks=True)
     assert closed.takes(text)
@@ -157,7 +157,7 @@ def test_reasoning_may_come_before(special):
 
 
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["text", "special tokens"])
-def test_strict_calls_may_stand_in_free_text(special):
+def test_strict_calls_may_occur_in_free_text(special):
     held = Held("hermes", "auto", special=special)
     text = WRITTEN["hermes"]
     for free in ("", "Hello { [ <tool> there.\n", text, f"Let me see.\n{text}", f"{text}\nDone."):
@@ -170,7 +170,7 @@ def test_strict_calls_may_stand_in_free_text(special):
     assert not bare.takes('{"name": "x', ends=False)
 
 
-def test_schemas_are_taken_as_far_as_they_are_understood_unless_they_are_strict():
+def test_unsupported_schema_keywords_are_ignored_unless_strict():
     odd = {"properties": {"a": {"type": "string", "contains": {"type": "integer"}}}}
     tool = {"type": "function", "function": {"name": "now", "parameters": odd}}
     held = Held("llama3_json", tools=[tool])
@@ -183,8 +183,7 @@ def test_schemas_are_taken_as_far_as_they_are_understood_unless_they_are_strict(
         Held("hermes", tools=[tool])
 
 
-def test_every_schema_is_json():
-    """A quote or a line break in a schema stays in it."""
+def test_schema_strings_are_escaped_in_the_grammar():
     odd = {"properties": {'"}\nstart: "x': {"enum": ['\n"', "::="]}}, "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "now", "parameters": odd}}
     held = Held("llama3_json", tools=[tool])

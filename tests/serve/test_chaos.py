@@ -1,4 +1,4 @@
-"""Engines that die at any moment, of servers as users start them: no byte of an answer differs."""
+"""Engines that die at any moment in real servers, without changing a byte of the answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.server_process import ROOT, running
 
 SERVE = "import sys; from forge_serve.cli.main import main; sys.exit(main())"
 FAKE = ("--fake", "--fake-step-time-ms", "2")
-# What decides when a frozen engine counts as one: long enough for imports on a busy machine.
+# Timeouts of frozen engines, long enough for imports on a busy machine.
 PATIENCE = ("--engine-timeout", "8", "--stall-timeout", "1")
 MORE_PATIENCE = ("--engine-timeout", "15", "--stall-timeout", "1")
-# A bundled model whose bits do not depend on the batch, for which one executable does every step.
+# A batch-invariant bundled model, with one executable for every step.
 MODEL = (
     *("forge-tiny", "--deterministic", "--max-model-len", "512"),
     *("--num-blocks", "1024", "--max-num-seqs", "64"),
@@ -29,7 +29,7 @@ MODEL = (
 
 @contextmanager
 def serving(*flags: str, code: str = SERVE) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server with an engine process: its URL, and the process."""
+    """Start a server with an engine process; yield its URL and the process."""
     command = [sys.executable, "-c", code, "serve", *flags]
     command += ["--engine-process", "--port", "0", "--no-request-log"]
     with running(command, stdout=subprocess.PIPE) as process:
@@ -60,8 +60,8 @@ async def test_streams_survive_many_deaths(chaos_seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_streams_of_a_model_survive_deaths(chaos_seed, tmp_path: Path):
-    """Also deaths of processes that load it, or compile it because the cache is empty."""
+async def test_model_streams_survive_deaths(chaos_seed, tmp_path: Path):
+    """Includes processes that die while they load, or while they compile for an empty cache."""
     plan = ["decode"] * 4 + ["prefill", "birth", "loading", "compiling", "compiling", "frozen"]
     cache = tmp_path / "compiled"
     cache.mkdir(mode=0o700)
@@ -111,7 +111,7 @@ client.EngineProcess.stats = lambda self: dataclasses.replace(stats(self), state
     [(LOSES_A_TOKEN, "differs"), (SAYS_IT_IS_WELL, "never: recovering")],
     ids=["journal", "health"],
 )
-async def test_the_chaos_finds_what_is_planted(code, found, chaos_seed, monkeypatch):
+async def test_chaos_check_detects_planted_faults(code, found, chaos_seed, monkeypatch):
     monkeypatch.setattr("tests.serve.chaos.WAIT_S", 10.0)
     with serving(*FAKE, code=code) as (url, process):
         try:

@@ -1,4 +1,4 @@
-"""The command line: flags made from the configuration, start, errors at start, and the end."""
+"""The command line: flags from the configuration, the start and its errors, and the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ REQUIRED = (
 
 @pytest.fixture
 def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
-    """What `serve` would have been called with."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
 
     def serve(engine: EngineConfig, server: ServerConfig, startup: object) -> int:
@@ -43,7 +42,7 @@ def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
     return calls
 
 
-def test_no_flags_mean_the_defaults_of_the_dataclasses(configs):
+def test_no_flags_give_the_dataclass_defaults(configs):
     assert cli.main(["serve"]) == 0
     assert configs == [(EngineConfig(), ServerConfig())]
 
@@ -93,7 +92,7 @@ def test_flags_become_fields(configs):
         [],
     ],
 )
-def test_flags_that_cannot_be_read_end_with_2(arguments, capsys):
+def test_unparsable_flags_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
@@ -117,7 +116,7 @@ def test_flags_that_cannot_be_read_end_with_2(arguments, capsys):
         (["--max-n", "129"], "--max-n"),
     ],
 )
-def test_values_that_cannot_be_are_one_line_and_end_with_1(arguments, named, capsys, configs):
+def test_invalid_values_fail_with_one_line_and_exit_code_1(arguments, named, capsys, configs):
     assert cli.main(["serve", *arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("forge-jax: error: ") and named in error
@@ -146,7 +145,7 @@ def test_help_lists_every_flag_with_its_default(capsys):
         (KeyboardInterrupt(), "interrupted", 130),
     ],
 )
-def test_whatever_goes_wrong_is_one_line_and_debug_shows_where(
+def test_errors_are_one_line_and_debug_shows_the_traceback(
     raised, line, status, capsys, monkeypatch
 ):
     def serve(*_: object) -> int:
@@ -163,7 +162,7 @@ def test_whatever_goes_wrong_is_one_line_and_debug_shows_where(
 
 
 @pytest.mark.parametrize(("flags", "target_ms"), [((), 0), (("--itl-target-ms", "50"), 50)])
-def test_a_batch_has_no_latency_target_unless_it_is_given(flags, target_ms, monkeypatch):
+def test_batch_has_no_latency_target_by_default(flags, target_ms, monkeypatch):
     configs: list[EngineConfig] = []
 
     def batch(engine: EngineConfig, *_: object) -> int:
@@ -176,7 +175,7 @@ def test_a_batch_has_no_latency_target_unless_it_is_given(flags, target_ms, monk
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "profile diff"])
-def test_every_command_takes_debug_and_says_what_it_does(name, capsys):
+def test_every_command_has_debug_and_a_description(name, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*name.split(), "--help"])
     assert ended.value.code == 0
@@ -188,7 +187,7 @@ def test_every_command_takes_debug_and_says_what_it_does(name, capsys):
 
 
 @pytest.mark.parametrize("name", config_docs.PAGES)
-def test_the_pages_of_flags_and_commands_are_current(name):
+def test_generated_flag_and_command_pages_are_current(name):
     file = Path(__file__).parents[2] / name
     text = file.read_text(encoding="utf-8")
     assert text == config_docs.PAGES[name](), "run python -m forge_serve.cli.reference"
@@ -215,12 +214,12 @@ def test_help_and_version_import_nothing_heavy():
         assert "forge-jax" in done.stdout
 
 
-def test_the_server_imports_no_jax_itself():
+def test_server_imports_no_jax_itself():
     script = "import sys, forge_serve.server.process; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_a_taken_port_is_one_line_and_ends_with_1():
+def test_taken_port_fails_with_one_line_and_exit_code_1():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = subprocess.run(
@@ -230,7 +229,7 @@ def test_a_taken_port_is_one_line_and_ends_with_1():
     assert done.stderr == f"forge-jax: error: port {port} is already in use: set --port\n"
 
 
-def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
+def test_missing_model_fails_with_one_line_and_exit_code_1(tmp_path):
     done = subprocess.run(
         [*FORGE, "serve", str(tmp_path / "nowhere"), "--port", "0"],
         capture_output=True,
@@ -248,7 +247,7 @@ def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
         (["--tls-cert", "nowhere", "--tls-key", "no"], "--tls-cert: cannot read nowhere: No such"),
     ],
 )
-def test_a_file_that_is_not_there_is_one_line_and_ends_with_1(flags, message):
+def test_missing_file_fails_with_one_line_and_exit_code_1(flags, message):
     done = subprocess.run(
         [*FORGE, "serve", "--fake", "--port", "0", *flags],
         capture_output=True,
@@ -260,7 +259,7 @@ def test_a_file_that_is_not_there_is_one_line_and_ends_with_1(flags, message):
     assert done.stderr.splitlines()[-1].startswith(f"forge-jax: error: {message}")
 
 
-def test_a_server_starts_serves_and_drains():
+def test_server_starts_serves_and_drains():
     with subprocess.Popen(
         [*FORGE, "serve", "a/model", "--fake", "--port", "0", "--fake-step-time-ms", "20"],
         stdout=subprocess.PIPE,
@@ -289,7 +288,7 @@ def test_a_server_starts_serves_and_drains():
             process.kill()
 
 
-def test_what_is_not_http_is_one_line_in_the_log():
+def test_malformed_http_is_one_line_in_the_log():
     with subprocess.Popen(
         [*FORGE, "serve", "--fake", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -326,8 +325,8 @@ def test_what_is_not_http_is_one_line_in_the_log():
             process.kill()
 
 
-def test_the_smoke_benchmark_says_in_one_line_that_there_is_no_server():
-    with socket.socket() as taken:  # bound and not listening: connections are refused
+def test_smoke_benchmark_reports_a_missing_server_in_one_line():
+    with socket.socket() as taken:  # bound but not listening, so connections are refused
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         done = subprocess.run(
@@ -342,7 +341,7 @@ def test_the_smoke_benchmark_says_in_one_line_that_there_is_no_server():
     assert done.stderr.count("\n") == 1
 
 
-def test_a_second_signal_ends_at_once():
+def test_second_signal_ends_at_once():
     with subprocess.Popen(
         [*FORGE, "serve", "--fake", "--port", "0", "--fake-step-time-ms", "100"],
         stdout=subprocess.PIPE,

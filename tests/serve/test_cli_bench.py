@@ -1,4 +1,4 @@
-"""`forge-jax bench`: of an engine in its own process, and of a server."""
+"""`forge-jax bench`, on an engine in its own process and on a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bench(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_an_engine_is_measured_at_each_concurrency(capsys):
+def test_engine_is_measured_at_each_concurrency(capsys):
     flags = ["--fake", "--fake-step-time-ms", "2", "--concurrency", "1,8", "--requests", "9"]
     report = bench(capsys, "x", *flags, *SHORT)
     assert report["model"] == "forge-fake" and report["startup_s"]["ready"] > 0
@@ -32,7 +32,7 @@ def test_an_engine_is_measured_at_each_concurrency(capsys):
     assert one["wall_s"] >= 9 * 5 * 0.002, "one after the other"
 
 
-def test_a_person_gets_a_table(capsys):
+def test_terminal_output_is_a_table(capsys):
     assert cli.main(["bench", "--fake", "--concurrency", "2,3", *SHORT]) == 0
     head, empty, columns, two, three = capsys.readouterr().out.splitlines()
     assert head.startswith("forge-fake: 12 tokens in, 5 out; ") and not empty
@@ -46,7 +46,7 @@ def url():
         yield url
 
 
-def test_a_server_is_measured_with_its_key(url, capsys, tmp_path):
+def test_server_is_measured_with_its_key(url, capsys, tmp_path):
     key = tmp_path / "key"
     key.write_text(KEY + "\n")
     asked = ["--url", url, "--concurrency", "4", "--requests", "8", *SHORT]
@@ -69,7 +69,7 @@ def test_a_server_is_measured_with_its_key(url, capsys, tmp_path):
         (["--api-key-file", "x"], "--api-key-file requires --url"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(capsys, arguments, message):
+def test_impossible_measurement_fails_with_one_line(capsys, arguments, message):
     assert cli.main(["bench", "--fake", *arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("forge-jax: error: ") and message in error

@@ -33,12 +33,12 @@ DIMMED = "\x1b[2m"
 
 
 class Terminal:
-    """A process on a pseudo-terminal; `typed` goes to it, `shown` is all that it wrote."""
+    """A process on a pseudo-terminal; `typed` goes to it, `shown` is everything it wrote."""
 
     def __init__(self, *arguments: str):
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *FORGE, *arguments],  # Ctrl-C is a signal there
+            ["setsid", "--ctty", *FORGE, *arguments],  # so that Ctrl-C becomes a signal
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -61,16 +61,16 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def say(self, text: str, answer: str = "", prompt: str = "> ") -> str:
-        """Types a line at the prompt, and waits for what follows the echo."""
+        """Type a line at the prompt and wait for the output after its echo."""
         self.expect(prompt)
         self.type(text + "\n")
         self.expect(text)
         return self.expect(answer)
 
     def interrupt(self, line: str, answer: str) -> None:
-        """Types a line without its end, then Ctrl-C until it has been answered.
+        """Type an unfinished line, then Ctrl-C until it is answered.
 
-        A signal that comes just before Python's readline waits for a key ends no wait.
+        A signal just before Python's readline waits for a key does not end the wait.
         """
         self.type(line)
         self.expect(line)
@@ -82,7 +82,7 @@ class Terminal:
         self.expect(answer)
 
     def expect(self, text: str, wait_s: float = WAIT_S) -> str:
-        """Waits for a text after what was expected last; what came before it, and it."""
+        """Wait for a text after the last expected one; return everything up to it."""
         deadline = time.monotonic() + wait_s
         while (at := self.shown.find(text, self._seen)) < 0:
             left_s = deadline - time.monotonic()
@@ -102,7 +102,7 @@ class Terminal:
         self.shown = (self.shown + self._decoder.decode(data)).replace("\r\n", "\n")
 
     def end(self, text: str) -> int:
-        self.expect("> ")  # before it, Ctrl-D would be no key
+        self.expect("> ")  # before the prompt, Ctrl-D would not count as a key
         self.type(text)
         while True:
             try:
@@ -116,7 +116,7 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_a_conversation_with_the_bundled_model():
+def test_conversation_with_the_bundled_model_works():
     with Terminal("chat", *SMALL) as chat:
         chat.expect("forge-tiny: /help lists the commands, Ctrl-D ends the chat")
         chat.say("What is 2+2?", "2 + 2 = 4.")
@@ -127,14 +127,14 @@ def test_a_conversation_with_the_bundled_model():
 
 
 class ScriptedServer:
-    """Answers each chat with the next list of deltas, and keeps what it was asked."""
+    """A server that answers each chat with the next list of deltas and keeps the requests."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.script: list[Any] = []
         self.may_go_on = threading.Event()
-        self.left = threading.Event()  # by a client, in the middle of an answer
+        self.left = threading.Event()  # set when a client leaves in the middle of an answer
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -186,7 +186,7 @@ def messages(body: dict[str, Any]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in body["messages"]]
 
 
-def test_a_conversation_with_a_server(server, tmp_path):
+def test_conversation_with_a_server_works(server, tmp_path):
     key = tmp_path / "key"
     key.write_text("# mine\nsk-of-the-test\n")
     server.script = [
@@ -240,7 +240,7 @@ def test_a_conversation_with_a_server(server, tmp_path):
     assert messages(fifth) == [("system", "Be long."), ("user", "A line \nand another")]
 
 
-def test_an_answer_of_this_process_is_stopped_and_the_chat_goes_on():
+def test_stopping_a_local_answer_continues_the_chat():
     with Terminal("chat", "x", "--fake", "--fake-step-time-ms", "20", "--seed", "1") as chat:
         chat.say("Tell me a story.", " ")
         chat.type(CTRL_C)
@@ -257,7 +257,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, **options)
 
 
-def test_without_a_terminal_stdin_is_the_message_and_stdout_the_answer(server):
+def test_piped_stdin_is_the_message_and_stdout_the_answer(server):
     server.script = [[{"reasoning_content": "Hm."}, {"content": "a\x1b[1mb\n"}, {"content": "c"}]]
     done = run("chat", "--url", server.url, input="Line one\nand two\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "a\x1b[1mb\nc\n", "")
@@ -278,7 +278,7 @@ def test_without_a_terminal_stdin_is_the_message_and_stdout_the_answer(server):
         (["--url", "http://x", "--api-key-file", "nowhere"], "cannot read nowhere: No such file"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(arguments, message, capsys, monkeypatch):
+def test_impossible_question_fails_with_one_line(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
     assert cli.main(["chat", *arguments]) == 1
     out, err = capsys.readouterr()
@@ -287,7 +287,7 @@ def test_what_cannot_be_asked_is_one_line(arguments, message, capsys, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_text_is_continued_as_the_server_would():
+def test_text_is_continued_as_by_the_server():
     same = [*SMALL, "--max-tokens", "12"]
     plain = run("generate", "forge-tiny", "-", *same, input="Once upon a time")
     assert plain.returncode == 0 and plain.stderr == ""
@@ -297,7 +297,7 @@ def test_a_text_is_continued_as_the_server_would():
     assert answer["usage"]["completion_tokens"] == 12 and answer["model"] == "forge-tiny"
 
 
-def test_samples_come_one_after_the_other_and_differ(capsys):
+def test_samples_are_printed_in_order_and_differ(capsys):
     def written(*more: str) -> str:
         asked = ["generate", "x", "Once", "--fake", "--n", "3", "--max-tokens", "5"]
         assert cli.main([*asked, *more]) == 0
@@ -312,7 +312,7 @@ def test_samples_come_one_after_the_other_and_differ(capsys):
 SLOW = ["generate", "x", "Once", "--fake", "--fake-step-time-ms", "20", "--max-tokens", "3000"]
 
 
-def test_a_text_is_written_as_it_comes_and_ctrl_c_ends_it():
+def test_text_is_printed_as_it_comes_and_ctrl_c_ends_it():
     with subprocess.Popen(
         [*FORGE, *SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -324,7 +324,7 @@ def test_a_text_is_written_as_it_comes_and_ctrl_c_ends_it():
         assert process.stderr.read() == b"forge-jax: interrupted\n"
 
 
-def test_nobody_who_reads_is_no_error():
+def test_closed_output_is_no_error():
     with subprocess.Popen(
         [*FORGE, *SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -335,7 +335,7 @@ def test_nobody_who_reads_is_no_error():
         assert process.stderr.read() == b""
 
 
-def test_nothing_in_a_text_drives_a_terminal():
+def test_control_sequences_in_a_text_are_escaped():
     everything = "".join(map(chr, [*range(0x0, 0x3000), *range(0xFE00, 0x10100)]))
     left = harmless(everything)
     control = {c for c in left if (ord(c) < 32 or 0x7F <= ord(c) < 0xA0)} - {"\n", "\t"}
@@ -347,7 +347,7 @@ def test_nothing_in_a_text_drives_a_terminal():
 
 
 class _Screen:
-    """A terminal that keeps what is written."""
+    """A terminal that keeps the written text."""
 
     def __init__(self, on_terminal: bool):
         self.written = ""
@@ -363,7 +363,7 @@ class _Screen:
         pass
 
 
-def test_only_terminals_are_guarded():
+def test_only_terminals_are_protected():
     for on_terminal, expected in ((True, f"{DIMMED}␛[0m\x1b[0m"), (False, "\x1b[0m")):
         screen = _Screen(on_terminal)
         Answer(screen).write("\x1b[0m", dim=True)  # type: ignore[arg-type]

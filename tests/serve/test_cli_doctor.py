@@ -1,4 +1,4 @@
-"""`forge-jax doctor`: what it says of a sound installation, and the faults that it finds."""
+"""`forge-jax doctor`: its report on a sound installation, and the faults that it detects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRIVER_LINE = (
 
 
 def doctor(*arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, report and stderr of a real process."""
+    """Return exit status, report and stderr of a real process."""
     done = subprocess.run(
         [*FORGE, "--json", *arguments],
         capture_output=True,
@@ -43,13 +43,13 @@ def doctor(*arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]
 
 
 def found(report: dict[str, Any], *parts: str) -> dict[str, str]:
-    """The one finding that says all of this."""
+    """Return the one finding that contains all of these parts."""
     [issue] = [f for f in report["findings"] if all(part in f["what"] for part in parts)]
     return issue
 
 
 def planted(folder: Path, name: str, version: str) -> None:
-    """Makes a package of that version look installed, to whoever has the folder in its path."""
+    """Make a package appear installed to processes with the folder in their path."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -60,10 +60,10 @@ def on_path(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
+def test_sound_installation_and_fitting_model_pass(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    monkeypatch.setenv("CXX", "no-such-compiler")  # to build none; that is no problem
+    monkeypatch.setenv("CXX", "no-such-compiler")  # so that none is built, which is no problem
     report = examination.examine("forge-tiny")
     problems = [f for f in report.issues if f.level == "problem"]
     if packages.cuda_plugins(packages.installed()) or machine.nvidia().present:
@@ -78,7 +78,7 @@ def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
     assert facts["environment"]["HF_TOKEN"] == "(set)"
     assert "hf_secret" not in json.dumps(facts)
 
-    # The same facts, as a person reads them; and a machine that is too small for the model.
+    # The same facts as text, and a machine that is too small for the model.
     monkeypatch.setattr("forge_jax.tools.doctor.examine", lambda *_, **__: report)
     assert cli.main(["doctor", "forge-tiny"]) == 0
     text = capsys.readouterr().out
@@ -131,15 +131,15 @@ def test_planted_faults_are_found_in_a_real_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_here_is_not_downloaded():
+def test_uncached_model_is_not_downloaded():
     probed = examination._probe(60.0, "model", "nowhere/at-all", HF_HUB_OFFLINE="1")
     [note] = examination._model_faults("nowhere/at-all", probed, {})
     assert note.level == "note" and "is not downloaded yet" in note.what
 
 
 @pytest.mark.slow
-def test_what_does_not_come_back_is_given_up(tmp_path):
-    """A plugin that hangs while JAX looks for devices; what was said before is not lost."""
+def test_hanging_check_times_out(tmp_path):
+    """A plugin hangs while JAX looks for devices; earlier output is kept."""
     plugin = tmp_path / "jax_plugins" / "hangs"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(
@@ -153,7 +153,7 @@ def test_what_does_not_come_back_is_given_up(tmp_path):
     assert fault.level == "problem" and fault.what.startswith(probed.fault)
 
 
-def test_a_jax_that_cannot_be_imported_is_quoted(tmp_path):
+def test_unimportable_jax_is_quoted(tmp_path):
     (tmp_path / "jaxlib").mkdir()
     (tmp_path / "jaxlib" / "__init__.py").write_text("raise ImportError('GLIBC_2.99 not found')")
     status, report, _ = doctor(PYTHONPATH=on_path(tmp_path))
@@ -162,7 +162,7 @@ def test_a_jax_that_cannot_be_imported_is_quoted(tmp_path):
     assert issue["level"] == "problem"
 
 
-def test_a_gpu_without_a_plugin_and_a_driver_that_is_too_old(monkeypatch):
+def test_gpu_without_plugin_or_recent_driver_is_reported(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cpu = _Probed({"devices": [{"platform": "cpu"}]})
     [fault] = _device_faults(GPU, PACKAGES, cpu)
@@ -178,7 +178,7 @@ def test_a_gpu_without_a_plugin_and_a_driver_that_is_too_old(monkeypatch):
     assert list(_device_faults(GPU, cuda, seen)) == []
 
 
-def test_packages_that_are_missing_or_no_pair():
+def test_missing_or_mismatched_packages_are_reported():
     versions = packages.installed()
     assert list(packages.faults(versions)) == []
     without = {name: v for name, v in versions.items() if name != "msgspec"}
@@ -187,7 +187,7 @@ def test_packages_that_are_missing_or_no_pair():
     assert other == [f"jax is {versions['jax']} and jaxlib 0.11.99: versions must match"]
 
 
-def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
+def test_driver_version_is_read_from_the_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.nvidia(tmp_path / "none") == machine.Nvidia()
     (tmp_path / "version").write_text(DRIVER_LINE)
@@ -201,7 +201,7 @@ def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
     assert fault.what == failed.smi_fault
 
 
-def test_a_folder_that_others_can_write_to_is_no_cache(tmp_path):
+def test_cache_folder_writable_by_others_is_reported(tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
@@ -217,20 +217,20 @@ def test_a_folder_that_others_can_write_to_is_no_cache(tmp_path):
     assert not [f for f in machine.cache_faults([ok]) if f.level == "problem"]
 
 
-def test_few_open_files_are_noted():
+def test_low_open_file_limit_is_reported():
     few = {"open_files": 256, "open_files_at_most": 1024}
     [note] = machine.limit_faults(few)
     assert isinstance(note, Issue) and note.level == "note" and "1024 files" in note.what
 
 
-def test_a_timeout_that_cannot_be_is_one_line(capsys):
+def test_invalid_timeout_fails_with_one_line(capsys):
     assert cli.main(["doctor", "--timeout", "0"]) == 1
     assert capsys.readouterr().err == (
         "forge-jax: error: --timeout must be greater than 0, not 0.0\n"
     )
 
 
-def test_the_instruction_set_is_shown_with_its_measurement():
+def test_instruction_set_is_shown_with_its_measurement():
     chosen = "avx512_bf16 (bfloat16 products, GFLOP/s of a core: avx512_bf16 232, avx512_vnni 115)"
     facts = {"built": True, "instruction_set": "avx512_bf16", "chosen": chosen, "compiler": "c++"}
     assert kernels_line(facts) == f"built, {chosen}, c++"

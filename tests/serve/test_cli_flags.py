@@ -1,4 +1,4 @@
-"""Flags by other engines' names, in files, in the help, and misspelled."""
+"""Flags: names of other engines, files, help, and misspellings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ OURS = {flag.flag: flag for section in cli.SECTIONS.values() for flag in flags(s
 
 @pytest.fixture
 def configs(monkeypatch) -> Configs:
-    """What `serve` would have been called with."""
     calls: Configs = []
 
     def serve(engine: EngineConfig, server: ServerConfig, startup: object) -> int:
@@ -34,14 +33,13 @@ def configs(monkeypatch) -> Configs:
 
 
 def flat(configs: Configs) -> dict[str, Any]:
-    """The fields of the one call, by name."""
     [(engine, server)] = configs
     sections = [engine.model, engine.cache, engine.batch, engine.speculation, engine.parallel]
     return {name: value for each in [*sections, server] for name, value in vars(each).items()}
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error of a command line that cannot be read."""
+    """Return the error of a command line that cannot be parsed."""
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
@@ -97,27 +95,27 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--max-num-queued-tokens 900", "max_queued_tokens", 900),
     ],
 )
-def test_a_flag_of_another_engine_sets_our_field(words, field, value, configs):
+def test_flag_of_another_engine_sets_the_matching_field(words, field, value, configs):
     assert cli.main(["serve", *words.split()]) == 0
     assert flat(configs)[field] == value
 
 
 @pytest.mark.parametrize("alias", aliases.ALIASES, ids=lambda alias: alias.name)
-def test_an_alias_names_a_field_and_never_has_the_name_of_a_flag(alias):
+def test_alias_names_a_field_and_never_an_existing_flag(alias):
     fields = {flag.name for flag in OURS.values()} | {"model"}
     assert alias.option in fields
     assert {alias.flag, alias.negative}.isdisjoint(OURS)
     assert alias.name not in fields
 
 
-def test_no_flag_of_ours_is_refused_or_implied_as_one_of_another_engine():
+def test_own_flags_are_not_listed_as_other_engines():
     names = {flag.removeprefix("--").replace("-", "_") for flag in OURS}
     names |= {flag.name for flag in OURS.values()}
     assert names.isdisjoint(aliases.REFUSED)
     assert names.isdisjoint(implied.name for implied in aliases.IMPLIED)
 
 
-def test_values_of_other_engines_are_no_values_of_ours():
+def test_values_of_other_engines_are_rejected():
     choices = {flag.name: flag.choices or () for flag in OURS.values()}
     for option, values in VALUES.items():
         assert set(choices[option]).isdisjoint(values)
@@ -143,17 +141,17 @@ def test_values_of_other_engines_are_no_values_of_ours():
         ("--lora-modules [1]", "--lora-modules must be NAME=FOLDER, or JSON, not 1"),
     ],
 )
-def test_a_flag_without_a_counterpart_is_refused_with_the_reason(words, said, capsys):
+def test_flag_without_a_counterpart_is_rejected_with_the_reason(words, said, capsys):
     assert said in refused(["serve", *words.split()], capsys)
 
 
-def test_a_switch_that_needs_another_flag_says_which(configs, capsys):
+def test_switch_that_needs_another_flag_names_it(configs, capsys):
     assert cli.main(["serve", "--enable-lora"]) == 1
     assert "--enable-lora has no effect by itself: set --lora" in capsys.readouterr().err
     assert configs == []
 
 
-def test_the_model_is_given_once(configs, capsys):
+def test_model_is_given_once(configs, capsys):
     assert cli.main(["serve", "org/a", "--model", "org/b"]) == 1
     assert "MODEL and --model cannot both be set: omit one of them" in capsys.readouterr().err
     assert configs == []
@@ -168,7 +166,7 @@ def write(tmp_path: Path, text: str) -> str:
     return str(file)
 
 
-def test_a_file_sets_flags_and_the_command_line_overrides_it(configs, tmp_path):
+def test_config_file_sets_flags_and_the_command_line_overrides_it(configs, tmp_path):
     file = write(
         tmp_path,
         """
@@ -218,7 +216,7 @@ def test_a_file_sets_flags_and_the_command_line_overrides_it(configs, tmp_path):
     assert {name: flat(configs)[name] for name in expected} == expected
 
 
-def test_a_file_takes_every_flag_and_every_field(tmp_path):
+def test_config_file_accepts_every_flag_and_field(tmp_path):
     serve = cli.subparsers(cli.make_parser())["serve"]
     for flag in OURS.values():
         value: Any = {int: 1024, float: 0.5, str: "text"}.get(flag.type)  # type: ignore[call-overload]
@@ -233,7 +231,7 @@ def test_a_file_takes_every_flag_and_every_field(tmp_path):
         expected = {flag.name: value}
         assert read_options(serve, Path(write(tmp_path, by_flag))) == expected
         if "--" + flag.name.replace("_", "-") in OURS.keys() - {flag.flag}:
-            continue  # --compile-cache is a flag, and of another field than `compile_cache`
+            continue  # --compile-cache is a flag of another field than `compile_cache`
         by_field = f"{flag.name} = {shown}"
         assert read_options(serve, Path(write(tmp_path, by_field))) == expected
 
@@ -269,7 +267,7 @@ def test_a_file_takes_every_flag_and_every_field(tmp_path):
         ("max-num-seqs = 0", "--max-num-seqs must be at least 1"),
     ],
 )
-def test_a_file_that_is_wrong_names_itself_and_the_key(text, said, configs, capsys, tmp_path):
+def test_invalid_config_file_error_names_file_and_key(text, said, configs, capsys, tmp_path):
     file = write(tmp_path, text)
     assert cli.main(["serve", "--config", file]) == 1
     error = capsys.readouterr().err
@@ -278,12 +276,12 @@ def test_a_file_that_is_wrong_names_itself_and_the_key(text, said, configs, caps
     assert configs == []
 
 
-def test_a_file_that_is_not_there_is_one_line(capsys, tmp_path):
+def test_missing_config_file_fails_with_one_line(capsys, tmp_path):
     assert cli.main(["serve", "--config", str(tmp_path / "no.toml")]) == 1
     assert "--config: cannot read" in capsys.readouterr().err
 
 
-def test_other_commands_take_a_file_of_their_own_flags(capsys, tmp_path):
+def test_other_commands_accept_a_config_file_of_their_flags(capsys, tmp_path):
     file = write(tmp_path, 'url = "http://127.0.0.1:1"\nmax-num-seqs = 3\nmax-tokens = "auto"')
     assert cli.main(["bench", "--config", file]) == 1
     assert "max-tokens: not a flag of bench" in capsys.readouterr().err
@@ -306,7 +304,7 @@ def listed(text: str) -> set[str]:
     return {line.split()[0] for line in text.splitlines() if line.startswith("  --")}
 
 
-def test_the_short_help_has_the_essential_flags_and_names_the_long_one(capsys):
+def test_short_help_has_the_essential_flags_and_names_the_long_one(capsys):
     short = helped(["serve", "--help"], capsys)
     everything = helped(["serve", "--help-all"], capsys)
     essential = {flag.flag for flag in OURS.values() if flag.essential}
@@ -317,7 +315,7 @@ def test_the_short_help_has_the_essential_flags_and_names_the_long_one(capsys):
     assert helped(["serve", "--help=all"], capsys) == everything
 
 
-def test_a_new_field_is_in_the_long_help_only_until_it_is_essential(capsys, monkeypatch):
+def test_new_field_is_only_in_the_long_help_unless_essential(capsys, monkeypatch):
     import dataclasses
 
     from forge_jax.config import option
@@ -333,7 +331,7 @@ def test_a_new_field_is_in_the_long_help_only_until_it_is_essential(capsys, monk
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "generate", "batch", "bench", "profile"])
-def test_no_help_shows_names_of_other_engines(command, capsys):
+def test_help_never_shows_names_of_other_engines(command, capsys):
     found = listed(helped([command, "--help-all"], capsys))
     assert found.isdisjoint(alias.flag for alias in aliases.ALIASES)
     assert found.isdisjoint(implied.flag for implied in aliases.IMPLIED)
@@ -356,13 +354,13 @@ def test_no_help_shows_names_of_other_engines(command, capsys):
         ("profile diff a b --pecrent 1", "did you mean --percent?", "profile diff --help"),
     ],
 )  # fmt: skip
-def test_what_is_misspelled_has_a_suggestion_and_its_own_help_page(arguments, said, page, capsys):
+def test_misspelled_flag_has_a_suggestion_and_its_help_page(arguments, said, page, capsys):
     error = refused(arguments.split(), capsys)
     assert said in error
     assert error.endswith(f"(see: forge-jax {page})\n")
 
 
-def test_the_beginning_of_a_flag_is_not_the_flag(capsys):
+def test_flag_prefix_is_not_accepted(capsys):
     assert "unknown flag --max-model; did you mean --max-model-len?" in refused(
         ["serve", "--max-model", "9"], capsys
     )
@@ -380,9 +378,7 @@ def test_the_beginning_of_a_flag_is_not_the_flag(capsys):
         "batch in out MODEL",
     ],
 )
-def test_a_model_that_cannot_be_is_found_before_anything_is_loaded(
-    arguments, capsys, monkeypatch, tmp_path
-):
+def test_invalid_model_is_found_before_anything_is_loaded(arguments, capsys, monkeypatch, tmp_path):
     def load(*_: object, **__: object) -> Any:
         raise AssertionError("it was loaded")
 

@@ -1,4 +1,4 @@
-"""What is not HTTP as we take it: answered as other errors are, and bounded."""
+"""Malformed HTTP: answered like other errors, and bounded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 async def exchange(server, *parts: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Sends some bytes and reads until the server closes: status, headers, body."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"".join(parts))
     answer = b""
-    with suppress(ConnectionError):  # what it did not read is a reset, behind its answer
+    with suppress(ConnectionError):  # unread input causes a reset after its answer
         while data := await reader.read(65536):
             answer += data
     writer.close()
@@ -52,7 +51,7 @@ MALFORMED = {
 }
 
 
-async def test_what_is_not_http_gets_an_error_of_ours(server):
+async def test_malformed_http_gets_a_json_error(server):
     for name, data in MALFORMED.items():
         status, headers, body = await exchange(server, data)
         error = json.loads(body)["error"]
@@ -65,7 +64,7 @@ async def test_what_is_not_http_gets_an_error_of_ours(server):
             assert "exceeds the server's limit" in error["message"], name
 
 
-async def test_a_chunked_body_is_read(server):
+async def test_chunked_body_is_read(server):
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
     assert (await exchange(server, CHUNKED, chunks))[0] == 200
     bytewise = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
@@ -73,7 +72,7 @@ async def test_a_chunked_body_is_read(server):
 
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "x, Chunked", "br,chunked"])
-async def test_a_transfer_coding_beside_chunked_is_refused(server, coding):
+async def test_transfer_coding_besides_chunked_is_rejected(server, coding):
     head = HEAD + f"Transfer-Encoding: {coding}\r\n\r\n".encode()
     data = gzip.compress(BODY)
     status, headers, body = await exchange(
@@ -83,18 +82,18 @@ async def test_a_transfer_coding_beside_chunked_is_refused(server, coding):
     assert json.loads(body)["error"]["code"] == "transfer_coding_not_supported"
 
 
-async def test_transfer_codings_in_two_headers_are_refused(server):
+async def test_transfer_codings_in_two_headers_are_rejected(server):
     head = HEAD + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert (await exchange(server, head, b"0\r\n\r\n"))[0] == 400
 
 
-async def test_extensions_of_chunks_have_a_limit(start):
+async def test_chunk_extensions_are_limited(start):
     limits = Limits(body_bytes=1024)
     server = await start(Engine.fake(), ServerConfig(limits=limits))
     few = b"%x;%s\r\n%s\r\n0\r\n\r\n" % (len(BODY), b"e" * 1000, BODY)
     assert (await exchange(server, CHUNKED, few))[0] == 200
     most = WIRE_BYTES_PER_BODY_BYTE * limits.body_bytes + 64 * 1024
-    # The chunk never ends, and neither would the request: only this limit can answer it.
+    # The chunk never ends, so only this limit can end the request.
     status, _, body = await exchange(server, CHUNKED, b"1;", b"e" * (most + 2**19))
     assert status == 400
     assert "does not match its headers" in json.loads(body)["error"]["message"]
@@ -103,7 +102,7 @@ async def test_extensions_of_chunks_have_a_limit(start):
 
 
 class Loop:
-    """Where signal handlers are added."""
+    """An event loop that records signal handlers."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, tuple] = {}
@@ -113,7 +112,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "nohup"])
-async def test_a_hangup_drains_and_a_second_one_does_not_hurry(monkeypatch, ignored):
+async def test_hangup_drains_and_a_second_one_changes_nothing(monkeypatch, ignored):
     before = signal.SIG_IGN if ignored else signal.SIG_DFL
     monkeypatch.setattr(signal, "getsignal", lambda number: before)
     loop, stop = Loop(), asyncio.Event()
@@ -122,7 +121,7 @@ async def test_a_hangup_drains_and_a_second_one_does_not_hurry(monkeypatch, igno
     assert {signal.SIGTERM, signal.SIGINT} <= loop.handlers.keys()
     assert (signal.SIGHUP in loop.handlers) is not ignored
     if not ignored:
-        for _ in range(2):  # the second SIGTERM would end a process without an engine at once
+        for _ in range(2):  # without an engine, the second SIGTERM would end a process at once
             call, *arguments = loop.handlers[signal.SIGHUP]
             call(*arguments)
         assert stop.is_set()

@@ -1,4 +1,4 @@
-"""Web pages of other origins: kept out, unless their origin is listed."""
+"""CORS: web pages of other origins are rejected unless listed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ ASK = {
 
 
 async def asked(server, path="/v1/completions", **headers):
-    """The answer to a browser's question before the request itself."""
     async with server.http.options(server.url + path, headers={**ASK, **headers}) as response:
         return response.status, dict(response.headers)
 
@@ -33,7 +32,7 @@ def of_cors(headers: dict[str, str]) -> set[str]:
     return {name for name in headers if name.startswith("Access-Control-")}
 
 
-async def test_nothing_is_said_to_pages_by_default(server):
+async def test_no_cors_headers_by_default(server):
     for status, headers in (
         await asked(server, Origin=ORIGIN),
         await answered(server, Origin=ORIGIN),
@@ -42,7 +41,7 @@ async def test_nothing_is_said_to_pages_by_default(server):
         assert not of_cors(headers) and "Vary" not in headers
 
 
-async def test_a_listed_origin_may_ask_without_a_key_and_read_what_it_gets(start):
+async def test_listed_origin_preflights_without_a_key_and_reads_answers(start):
     config = ServerConfig(api_key=("sk-1",), cors_origin=(ORIGIN, "http://localhost:3000"))
     server = await start(Engine.fake(), config)
     key = {"Authorization": "Bearer sk-1"}
@@ -79,7 +78,7 @@ async def test_a_listed_origin_may_ask_without_a_key_and_read_what_it_gets(start
         ORIGIN.upper(),
     ],
 )
-async def test_other_origins_are_told_nothing(start, origin):
+async def test_other_origins_get_no_cors_headers(start, origin):
     server = await start(Engine.fake(), ServerConfig(api_key=("sk-1",), cors_origin=(ORIGIN,)))
     status, headers = await asked(server, Origin=origin)
     assert status == 401
@@ -89,7 +88,7 @@ async def test_other_origins_are_told_nothing(start, origin):
     assert not of_cors(headers) and headers["Vary"] == "Origin"
 
 
-async def test_an_asterisk_is_for_all_and_never_with_credentials(start):
+async def test_wildcard_origin_allows_all_without_credentials(start):
     server = await start(Engine.fake(), ServerConfig(cors_origin=("*",)))
     for status, headers in (
         await asked(server, Origin=OTHER),
@@ -100,7 +99,7 @@ async def test_an_asterisk_is_for_all_and_never_with_credentials(start):
         assert "Access-Control-Allow-Credentials" not in headers
 
 
-async def test_a_question_that_is_none_is_an_ordinary_request(start):
+async def test_malformed_preflight_is_an_ordinary_request(start):
     server = await start(Engine.fake(), ServerConfig(api_key=("sk-1",), cors_origin=(ORIGIN,)))
     async with server.http.options(server.url + "/stats", headers={"Origin": ORIGIN}) as response:
         assert response.status == 401
@@ -114,6 +113,6 @@ async def test_a_question_that_is_none_is_an_ordinary_request(start):
     "origin",
     ["", "example.org", "https://example.org/", "https://*", "https://a b", "null", "https://"],
 )
-def test_what_is_no_origin_is_refused(origin):
+def test_invalid_origin_is_rejected(origin):
     with pytest.raises(ConfigError, match="--cors-origin"):
         ServerConfig(cors_origin=(ORIGIN, origin))

@@ -1,4 +1,4 @@
-"""The tables of fields in docs/http.md: our column is what the server does with each of them."""
+"""The field tables in docs/http.md: our column matches the server's behavior."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "bark"}}]
 SCHEMA = {"type": "object"}
 FLAT_TOOLS = [{"type": "function", "name": "bark"}]
 ASSISTANT = [*CHAT["messages"], {"role": "assistant", "content": "the"}]
-# What is sent, and where: a value, or a whole body to add.
+# The sent value, or a whole body to add, by field.
 IN_CHATS: dict[str, Any] = {
     "max_completion_tokens": 3,
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
@@ -105,7 +105,7 @@ RESPONSE = {"input": "the dog", "max_output_tokens": 5, "seed": 1}
 IN_RESPONSES: dict[str, Any] = {
     "input": [{"role": "user", "content": "a"}],
     "instructions": "bark",
-    "previous_response_id": None,  # of one that is there
+    "previous_response_id": None,  # of an existing one
     "store": False,
     "background": {"background": True, "store": True},
     "max_output_tokens": 3,
@@ -146,7 +146,7 @@ IN_EMBEDDINGS: dict[str, Any] = {
     "request_id": "a",
     "user": "a",
 }
-# What each table is about: the endpoint, a plain body, and what is sent beside it.
+# The subject of each table: the endpoint, a plain body, and the sent fields.
 Endpoint = tuple[str, dict[str, Any], dict[str, Any]]
 COMPLETIONS: Endpoint = ("/v1/completions", COMPLETION, IN_COMPLETIONS)
 CHATS: Endpoint = ("/v1/chat/completions", CHAT, IN_CHATS)
@@ -156,11 +156,11 @@ TABLES: list[list[Endpoint]] = [
     [("/v1/embeddings", EMBEDDING, IN_EMBEDDINGS)],
 ]
 WRONG = [{"no field": "is of this form"}]
-TYPED = ("user", "max_tool_calls")  # ignored, but of their type
+TYPED = ("user", "max_tool_calls")  # ignored, but type-checked
 
 
 def tables() -> list[dict[str, str]]:
-    """Our column, by field, of each table."""
+    """Return our column, by field, of each table."""
     section = PAGE.read_text().split("## The same fields elsewhere")[1].split("\n## ")[0]
     found = []
     for table in section.split("| field | forge-jax |")[1:]:
@@ -171,7 +171,7 @@ def tables() -> list[dict[str, str]]:
 
 
 def rows() -> list[Any]:
-    """Every row: what it says, the field, and where that is sent."""
+    """Return every row: its text, the field, and the endpoint."""
     return [
         pytest.param(said, name, endpoint, id=f"{endpoint[0]}:{name}")
         for said_of, endpoints in zip(tables(), TABLES, strict=True)
@@ -189,7 +189,7 @@ async def served() -> AsyncIterator[Server]:
         yield server
 
 
-def test_every_field_of_a_table_is_tried_and_every_tried_field_is_in_it():
+def test_tables_list_exactly_the_tested_fields():
     for said_of, endpoints in zip(tables(), TABLES, strict=True):
         tried = [name for _, _, samples in endpoints for name in samples]
         assert sorted(said_of) == sorted(tried)
@@ -197,7 +197,7 @@ def test_every_field_of_a_table_is_tried_and_every_tried_field_is_in_it():
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("said", "name", "endpoint"), rows())
-async def test_a_field_is_what_the_table_says(served, said, name, endpoint):
+async def test_field_behaves_as_the_table_states(served, said, name, endpoint):
     path, plain, samples = endpoint
     value = samples[name]
     if name == "previous_response_id":
@@ -220,7 +220,7 @@ async def test_a_field_is_what_the_table_says(served, said, name, endpoint):
 
 
 def outcome(reply: tuple[int, Any]) -> Any:
-    """What the model has made of a request."""
+    """Return the model's part of an answer."""
     status, answer = reply
     assert status == 200
     if "output" in answer:

@@ -14,7 +14,7 @@ from forge_jax.text import ChatTemplate, chat_template
 USER = [{"role": "user", "content": "Hello"}]
 
 
-async def test_an_answer_has_the_form_of_openai(server):
+async def test_answer_has_the_openai_format(server):
     chat = await server.openai.chat.completions.create(
         model=server.model, messages=USER, max_tokens=8, seed=1
     )
@@ -29,7 +29,7 @@ async def test_an_answer_has_the_form_of_openai(server):
     assert chat.usage.prompt_tokens == len(prompt)
 
 
-async def test_a_stream_opens_with_the_role_and_closes_with_the_reason(server):
+async def test_stream_opens_with_the_role_and_closes_with_the_reason(server):
     options: dict[str, Any] = {"model": server.model, "messages": USER, "seed": 2, "n": 2}
     options["max_completion_tokens"] = 30
     whole = await server.openai.chat.completions.create(**options)
@@ -115,14 +115,14 @@ async def test_logprobs_list_each_token_with_its_bytes(server, stream):
         assert len(entry.top_logprobs) == 2
 
 
-async def test_logprobs_without_alternatives(server):
+async def test_logprobs_work_without_alternatives(server):
     body = {"messages": USER, "max_tokens": 2, "logprobs": True, "ignore_eos": True}
     _, answer = await server.post("/v1/chat/completions", body)
     content = answer["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in content] == [[], []]
 
 
-async def test_token_ids_come_back_on_request(server):
+async def test_token_ids_are_returned_on_request(server):
     body = {"messages": USER, "max_tokens": 5, "seed": 1, "return_token_ids": True}
     _, whole = await server.post("/v1/chat/completions", body)
     events = await server.events("/v1/chat/completions", {**body, "stream": True})
@@ -139,7 +139,7 @@ async def test_token_ids_come_back_on_request(server):
     assert with_prompt == [True] + [False] * (len(events) - 1)
 
 
-async def test_a_model_without_chat_template_says_what_to_do(start):
+async def test_model_without_chat_template_names_the_remedy(start):
     engine = Engine.fake()
     engine.chat_template = None
     server = await start(engine)
@@ -148,10 +148,10 @@ async def test_a_model_without_chat_template_says_what_to_do(start):
     assert "--chat-template" in answer["error"]["message"]
 
 
-async def test_a_slow_template_is_rendered_beside_the_event_loop(start, monkeypatch):
-    """A model's template may take up to its limit: only the first may hold up the loop."""
+async def test_slow_template_is_rendered_off_the_event_loop(start, monkeypatch):
+    """A model's template may take up to its time limit, but only the first may block the loop."""
     engine = Engine.fake()
-    monkeypatch.setattr(chat_template, "SLOW_S", 0.0)  # every template is slow
+    monkeypatch.setattr(chat_template, "SLOW_S", 0.0)  # every template counts as slow
     engine.chat_template = ChatTemplate("{{ messages[0].content }}")
     server = await start(engine)
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}

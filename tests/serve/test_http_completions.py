@@ -28,7 +28,7 @@ STORIES = ROOT / "tests" / "fixtures" / "stories260k-hf"
 FORGE_TINY = ROOT / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
 
 
-async def test_an_answer_has_the_form_of_openai(server):
+async def test_answer_has_the_openai_format(server):
     completion = await server.openai.completions.create(
         model=server.model, prompt="Hello", max_tokens=8, seed=1
     )
@@ -47,7 +47,7 @@ async def test_an_answer_has_the_form_of_openai(server):
     assert usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_a_deterministic_engine_says_its_fingerprint(server):
+async def test_deterministic_engine_returns_its_fingerprint(server):
     server.engine.system_fingerprint = "fp_0123456789ab"
     create = server.openai.completions.create
     options: dict[str, Any] = {"model": server.model, "prompt": "Hello", "max_tokens": 3}
@@ -59,7 +59,7 @@ async def test_a_deterministic_engine_says_its_fingerprint(server):
     assert {a.system_fingerprint for a in (whole, *chunks, chat)} == {"fp_0123456789ab"}
 
 
-async def test_sixteen_tokens_unless_told_otherwise(server):
+async def test_max_tokens_defaults_to_sixteen(server):
     for max_tokens, expected in ((None, 16), (5, 5), (5.0, 5), ("5", 5), (0, 0)):
         status, answer = await server.post(
             "/v1/completions", {"prompt": "Hello", "max_tokens": max_tokens, "ignore_eos": True}
@@ -69,7 +69,7 @@ async def test_sixteen_tokens_unless_told_otherwise(server):
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_the_same_seed_gives_the_same_text_streamed_or_not(server):
+async def test_same_seed_gives_the_same_text_streamed_or_not(server):
     options: dict[str, Any] = {"model": server.model, "prompt": "Hi", "max_tokens": 60, "seed": 3}
     whole = await server.openai.completions.create(**options)
     again = await server.openai.completions.create(**options)
@@ -84,7 +84,7 @@ async def test_the_same_seed_gives_the_same_text_streamed_or_not(server):
     assert {chunk.object for chunk in chunks} == {"text_completion"}
 
 
-async def test_n_samples_of_several_prompts_are_numbered_prompt_by_prompt(server):
+async def test_samples_of_several_prompts_are_numbered_by_prompt(server):
     prompts = ["One", "Two", "Three"]
     options: dict[str, Any] = {"model": server.model, "max_tokens": 6, "seed": 7, "n": 2}
     options["extra_body"] = {"ignore_eos": True}
@@ -103,7 +103,7 @@ async def test_n_samples_of_several_prompts_are_numbered_prompt_by_prompt(server
     assert streamed == [choice.text for choice in both.choices]
 
 
-async def test_token_ids_are_prompts_too_and_come_back_on_request(server):
+async def test_token_id_prompts_are_accepted_and_returned_on_request(server):
     ids = server.engine.tokenizer.encode("Hello")
     answers = []
     for prompt in ("Hello", ids, [ids], ["Hello"]):
@@ -124,7 +124,7 @@ async def test_token_ids_are_prompts_too_and_come_back_on_request(server):
     assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
 
 
-async def test_usage_is_streamed_only_if_asked_for(server):
+async def test_usage_is_streamed_only_on_request(server):
     body = {"prompt": "Hello", "max_tokens": 4, "stream": True, "ignore_eos": True}
     events = await server.events("/v1/completions", body)
     assert events[-1] == "[DONE]"
@@ -142,7 +142,7 @@ async def test_usage_is_streamed_only_if_asked_for(server):
     assert counts == [1, 2, 3, 4]
 
 
-async def test_a_stop_string_ends_the_text_before_it(server):
+async def test_stop_string_ends_the_text_before_it(server):
     options: dict[str, Any] = {"model": server.model, "prompt": "Hi", "max_tokens": 80, "seed": 5}
     options["extra_body"] = {"ignore_eos": True}
     text = (await server.openai.completions.create(**options)).choices[0].text
@@ -151,7 +151,7 @@ async def test_a_stop_string_ends_the_text_before_it(server):
         choice = (await server.openai.completions.create(**options, stop=given)).choices[0]
         assert choice.text == text[: text.index(stop)]
         assert choice.finish_reason == "stop"
-        assert choice.stop_reason == stop  # an extension
+        assert choice.stop_reason == stop  # an extension of the protocol
     options["extra_body"]["include_stop_str_in_output"] = True
     choice = (await server.openai.completions.create(**options, stop=stop)).choices[0]
     assert choice.text == text[: text.index(stop) + len(stop)]
@@ -167,7 +167,7 @@ async def test_logprobs_name_every_token_and_its_alternatives(server, stream):
     ):
         assert logprob <= 0.0
         assert token in top
-        assert len(top) <= 4  # the token itself may not be among the three likeliest
+        assert len(top) <= 4  # the token itself may not be among the three most likely
     offsets = logprobs["text_offset"]
     assert offsets == sorted(offsets) and offsets[0] == 0
     if stream:
@@ -198,7 +198,7 @@ async def test_echo_with_logprobs_scores_the_prompt(start, stream, n, max_tokens
         assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
 
 
-async def test_a_logprob_of_minus_infinity_is_a_number(server, monkeypatch):
+async def test_logprob_of_minus_infinity_is_a_finite_number(server, monkeypatch):
     def impossible(rolling: int, token: int, count: int) -> TokenLogprobs:
         return TokenLogprobs(token, -math.inf, ((token, -math.inf),))
 
@@ -210,7 +210,7 @@ async def test_a_logprob_of_minus_infinity_is_a_number(server, monkeypatch):
 
 
 def test_text_offsets_point_at_the_tokens_of_the_text():
-    tokenizer = Tokenizer.from_folder(STORIES)  # it puts a space before the first word
+    tokenizer = Tokenizer.from_folder(STORIES)  # its decoder puts a space before the first word
     text = "Once upon a time, größer"
     ids = tokenizer.encode(text)
     logprobs = _echoed(tokenizer, Prompt(ids, text), ())["logprobs"]
@@ -220,7 +220,7 @@ def test_text_offsets_point_at_the_tokens_of_the_text():
         assert text[offset:].startswith(token) or "\ufffd" in token
 
 
-def test_text_offsets_count_special_tokens_that_the_client_wrote():
+def test_text_offsets_count_the_clients_special_tokens():
     tokenizer = Tokenizer.from_folder(FORGE_TINY)
     text = "<|user|>hi<|end|><|assistant|>"
     output = tokenizer.encode("Hello there", add_special_tokens=False)
@@ -236,7 +236,7 @@ def test_text_offsets_count_special_tokens_that_the_client_wrote():
             special:
         ]:
             assert choice["text"][offset:].startswith(token)
-    # As token ids, special tokens are not in the text, so they have no length in it.
+    # Special tokens given as ids are not in the text, so they have no length in it.
     choice = _echoed(tokenizer, Prompt(ids), output)
     assert choice["text"] == "hiHello there"
     assert choice["logprobs"]["text_offset"][:5] == [0, 0, 2, 2, 2]
@@ -244,11 +244,9 @@ def test_text_offsets_count_special_tokens_that_the_client_wrote():
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 8])
 @pytest.mark.parametrize("after", ["", "b"])
-async def test_an_echoed_character_that_the_prompt_breaks_off_is_there_once(
-    server, max_tokens, after
-):
+async def test_character_split_by_the_prompt_is_echoed_once(server, max_tokens, after):
     tokenizer = server.engine.tokenizer
-    first_half = len(WORDS)  # the fake device always goes on with the second half
+    first_half = len(WORDS)  # the fake device always continues with the second half
     prompt = [*tokenizer.encode("a"), first_half, *tokenizer.encode(after)]
     body = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "return_token_ids": True}
     body |= {"seed": 1, "ignore_eos": True}
@@ -259,7 +257,7 @@ async def test_an_echoed_character_that_the_prompt_breaks_off_is_there_once(
     assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == choice["text"]
 
 
-async def test_nothing_is_submitted_if_one_of_the_prompts_cannot_be_served(server, monkeypatch):
+async def test_nothing_is_submitted_if_one_prompt_is_unservable(server, monkeypatch):
     submitted: list[str] = []
     submit = server.engine.submit
 
@@ -287,7 +285,7 @@ async def test_echo_puts_the_prompt_before_the_text(server):
     assert streamed == [c.text for c in echoed.choices]
 
 
-async def test_a_cached_prefix_is_reported(server):
+async def test_cached_prefix_is_reported(server):
     prompt = "the same beginning " * 20
     first, second = [
         await server.openai.completions.create(model=server.model, prompt=prompt, max_tokens=2)
@@ -301,7 +299,7 @@ async def test_a_cached_prefix_is_reported(server):
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_long_prompts_are_tokenised_too(server):
+async def test_long_prompts_are_tokenized(server):
     assert THREAD_FROM_CHARS < 10_000
     status, answer = await server.post("/v1/completions", {"prompt": "x" * 10_000, "max_tokens": 1})
     assert status == 400
@@ -310,7 +308,7 @@ async def test_long_prompts_are_tokenised_too(server):
     assert answer["error"]["param"] == "prompt"
 
 
-async def test_a_model_without_tokenizer_takes_and_gives_token_ids(start):
+async def test_model_without_tokenizer_takes_and_returns_token_ids(start):
     sizes = {"step_time_s": 0.0, "max_model_len": 256}
     parts = assemble_fake(EngineConfig(), **sizes, check=False, has_text=False)
     server = await start(Engine(parts))
@@ -330,7 +328,7 @@ async def test_a_model_without_tokenizer_takes_and_gives_token_ids(start):
 
 
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict[str, Any]:
-    """The choice of an answer with `echo` and `logprobs` to this prompt."""
+    """Return the choice of an answer with `echo` and `logprobs` to this prompt."""
     request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest, Limits())
     serializer = CompletionSerializer(
         request, [prompt], tokenizer, unique_id="x", model="m", created_s=0
@@ -357,7 +355,7 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict
 async def _logprobs(
     server: Any, options: dict[str, Any], stream: bool, choice: int = 0
 ) -> dict[str, list[Any]]:
-    """The completion logprobs of one choice, put together from its chunks if it streams."""
+    """Return the completion logprobs of one choice, assembled from its chunks if it streams."""
     if not stream:
         status, answer = await server.post("/v1/completions", options)
         assert status == 200, answer

@@ -1,4 +1,4 @@
-"""What clients of vLLM, SGLang and llama.cpp find here as they find it there."""
+"""Compatibility with clients of vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bodies(**more: Any) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-async def test_fields_of_vllm_are_null_where_nothing_asked_for_them(server):
+async def test_vllm_fields_are_null_unless_requested(server):
     for path, body in bodies():
         _, answer = await server.post(path, body)
         choice = answer["choices"][0]
@@ -50,8 +50,8 @@ async def test_fields_of_vllm_are_null_where_nothing_asked_for_them(server):
         ("abcdef", {"max_tokens": 2}, None, None),
     ],
 )
-async def test_a_choice_says_what_has_ended_it(start, answer, more, stop_reason, matched):
-    """SGLang's matched_stop is the end token, too, for which vLLM's stop_reason is null."""
+async def test_choice_reports_its_stop_reason(start, answer, more, stop_reason, matched):
+    """SGLang's matched_stop also reports the EOS token, for which vLLM's stop_reason is null."""
     server = await start(scripted_engine(answer))
     expected = server.engine.tokenizer.eos_token_id if matched == "end" else matched
     for path, body in bodies(**more):
@@ -64,7 +64,7 @@ async def test_a_choice_says_what_has_ended_it(start, answer, more, stop_reason,
         assert (choice["stop_reason"], choice["matched_stop"]) == (stop_reason, expected)
 
 
-async def test_a_stop_token_beyond_the_vocabulary_never_matches(start):
+async def test_stop_token_beyond_the_vocabulary_never_matches(start):
     server = await start(scripted_engine("abcdef"))
     b = server.engine.tokenizer.encode("b")[0]
     for path, body in bodies(min_tokens=1):
@@ -75,13 +75,13 @@ async def test_a_stop_token_beyond_the_vocabulary_never_matches(start):
         assert answer["choices"][0]["stop_reason"] == b
 
 
-async def test_a_stop_token_beyond_the_vocabulary_does_not_disturb_masks(server):
+async def test_stop_token_beyond_the_vocabulary_does_not_disturb_masks(server):
     body = {"prompt": "a", "stop_token_ids": [2**31 - 1], "min_tokens": 5, "max_tokens": 8}
     status, answer = await server.post(COMPLETIONS, {**body, "bad_words": ["the"]})
     assert status == 200 and answer["usage"]["completion_tokens"] >= 5
 
 
-async def test_a_role_is_the_templates_to_take(start):
+async def test_chat_template_decides_which_roles_are_valid(start):
     server = await start(scripted_engine("x", template=ROLES))
     tokenizer = server.engine.tokenizer
     messages = [{"role": "critic", "content": "a"}, {"role": "user", "content": "b"}]
@@ -105,7 +105,7 @@ def _with_bos() -> Tokenizer:
 
 
 @pytest.mark.parametrize("asked", [None, False, True])
-async def test_special_tokens_of_a_chat_may_come_on_top(start, asked):
+async def test_chat_can_add_special_tokens(start, asked):
     parts = assemble_fake(
         EngineConfig(), step_time_s=0.0, max_model_len=512, check=False, tokenizer=_with_bos()
     )
@@ -128,7 +128,7 @@ async def test_generate_counts_and_times_its_request(server):
         assert answer["latency_ms"] >= 0
 
 
-async def test_statistics_have_the_names_of_others_too(start):
+async def test_stats_also_have_the_names_of_other_engines(start):
     config = EngineConfig.from_options(block_size=32, scheduling_policy="priority")
     server = await start(Engine.fake(config=config), ServerConfig(served_model_name="org/model"))
     _, before = await server.get("/stats")
@@ -145,14 +145,14 @@ async def test_statistics_have_the_names_of_others_too(start):
     assert 1 <= stats["average_batch_size"] <= stats["max_batch_size"] == 3
 
 
-def test_the_number_of_devices_is_told():
+def test_server_info_reports_the_device_count():
     parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=64, check=False)
     parts.shards = 2
     assert info.server_info(Engine(parts), "m", "ready").tp_size == 2
 
 
-async def test_the_root_of_an_adapter_is_its_path(server, monkeypatch, tmp_path):
-    """As it was given: what clients load is named below the operator's folder."""
+async def test_adapter_root_is_its_path(server, monkeypatch, tmp_path):
+    """The path as given: clients name adapters relative to the operator's folder."""
     inside, outside = tmp_path / "all" / "mine", "adapters/theirs"
     found = [adapter("a", 0, str(inside)), adapter("b", 1, outside)]
     monkeypatch.setattr(type(server.engine), "loras", property(lambda _: found))
@@ -164,7 +164,7 @@ async def test_the_root_of_an_adapter_is_its_path(server, monkeypatch, tmp_path)
     assert str(Path(tmp_path)) not in json.dumps(models)
 
 
-async def test_an_unknown_adapter_is_told_of_the_most_similar_one(server, monkeypatch):
+async def test_unknown_adapter_error_suggests_the_closest_one(server, monkeypatch):
     found = [adapter(f"adapter-{c}", i, "a") for i, c in enumerate("abcdefg")]
     monkeypatch.setattr(type(server.engine), "loras", property(lambda _: found))
     _, answer = await server.post(COMPLETIONS, {"prompt": "a", "model": "adaptor-f"})
@@ -190,18 +190,18 @@ async def test_an_unknown_adapter_is_told_of_the_most_similar_one(server, monkey
         ),
     ],
 )
-async def test_a_misspelled_field_is_told_of_the_nearest_one(server, path, body, hint):
+async def test_misspelled_field_error_suggests_the_closest_one(server, path, body, hint):
     status, answer = await server.post(path, body)
     assert status == 400 and hint in answer["error"]["message"]
 
 
-async def test_a_missing_field_without_a_similar_one_has_no_hint(server):
+async def test_missing_field_without_a_similar_one_has_no_hint(server):
     for body in ({}, {"zebra": 1}, {f"{i}": 1 for i in range(5000)}):
         _, answer = await server.post(COMPLETIONS, body)
         assert answer["error"]["message"] == "prompt is required"
 
 
-async def test_the_log_names_the_field_that_an_ignored_one_looks_like(server, caplog, monkeypatch):
+async def test_log_suggests_a_name_for_an_ignored_field(server, caplog, monkeypatch):
     monkeypatch.setattr(validate, "_ignored", IgnoredFields())
     caplog.set_level("INFO")
     await server.post(COMPLETIONS, {"prompt": "a", "max_tokenz": 3, "zebra_stripes": 1})

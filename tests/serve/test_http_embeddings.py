@@ -29,7 +29,7 @@ def stories(short_stories):
 
 
 def pooled(text: str | list[int], pooling: Any = "last", *, unit: bool = True) -> np.ndarray:
-    """What the fake device must give for a text."""
+    """Return the vector that the fake device must give for a text."""
     device = FakeDevice(num_blocks=1, block_size=16, max_num_seqs=1)
     ids = fake_tokenizer().encode(text) if isinstance(text, str) else text
     vector = np.array(device.pooled(ids, pooling))
@@ -54,7 +54,7 @@ def vectors_of(answer: dict[str, Any]) -> list[np.ndarray]:
     ["a quiet river", ["a quiet river", "stone", "мир"], [5, 6, 7], [[5, 6], [7], [5, 6, 7, 8]]],
 )
 @pytest.mark.parametrize("pooling", [None, "last", "mean"])
-async def test_every_form_of_input(server, given, pooling):
+async def test_every_form_of_input_is_accepted(server, given, pooling):
     status, answer = await server.post(PATH, {"input": given, "pooling": pooling})
     assert status == 200 and answer["object"] == "list" and answer["model"] == server.model
     texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
@@ -79,7 +79,7 @@ async def test_base64_holds_the_same_floats(server):
 
 
 @pytest.mark.parametrize("name", ["use_activation", "normalize"])
-async def test_unnormalised_on_demand(server, name):
+async def test_vectors_are_unnormalized_on_request(server, name):
     _, answer = await server.post(PATH, {"input": "a dog", name: False})
     np.testing.assert_allclose(vectors_of(answer)[0], pooled("a dog", unit=False), atol=1e-6)
     _, answer = await server.post(PATH, {"input": "a dog", name: True})
@@ -89,7 +89,7 @@ async def test_unnormalised_on_demand(server, name):
 @pytest.mark.parametrize(
     ("side", "kept"), [(None, [6, 7, 8]), ("left", [6, 7, 8]), ("right", [5, 6, 7])]
 )
-async def test_long_prompts_are_cut_on_demand(server, side, kept):
+async def test_long_prompts_are_truncated_on_request(server, side, kept):
     body = {"input": [[5, 6, 7, 8], [9]], "truncate_prompt_tokens": 3, "truncation_side": side}
     _, answer = await server.post(PATH, body)
     first, second = vectors_of(answer)
@@ -100,7 +100,7 @@ async def test_long_prompts_are_cut_on_demand(server, side, kept):
     assert status == 200 and answer["usage"]["prompt_tokens"] == 1024
 
 
-async def test_a_mean_counts_every_token_through_chunks_and_cached_prefixes(start):
+async def test_mean_pooling_counts_every_token_across_chunks_and_cached_prefixes(start):
     config = EngineConfig(batch=BatchConfig(max_num_batched_tokens=32))
     server = await start(Engine.fake(config=config, check=True))
     text = [5 + i % 40 for i in range(150)]
@@ -114,7 +114,7 @@ async def test_a_mean_counts_every_token_through_chunks_and_cached_prefixes(star
     await server.idle()
 
 
-async def test_the_option_says_what_is_pooled_by_default(start):
+async def test_option_sets_the_default_pooling(start):
     server = await start(Engine.fake(config=EngineConfig(model=ModelConfig(pooling="mean"))))
     _, answer = await server.post(PATH, {"input": "a quiet river"})
     np.testing.assert_allclose(vectors_of(answer)[0], pooled("a quiet river", "mean"), atol=1e-6)
@@ -145,14 +145,14 @@ async def test_the_option_says_what_is_pooled_by_default(start):
         ({"input": "a", "model": "another"}, "model"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_by_name(server, body, param):
+async def test_unservable_inputs_are_rejected_by_name(server, body, param):
     status, answer = await server.post(PATH, body)
     assert status == (404 if param == "model" else 400), answer
     assert answer["error"]["param"] == param and param in answer["error"]["message"] + "model"
     assert server.engine.stats().num_running == server.engine.stats().num_waiting == 0
 
 
-async def test_an_operator_sets_the_number_of_inputs(start):
+async def test_operator_limits_the_number_of_inputs(start):
     server = await start(Engine.fake(), ServerConfig(limits=Limits(prompts=2)))
     assert (await server.post(PATH, {"input": ["a", "b"]}))[0] == 200
     status, answer = await server.post(PATH, {"input": ["a", "b", "c"]})
@@ -169,7 +169,7 @@ async def test_an_operator_sets_the_number_of_inputs(start):
     "names",
     [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")],
 )
-async def test_scores_are_cosines(server, path, names):
+async def test_scores_are_cosine_similarities(server, path, names):
     one, many = "a brave dog", ["a cat", "a brave dog", "the city"]
     for first, second in ((one, many), ([one], many), (many, many), (one, "the city")):
         status, answer = await server.post(path, dict(zip(names, (first, second), strict=True)))
@@ -195,13 +195,13 @@ async def test_scores_are_cosines(server, path, names):
         ({"data_1": "a", "data_2": ["b"] * 1025}, "data_2"),
     ],
 )
-async def test_sides_that_do_not_match_are_refused(server, body, param):
+async def test_mismatched_text_lists_are_rejected(server, body, param):
     status, answer = await server.post("/score", body)
     assert status == 400 and answer["error"]["param"] == param, answer
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
-async def test_documents_come_by_their_similarity(server, path):
+async def test_documents_are_ordered_by_similarity(server, path):
     query, documents = "a brave dog", ["a cat", "the city", "a brave dog", "song", "a cat"]
     body = {"query": query, "documents": documents}
     status, answer = await server.post(path, body)
@@ -236,7 +236,7 @@ async def test_documents_come_by_their_similarity(server, path):
         ({"query": "a", "documents": ["b"], "instruction": "x"}, "instruction"),
     ],
 )
-async def test_a_reranking_that_cannot_be_is_refused(server, body, param):
+async def test_invalid_rerank_request_is_rejected(server, body, param):
     status, answer = await server.post("/rerank", body)
     assert status == 400 and answer["error"]["param"] == param, answer
 
@@ -245,12 +245,12 @@ async def test_a_reranking_that_cannot_be_is_refused(server, body, param):
 
 
 def slow_engine(**kwargs: Any) -> Engine:
-    """One sequence at a time, 20 ms each."""
+    """Return an engine that runs one sequence at a time, 20 ms each."""
     config = EngineConfig(batch=BatchConfig(max_num_seqs=1))
     return Engine.fake(step_time_s=0.02, config=config, **kwargs)
 
 
-async def test_a_client_that_leaves_ends_its_work(start):
+async def test_client_disconnect_ends_its_work(start):
     server = await start(slow_engine())
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
@@ -263,7 +263,7 @@ async def test_a_client_that_leaves_ends_its_work(start):
     assert 'finished_reason="abort"' in text
 
 
-async def test_a_deadline_ends_the_request(start):
+async def test_deadline_ends_the_request(start):
     server = await start(slow_engine())
     status, answer = await server.post(PATH, {"input": ["a"] * 1000, "timeout": 0.1})
     assert status == 504 and answer["error"]["code"] == "deadline_exceeded"
@@ -271,7 +271,7 @@ async def test_a_deadline_ends_the_request(start):
     assert (await server.post(PATH, {"input": "a"}))[0] == 200
 
 
-async def test_a_full_queue_refuses(start):
+async def test_full_queue_rejects(start):
     engine = slow_engine(queue_limits=QueueLimits(samples=4))
     server = await start(engine)
     waiting = engine.submit([1], SamplingParams(max_tokens=500, ignore_eos=True), request_id="w")
@@ -310,8 +310,8 @@ def config(stories) -> EngineConfig:
 
 
 @pytest.mark.slow
-async def test_openais_client_gets_the_vectors_of_a_model(start, config):
-    """While the first request compiles, outputs go on; and nothing counts as a late compilation."""
+async def test_openai_client_gets_the_vectors_of_a_model(start, config):
+    """While the first request compiles, outputs continue. No late compilation is counted."""
     engine = Engine.load(config)
     server = await start(engine, ServerConfig(served_model_name="stories"))
     async with asyncio.timeout(60):
@@ -324,8 +324,8 @@ async def test_openais_client_gets_the_vectors_of_a_model(start, config):
     while not asking.done():
         assert (await server.post("/v1/completions", prompt))[0] == 200
         during += 1
-        await asyncio.sleep(0.05)  # the compiler needs the cores
-    answer = await asking  # it asked for base64
+        await asyncio.sleep(0.05)  # leaves the cores to the compiler
+    answer = await asking  # the client requests base64
     assert during > 1, "outputs waited for the compilation"
     assert engine.stats().compilations_after_ready == 0
     plain = await server.openai.embeddings.create(
@@ -345,7 +345,7 @@ async def test_openais_client_gets_the_vectors_of_a_model(start, config):
 
 
 async def submitted(engine: Engine, texts: list[str], pooling: Pooling) -> np.ndarray:
-    """The same without the server, one after the other, of a length of one."""
+    """Return the vectors without the server, one after the other, with unit length."""
     params = SamplingParams(max_tokens=0)
     vectors = []
     for i, text in enumerate(texts):
@@ -358,7 +358,7 @@ async def submitted(engine: Engine, texts: list[str], pooling: Pooling) -> np.nd
 
 
 class _Compiling:
-    """A `core.Pooler` that compiles until it is told to be done."""
+    """A `core.Pooler` that compiles until it is released."""
 
     def __init__(self, error: Exception | None = None):
         self.done = threading.Event()
@@ -376,7 +376,7 @@ class _Compiling:
         self.can_pool = True
 
 
-async def test_those_who_come_while_it_compiles_wait_together_and_may_leave(start):
+async def test_requests_during_compilation_wait_together_and_may_leave(start):
     engine = Engine.fake()
     pooler = engine._parts.pooler = _Compiling()
     server = await start(engine)
@@ -395,7 +395,7 @@ async def test_those_who_come_while_it_compiles_wait_together_and_may_leave(star
     assert pooler.num_compiled == 1 and pooler.can_pool and not len(engine._preparation)
 
 
-async def test_what_cannot_be_compiled_costs_the_request_alone(start):
+async def test_compilation_failure_costs_only_the_request(start):
     engine = Engine.fake()
     pooler = engine._parts.pooler = _Compiling(EngineError("there is no room"))
     pooler.done.set()
@@ -406,7 +406,7 @@ async def test_what_cannot_be_compiled_costs_the_request_alone(start):
     assert (await server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}))[0] == 200
 
 
-async def test_a_server_stops_while_it_compiles(start):
+async def test_server_stops_during_compilation(start):
     engine = Engine.fake()
     pooler = engine._parts.pooler = _Compiling()
     server = await start(engine)

@@ -1,4 +1,4 @@
-"""What is refused, how, and that nothing a client sends is an internal error."""
+"""Rejections: their format, and no internal errors for any client input."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ("logprob_token_ids", [5], "logprob_token_ids"),
     ],
 )
-async def test_a_bad_field_of_a_completion_is_named(server, field, value, param):
+async def test_invalid_completion_field_is_named(server, field, value, param):
     await _refused(server, "/v1/completions", {**PROMPT, field: value}, param)
 
 
@@ -148,7 +148,7 @@ async def test_a_bad_field_of_a_completion_is_named(server, field, value, param)
         ("modalities", ["audio"], "modalities"),
     ],
 )
-async def test_a_bad_field_of_a_chat_is_named(server, field, value, param):
+async def test_invalid_chat_field_is_named(server, field, value, param):
     await _refused(server, "/v1/chat/completions", {**CHAT, field: value}, param)
 
 
@@ -164,7 +164,7 @@ async def test_a_bad_field_of_a_chat_is_named(server, field, value, param):
         ("/generate", {"max_new_tokens": 5000, "max_tokens": 6000}, "max_tokens"),
     ],
 )
-async def test_a_limit_is_named_as_the_client_named_it(server, path, more, param):
+async def test_limit_error_uses_the_clients_field_name(server, path, more, param):
     body = CHAT if "chat" in path else PROMPT
     await _refused(server, path, {**body, **more}, param)
     status, answer = await server.post(path, {**body, **more})
@@ -172,14 +172,14 @@ async def test_a_limit_is_named_as_the_client_named_it(server, path, more, param
     assert (status, set(names)) == (400, {param})
 
 
-async def test_a_chat_that_is_too_long_names_its_messages(server):
+async def test_too_long_chat_error_names_messages(server):
     long = {"messages": [{"role": "user", "content": "x" * 2000}]}
     status, answer = await server.post("/v1/chat/completions", long)
     assert (status, answer["error"]["param"]) == (400, "messages")
     assert answer["error"]["code"] == "context_length_exceeded"
 
 
-async def test_a_template_that_fails_tells_nothing_of_its_inside(start):
+async def test_template_error_hides_its_internals(start):
     parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=64, check=False)
     source = "{% for m in messages %}{{ loop + 1 }}{% endfor %}"  # its message has an address
     parts.chat_template = ChatTemplate(source)
@@ -189,7 +189,7 @@ async def test_a_template_that_fails_tells_nothing_of_its_inside(start):
     assert answer["error"]["message"].endswith("cannot render these messages (TypeError)")
 
 
-async def test_long_calls_of_tools_are_rendered_in_a_thread(server, monkeypatch):
+async def test_long_tool_calls_are_rendered_in_a_thread(server, monkeypatch):
     threads = []
     encode = server.engine.chat_template.encode
 
@@ -206,7 +206,7 @@ async def test_long_calls_of_tools_are_rendered_in_a_thread(server, monkeypatch)
     assert threads == [True, False]
 
 
-async def test_an_unknown_role_is_told_the_known_ones(server):
+async def test_unknown_role_error_lists_the_known_ones(server):
     body = {"messages": [{"role": "a robot", "content": "a"}]}
     _, answer = await server.post("/v1/chat/completions", body)
     for role in ("system", "user", "assistant", "tool", "developer"):
@@ -214,7 +214,7 @@ async def test_an_unknown_role_is_told_the_known_ones(server):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-async def test_a_text_that_cannot_fit_is_not_tokenised(server, monkeypatch, path):
+async def test_text_that_cannot_fit_is_not_tokenized(server, monkeypatch, path):
     def tokenised(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("this text need not have been tokenised")
 
@@ -229,7 +229,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(server, monkeypatch, path
     assert (answer["error"]["param"], answer["error"]["code"]) == (param, "context_length_exceeded")
 
 
-async def test_a_prompt_of_the_longest_tokens_is_not_refused_for_its_bytes(server):
+async def test_prompt_of_the_longest_tokens_is_not_rejected_for_its_bytes(server):
     tokenizer = server.engine.tokenizer
     longest = max(range(tokenizer.vocab_size), key=lambda id: len(tokenizer.token_bytes(id)))
     text = tokenizer.decode([longest]) * server.engine.max_model_len
@@ -238,7 +238,7 @@ async def test_a_prompt_of_the_longest_tokens_is_not_refused_for_its_bytes(serve
     assert " tokens; the context holds" in answer["error"]["message"], "it has been tokenised"
 
 
-async def test_fields_that_change_nothing_are_taken(server):
+async def test_fields_without_effect_are_accepted(server):
     odd = {
         "max_tokens": "3",
         "n": 1.0,
@@ -271,7 +271,7 @@ async def test_fields_that_change_nothing_are_taken(server):
     assert status == 200
 
 
-async def test_openais_client_raises_its_own_errors(server):
+async def test_openai_client_raises_its_own_errors(server):
     with pytest.raises(openai.BadRequestError) as refused:
         await server.openai.completions.create(model=server.model, prompt="a", temperature=200)
     assert refused.value.param == "temperature"
@@ -311,7 +311,7 @@ async def test_openais_client_raises_its_own_errors(server):
     ],
     ids=lambda body: repr(body[:24]),
 )
-async def test_odd_json_is_the_clients_fault(server, body):
+async def test_odd_json_is_a_client_error(server, body):
     status, answer = await server.post("/v1/completions", body)
     assert status == 400
     _check_form(answer)
@@ -328,12 +328,12 @@ async def test_odd_json_is_the_clients_fault(server, body):
     ],
     ids=lambda body: repr(body[:24]),
 )
-async def test_odd_json_that_is_fine(server, body):
+async def test_unusual_valid_json_is_accepted(server, body):
     status, answer = await server.post("/v1/completions", body)
     assert status == 200, answer
 
 
-async def test_unknown_paths_and_wrong_methods(server):
+async def test_unknown_paths_and_wrong_methods_are_rejected(server):
     for path in ("/v1", "/v1/", "/v1/unknown", "/../etc/passwd", "/%ff"):
         async with server.http.get(server.url + path) as response:
             assert response.status == 404
@@ -346,7 +346,7 @@ async def test_unknown_paths_and_wrong_methods(server):
         assert response.status == 405
 
 
-async def test_a_body_that_is_too_large(server):
+async def test_too_large_body_is_rejected(server):
     body = b'{"prompt": "' + b"a" * BODY_BYTES + b'"}'
     async with server.http.post(server.url + "/v1/completions", data=io.BytesIO(body)) as response:
         assert response.status == 413
@@ -366,7 +366,7 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize("form", COMPRESSED)
-async def test_a_compressed_body_is_read(server, form):
+async def test_compressed_body_is_read(server, form):
     body, headers = COMPRESSED[form](b'{"prompt": "a", "max_tokens": 1}'), {}
     headers["Content-Encoding"] = form.split()[0].upper()
     url = server.url + "/v1/completions"
@@ -375,7 +375,7 @@ async def test_a_compressed_body_is_read(server, form):
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "gzip, gzip", "x"])
-async def test_an_unsupported_content_coding_is_refused(server, coding):
+async def test_unsupported_content_coding_is_rejected(server, coding):
     url, headers = server.url + "/v1/completions", {"Content-Encoding": coding}
     async with server.http.post(url, data=b"{}", headers=headers) as response:
         assert response.status == 415
@@ -385,8 +385,8 @@ async def test_an_unsupported_content_coding_is_refused(server, coding):
     assert answer["error"]["code"] == "content_coding_not_supported"
 
 
-async def test_bodies_are_decompressed_in_a_thread_and_only_if_they_are_read(server, monkeypatch):
-    """On the event loop a small body could hold up everybody, before its key is looked at."""
+async def test_bodies_are_decompressed_in_a_thread_and_only_when_read(server, monkeypatch):
+    """On the event loop a small body could block all requests before its key is checked."""
     threads: list[str] = []
     make = zlib.decompressobj
 
@@ -408,7 +408,7 @@ def _never(*args, **kwargs):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_a_body_that_is_not_what_its_encoding_says(server, caplog, encoding):
+async def test_body_that_contradicts_its_encoding_is_rejected(server, caplog, encoding):
     headers = {"Content-Encoding": encoding}
     url = server.url + "/v1/completions"
     whole = COMPRESSED[encoding](b'{"prompt": "a", "max_tokens": 1}')
@@ -420,7 +420,7 @@ async def test_a_body_that_is_not_what_its_encoding_says(server, caplog, encodin
 
 
 @pytest.mark.parametrize("wider", [8, -8], ids=["wider", "narrower"])
-async def test_token_ids_are_those_of_the_model_and_not_of_the_tokenizer(start, wider):
+async def test_token_ids_are_limited_by_the_model_not_the_tokenizer(start, wider):
     width = fake_tokenizer().vocab_size + wider
     sizes = {"step_time_s": 0.0, "max_model_len": 64, "vocab_size": width}
     parts = assemble_fake(EngineConfig(), **sizes, check=False)
@@ -435,7 +435,7 @@ async def test_token_ids_are_those_of_the_model_and_not_of_the_tokenizer(start, 
     words = {"prompt": [1], "max_tokens": 1, "bad_words": [parts.tokenizer.eos_token]}
     assert (await server.post("/v1/completions", words))[0] == 200
     for name, body in fields.items():
-        beyond = 200 if name == "stop_token_ids" else 400  # a stop token that never comes
+        beyond = 200 if name == "stop_token_ids" else 400  # a stop token that is never sampled
         for token, expected in ((width - 1, 200), (width, beyond), (-1, 400), (2**31, 400)):
             sent = {"prompt": [1], "max_tokens": 1, **body(token)}
             status, answer = await server.post("/v1/completions", sent)
@@ -443,12 +443,12 @@ async def test_token_ids_are_those_of_the_model_and_not_of_the_tokenizer(start, 
             assert expected == 200 or answer["error"]["param"] == name
 
 
-async def test_too_many_choices_at_once(server):
+async def test_too_many_choices_are_rejected(server):
     status, answer = await server.post("/v1/completions", {"prompt": ["a"] * 1000, "n": 5})
     assert (status, answer["error"]["param"]) == (400, "n")
 
 
-async def test_request_ids_come_back(server):
+async def test_request_ids_are_returned(server):
     async def id_of(given: str | None, path: str = "/v1/completions") -> str:
         headers = {} if given is None else {"X-Request-Id": given}
         async with server.http.post(server.url + path, json=PROMPT, headers=headers) as response:
@@ -461,7 +461,7 @@ async def test_request_ids_come_back(server):
     assert all(len(id) == 32 for id in made)
 
 
-async def test_an_unexpected_failure_tells_nothing(server, monkeypatch, caplog):
+async def test_unexpected_error_reveals_nothing(server, monkeypatch, caplog):
     def broken(*args: Any, **kwargs: Any) -> None:
         raise OSError("/secret/path is gone")
 
@@ -498,12 +498,12 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_every_error_of_the_server_has_a_rule(kind):
+def test_every_server_error_has_a_rule(kind):
     error = kind() if kind is errors.BodyTooLargeError else kind("text")
     reply = errors.error_reply(error)
     assert reply.name != "internal_error" and 400 <= reply.status < 600
 
 
-def test_an_error_without_a_rule_is_internal_and_says_nothing():
+def test_error_without_a_rule_is_internal_and_reveals_nothing():
     reply = errors.error_reply(ValueError("a secret"))
     assert (reply.status, reply.code) == (500, "internal_error") and "secret" not in reply.text

@@ -1,4 +1,4 @@
-"""Fields of the engines in this field: each of them does what it says, or this would not notice."""
+"""Fields of vLLM and other engines: each has its documented effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forms(body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(COMPLETIONS, body), (CHAT, {**chat, "messages": MESSAGES})]
 
 
-# ---- which tokens may come -----------------------------------------------------------------------
+# ---- allowed tokens ------------------------------------------------------------------------------
 
 
 async def test_only_allowed_tokens_are_sampled(server):
@@ -49,12 +49,12 @@ async def test_only_allowed_tokens_are_sampled(server):
             assert set(choice["token_ids"]) <= set(allowed) and len(choice["token_ids"]) == 40
 
 
-async def test_bad_words_do_not_come(start):
+async def test_bad_words_are_never_sampled(start):
     server = await start(scripted_engine("the dog and the cat"))
     plain = {"prompt": "Hello", "max_tokens": 60}
     for words, expected in (
         ([], "the dog and the cat"),
-        (["dog"], "the doh and the cat"),  # the device takes the token after one that may not come
+        (["dog"], "the doh and the cat"),  # the device takes the token after a forbidden one
         ([" dog", "and"], "the doh ane the cat"),
         (["hound"], "the dog and the cat"),
     ):
@@ -63,7 +63,7 @@ async def test_bad_words_do_not_come(start):
             assert (choice["message"]["content"] if path == CHAT else choice["text"]) == expected
 
 
-async def test_an_answer_to_which_nothing_may_be_added_says_so(server):
+async def test_answer_without_allowed_tokens_is_an_error(server):
     letters = [server.engine.tokenizer.encode(letter)[0] for letter in "ab"]
     body = {**BODY, "allowed_token_ids": letters, "bad_words": ["aa", "ab", "ba", "bb"]}
     status, answer = await server.post(COMPLETIONS, body)
@@ -75,10 +75,9 @@ async def test_an_answer_to_which_nothing_may_be_added_says_so(server):
     assert (status, answer["error"]["param"]) == (400, "bad_words")
 
 
-async def test_logit_bias_min_tokens_and_ends_have_their_effect(start):
-    """A model that always writes the same short answer."""
+async def test_logit_bias_min_tokens_and_eos_take_effect(start):
     server = await start(scripted_engine("yes"))
-    num_tokens = 4  # a byte each, and the end
+    num_tokens = 4  # one byte each, and EOS
     plain = {"prompt": "Hello", "max_tokens": 9, "return_token_ids": True}
     for path, body in forms(plain):
         choice = (await post(server, path, body))["choices"][0]
@@ -87,7 +86,7 @@ async def test_logit_bias_min_tokens_and_ends_have_their_effect(start):
         assert (len(choice["token_ids"]), choice["finish_reason"]) == (9, "length")
         choice = (await post(server, path, {**body, "min_tokens": 6}))["choices"][0]
         assert len(choice["token_ids"]) >= 6
-    # The fake device has no logits, so what reaches it is looked at.
+    # The fake device has no logits, so its inputs are checked.
     seen: list[Any] = []
     dispatch = server.engine._core._device.dispatch
 
@@ -101,7 +100,7 @@ async def test_logit_bias_min_tokens_and_ends_have_their_effect(start):
     assert [params.logit_bias for params in seen] == [{7: 2.5}] * 2
 
 
-async def test_priority_decides_who_is_served_first(start):
+async def test_priority_decides_the_order(start):
     config = EngineConfig.from_options(max_num_seqs=1, scheduling_policy="priority")
     server = await start(Engine.fake(step_time_s=0.005, config=config))
     first = {**BODY, "max_tokens": 3000, "priority": -9}
@@ -124,7 +123,7 @@ async def test_priority_decides_who_is_served_first(start):
     assert ended == [1, 2, 4, 5]
 
 
-async def test_a_salt_and_what_is_cached_in_a_chat(server):
+async def test_salt_separates_the_prefix_cache_of_chats(server):
     messages = [{"role": "user", "content": "the same beginning " * 20}]
 
     async def cached(**more: Any) -> int:
@@ -139,7 +138,7 @@ async def test_a_salt_and_what_is_cached_in_a_chat(server):
 
 
 @pytest.mark.parametrize("keep", [1, 7, 500])
-async def test_a_prompt_keeps_its_last_tokens(server, keep):
+async def test_truncated_prompt_keeps_its_last_tokens(server, keep):
     text = "the river and the road " * 9
     ids = server.engine.tokenizer.encode(text)
     body = {**BODY, "max_tokens": 3, "return_token_ids": True, "echo": True}
@@ -158,7 +157,7 @@ async def test_a_prompt_keeps_its_last_tokens(server, keep):
     assert answer["usage"]["prompt_tokens"] == min(keep, len(ids))
 
 
-async def test_a_prompt_of_any_length_fits_if_it_may_be_cut(server):
+async def test_prompt_of_any_length_fits_if_truncation_is_allowed(server):
     long, most = "the river " * 4000, server.engine.max_model_len
     body = {"truncate_prompt_tokens": -1, "ignore_eos": True}
     for max_tokens, output in ((0, 0), (5, 5), (None, 16)):
@@ -170,7 +169,7 @@ async def test_a_prompt_of_any_length_fits_if_it_may_be_cut(server):
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (most - 1, 1)
 
 
-def test_a_bos_that_the_tokenizer_has_put_there_stays():
+def test_truncation_keeps_the_tokenizers_bos():
     from forge_serve.generation.prompts import Kept, Prompt
 
     ids = [1, 5, 6, 7]
@@ -181,7 +180,7 @@ def test_a_bos_that_the_tokenizer_has_put_there_stays():
     assert Kept(4, first=False).cut(Prompt(ids, "text"), 1) == Prompt(ids, "text")
 
 
-async def test_logprobs_of_the_prompt_in_vllms_form(server):
+async def test_prompt_logprobs_have_the_vllm_format(server):
     tokenizer = server.engine.tokenizer
     for path, body in forms({**BODY, "max_tokens": 2, "n": 2, "return_token_ids": True}):
         answer = await post(server, path, {**body, "prompt_logprobs": 3})
@@ -213,7 +212,7 @@ async def test_logprobs_of_the_prompt_in_vllms_form(server):
         assert (await server.post(path, sent))[0] == 400
 
 
-async def test_tokens_of_logprobs_may_be_ids(server):
+async def test_logprob_tokens_may_be_ids(server):
     more = {"max_tokens": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
     for path, body in forms({**BODY, **more}):
         wanted = {"logprobs": True} if path == CHAT else {"logprobs": 0}
@@ -223,11 +222,11 @@ async def test_tokens_of_logprobs_may_be_ids(server):
         assert names == [f"token_id:{token}" for token in choice["token_ids"]]
 
 
-# ---- ids and what nobody knows -------------------------------------------------------------------
+# ---- ids and unknown fields ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages", "/generate"])
-async def test_one_id_names_a_request_everywhere(server, caplog, path):
+async def test_one_request_id_is_used_everywhere(server, caplog, path):
     caplog.set_level(logging.INFO, "forge_serve.requests")
     body = {"prompt": "a", "messages": MESSAGES, "max_tokens": 2}
     for header, field, expected in (
@@ -247,14 +246,14 @@ async def test_one_id_names_a_request_everywhere(server, caplog, path):
         assert f"id={expected} " in caplog.text and re.search(f"[-_]{expected} ", caplog.text)
 
 
-async def test_the_same_id_may_be_used_at_once(server):
+async def test_concurrent_requests_may_share_an_id(server):
     async def one() -> int:
         return (await server.post(COMPLETIONS, {**BODY, "request_id": "same"}))[0]
 
     assert await asyncio.gather(*(one() for _ in range(5))) == [200] * 5
 
 
-async def test_a_field_that_nobody_knows_is_told_once(server, caplog, monkeypatch):
+async def test_unknown_field_is_logged_once(server, caplog, monkeypatch):
     monkeypatch.setattr("forge_serve.openai.validation._ignored", IgnoredFields())
     caplog.set_level(logging.INFO, "forge_serve.openai.ignored_fields")
     odd = "evil\nname\x1b[31m" + "x" * 500
@@ -269,7 +268,7 @@ async def test_a_field_that_nobody_knows_is_told_once(server, caplog, monkeypatc
     assert all(len(line) < 150 for line in lines)
 
 
-def test_what_is_told_of_fields_is_bounded(caplog):
+def test_logged_unknown_fields_are_bounded(caplog):
     caplog.set_level(logging.INFO, "forge_serve.openai.ignored_fields")
     fields = IgnoredFields()
     for i in range(1000):
@@ -277,12 +276,11 @@ def test_what_is_told_of_fields_is_bounded(caplog):
     assert len(caplog.records) == len(fields._told) == ignored_fields.MAX_NAMES
 
 
-# ---- streams with nothing to say -----------------------------------------------------------------
+# ---- idle streams --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def streams(monkeypatch) -> list[Any]:
-    """The event streams that are made."""
     made: list[Any] = []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -299,7 +297,7 @@ async def raw(server: Any, body: dict[str, Any]) -> bytes:
         return await response.read()
 
 
-async def test_a_silent_stream_has_comments_that_are_no_events(start):
+async def test_idle_stream_sends_comments_that_are_no_events(start):
     server = await start(Engine.fake(step_time_s=0.15), ServerConfig(sse_keep_alive_s=0.04))
     body = {**BODY, "max_tokens": 2, "stream": True}
     text = (await raw(server, body)).decode()
@@ -316,30 +314,28 @@ async def test_a_silent_stream_has_comments_that_are_no_events(start):
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole["text"]
 
 
-async def test_zero_turns_the_comments_off(start):
+async def test_zero_disables_keep_alive_comments(start):
     server = await start(Engine.fake(step_time_s=0.1), ServerConfig(sse_keep_alive_s=0.0))
     assert b": keep" not in await raw(server, {**BODY, "max_tokens": 2, "stream": True})
 
 
-async def test_a_comment_comes_after_silence_only_and_its_timer_ends_with_the_stream(
-    start, streams
-):
+async def test_comment_follows_only_silence_and_its_timer_ends_with_the_stream(start, streams):
     server = await start(Engine.fake(step_time_s=0.02), ServerConfig(sse_keep_alive_s=100.0))
     async with server.http.post(
         server.url + COMPLETIONS, json={**BODY, "max_tokens": 60, "stream": True}
     ) as response:
         await response.content.readline()
         [stream] = streams
-        stream._keep_alive()  # early: there has been an event
+        stream._keep_alive()  # early: there was an event
         stream._written_s -= 1000.0
         stream._keep_alive()
-        stream._keep_alive()  # early again: there has been a comment
+        stream._keep_alive()  # early again: there was a comment
         text = (await response.read()).decode()
     assert text.count(": keep-alive") == 1 and text.endswith("data: [DONE]\n\n")
     assert stream._alarm.cancelled()
 
 
-async def test_what_is_refused_has_its_status_also_as_a_stream(start):
+async def test_rejected_stream_request_has_its_http_status(start):
     server = await start(Engine.fake(step_time_s=0.1), ServerConfig(sse_keep_alive_s=0.01))
     for more in ({"prompt": "x" * 9000}, {"top_p": 7}, {"bad_words": [""]}, {"regex": "(?=a)"}):
         status, answer = await server.post(COMPLETIONS, {**BODY, "stream": True, **more})
@@ -356,7 +352,7 @@ async def test_what_is_refused_has_its_status_also_as_a_stream(start):
         (chat_params.CompletionCreateParamsBase, ChatRequest),
     ],
 )
-def test_every_parameter_of_openais_client_is_read_or_documented(params, kind):
+def test_every_openai_client_parameter_is_supported_or_documented(params, kind):
     page = (Path(__file__).parent.parent.parent / "docs/http.md").read_text()
     ignored = page.split("These fields of OpenAI's protocol are ignored")[1].split("\n\n")[0]
     harmless = set(re.findall(r"`(\w+)`", ignored))
@@ -373,7 +369,7 @@ async def test_verbosity_reaches_the_template(start):
         assert server.engine.tokenizer.decode(answer["prompt_token_ids"]).endswith(shown)
 
 
-async def test_an_assistants_message_of_another_form_is_served_or_refused(start):
+async def test_unusual_assistant_message_is_served_or_rejected(start):
     template = "{% for m in messages %}{{ m }}{% endfor %}"
     server = await start(scripted_engine("x", template=template))
     asked = {"role": "assistant", "content": None, "audio": None, "function_call": None}

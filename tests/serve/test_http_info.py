@@ -1,4 +1,4 @@
-"""What routers ask of a worker, with and without keys."""
+"""The worker information that routers read, with and without keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KEY = "a-key-that-nobody-must-see"
 PATHS = ("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/ping")
 
 
-async def test_a_router_learns_what_it_reads_of_a_worker(start):
-    """The fields that SGLang's gateway has in its structs, in their types."""
+async def test_worker_info_has_the_fields_of_a_router(start):
+    """The fields and types are those of the structs in SGLang's gateway."""
     config = EngineConfig.from_options(max_num_seqs=7, num_blocks=40, block_size=16)
     served = ServerConfig(served_model_name="org/model")
     server = await start(Engine.fake(config=config, max_model_len=512), served)
@@ -56,7 +56,7 @@ async def test_loads_follow_the_work(start):
     assert 0 < load["token_usage"] < 1 and load["dp_rank"] == 0
 
 
-async def test_who_has_no_key_learns_nothing_and_nobody_learns_a_key(start, tmp_path):
+async def test_info_needs_a_key_and_never_reveals_one(start, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text(KEY)
     server = await start(Engine.fake(), ServerConfig(api_key_file=str(keys)))
@@ -70,14 +70,14 @@ async def test_who_has_no_key_learns_nothing_and_nobody_learns_a_key(start, tmp_
             assert KEY not in text and str(tmp_path) not in text
 
 
-async def test_a_server_that_starts_is_no_worker_yet(listening):
+async def test_starting_server_is_not_a_worker(listening):
     async with listening(Service(ServerConfig())) as url, aiohttp.ClientSession() as http:
         for path in PATHS:
             async with http.get(url + path) as response:
                 assert response.status == 503
 
 
-async def test_a_ping_says_whether_requests_are_served(server):
+async def test_ping_reports_whether_requests_are_served(server):
     async with server.http.get(server.url + "/ping") as response:
         assert (response.status, await response.text()) == (200, "")
     server.service.stopping = True
@@ -86,6 +86,6 @@ async def test_a_ping_says_whether_requests_are_served(server):
 
 
 @pytest.mark.parametrize("path", PATHS[:5])
-async def test_everything_is_plain_json(server, path):
+async def test_info_is_plain_json(server, path):
     _, answer = await server.get(path)
     json.dumps(answer, allow_nan=False)

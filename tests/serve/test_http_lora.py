@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP, in vLLM's words: loaded, listed, named as the model, unloaded."""
+"""LoRA adapters over HTTP, with vLLM's fields: load, list, use as model, unload."""
 
 import asyncio
 import re
@@ -51,7 +51,7 @@ async def server(stories, tmp_path):
 
 
 def text_of(server) -> str:
-    """The adapters in use, as /metrics has them, by name of the label."""
+    """Return the adapters in use from /metrics, by name of the label."""
     text = server.service.metrics.text().decode()
     (labels,) = re.findall(r"^vllm:lora_requests_info\{(.*)\} \S+$", text, re.MULTILINE)
     return ",".join(sorted(labels.split(",")))
@@ -118,7 +118,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-async def test_what_cannot_be_done_is_refused(server, tmp_path):
+async def test_impossible_adapter_requests_are_rejected(server, tmp_path):
     for verb, body, status, param in REFUSED:
         found, answer = await server.post(f"/v1/{verb}_lora_adapter", body)
         assert (found, answer["error"]["param"]) == (status, param), (body, answer)
@@ -130,7 +130,7 @@ async def test_what_cannot_be_done_is_refused(server, tmp_path):
     assert (await change(server, "load", lora_name="x", lora_path=within))[0] == 200
 
 
-async def test_the_documents_examples_are_served(server, tmp_path):
+async def test_documented_examples_are_served(server, tmp_path):
     (tmp_path / "adapters" / "second").rename(tmp_path / "adapters" / "my-adapter")
     _, document = await server.get("/openapi.json")
     for verb in ("load", "unload"):
@@ -167,7 +167,7 @@ async def test_every_protocol_names_an_adapter_as_the_model(server):
         assert status == 404, path
 
 
-async def test_an_error_in_a_file_names_it_without_its_place(server, tmp_path):
+async def test_adapter_file_error_hides_the_path(server, tmp_path):
     (tmp_path / "adapters" / "first" / "adapter_config.json").unlink()
     status, answer = await server.post(
         "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "first"}
@@ -176,18 +176,18 @@ async def test_an_error_in_a_file_names_it_without_its_place(server, tmp_path):
     assert str(tmp_path) not in answer["error"]["message"]
 
 
-async def test_an_adapter_in_use_stays(server):
+async def test_adapter_in_use_is_not_unloaded_over_http(server):
     body = {**BODY, "model": "first", "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with server.http.post(f"{server.url}/v1/completions", json=body) as response:
         await response.content.readline()
         status, answer = await server.post("/v1/unload_lora_adapter", {"lora_name": "first"})
         assert status == 400 and "use this LoRA adapter" in answer["error"]["message"]
-    async with asyncio.timeout(5):  # until it is noticed that the client has left
+    async with asyncio.timeout(5):  # until the disconnect is noticed
         while (await change(server, "unload", lora_name="first"))[0] != 200:
             await asyncio.sleep(0.01)
 
 
-async def test_without_a_folder_clients_load_nothing(start):
+async def test_clients_load_nothing_without_an_adapter_folder(start):
     server = await start(Engine.fake())
     for verb in ("load", "unload"):
         body = {"lora_name": "x", "lora_path": "/etc"}

@@ -36,7 +36,7 @@ def message(**more: Any) -> dict[str, Any]:
 
 
 async def streamed(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events, each checked to be named as its data says."""
+    """Return the events, and check that each is named as its data states."""
     async with server.http.post(server.url + PATH, json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
         *events, end = (await response.read()).decode().split("\n\n")
@@ -50,7 +50,7 @@ async def streamed(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of a stream, as Anthropic's clients accumulate it."""
+    """Return the message of a stream, accumulated as Anthropic's clients do it."""
     first, *events, last = events
     assert (first["type"], last["type"]) == ("message_start", "message_stop")
     whole, open_index = first["message"], None
@@ -86,7 +86,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def alike(message: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from one request to the next."""
+    """Return the message without the fields that differ between requests."""
     kept = {key: message[key] for key in ("type", "role", "model", "stop_reason", "stop_sequence")}
     usage = message["usage"]
     prompt = sum(usage[key] for key in usage if "input" in key)
@@ -118,7 +118,7 @@ def alike(message: dict[str, Any]) -> dict[str, Any]:
         ("", {}, [], "end_turn"),
     ],
 )
-async def test_an_answer_is_made_of_blocks(start, answer, more, content, reason):
+async def test_answer_consists_of_blocks(start, answer, more, content, reason):
     server = await start(scripted_engine(answer, template=families.QWEN))
     status, whole = await server.post(PATH, message(**more))
     assert status == 200, whole
@@ -136,13 +136,13 @@ async def test_an_answer_is_made_of_blocks(start, answer, more, content, reason)
             )
             assert block["input"] in ({"city": "Paris"}, {"city": "Rome"})
     stream = put_together(await streamed(server, message(**more)))
-    if answer.endswith("Done"):  # a stream has the text where it comes
+    if answer.endswith("Done"):  # in a stream the text stays in its position
         assert stream["content"].pop() == {"type": "text", "text": "Done"}
         whole["content"][1]["text"] = whole["content"][1]["text"].removesuffix("Done")
     assert alike(stream) == alike(whole)
 
 
-async def test_a_cut_call_has_the_values_that_are_complete(start):
+async def test_truncated_call_has_only_complete_values(start):
     server = await start(scripted_engine(CALL, template=families.HERMES))
     for cut in ("is", '"}'):
         body = message(tools=[TOOL], max_tokens=CALL.index(cut) + 1)
@@ -160,7 +160,7 @@ async def test_a_cut_call_has_the_values_that_are_complete(start):
 @pytest.mark.parametrize(
     "value", [{}, {"a": {}}, {"a": [1, [], {"b": '}]\\"', "c": None}], "é": -1.5e3, "d": True}]
 )
-def test_complete_values_are_those_before_the_cut(value):
+def test_complete_values_end_before_the_cut(value):
     text = json.dumps(value, ensure_ascii=False)
     assert complete_values(text) == text
     largest = 0
@@ -185,7 +185,7 @@ def test_complete_values_are_those_before_the_cut(value):
         ('{"a": ["x", "y"', '{"a": ["x", "y"]}'),
     ],
 )
-def test_a_value_that_may_go_on_is_left_out(text, complete):
+def test_value_that_may_continue_is_left_out(text, complete):
     assert complete_values(text) == complete
 
 
@@ -256,7 +256,7 @@ async def test_turns_reach_the_template(start):
     assert not options["continue_final_message"]
 
 
-async def test_a_last_turn_of_the_assistant_is_continued(start):
+async def test_final_assistant_turn_is_continued(start):
     server = await start(scripted_engine(" sunny.", template=families.QWEN))
     begun = [USER, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
     _, answer = await server.post(PATH, message(messages=begun))
@@ -265,14 +265,14 @@ async def test_a_last_turn_of_the_assistant_is_continued(start):
     assert answer["usage"]["input_tokens"] == len(server.engine.tokenizer.encode(text))
 
 
-async def test_one_call_only_if_the_client_wants_no_more(start):
+async def test_parallel_calls_can_be_disabled(start):
     server = await start(scripted_engine(CALL * 3, template=families.HERMES))
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     _, answer = await server.post(PATH, message(tools=[TOOL], tool_choice=choice))
     assert [block["type"] for block in answer["content"]] == ["tool_use"]
 
 
-async def test_an_output_may_have_a_format(start):
+async def test_output_format_is_followed(start):
     server = await start(scripted_engine("x"))
     for more in ({"output_config": {"format": FORMAT}}, {"output_format": FORMAT}):
         _, answer = await server.post(PATH, message(**more))
@@ -281,7 +281,7 @@ async def test_an_output_may_have_a_format(start):
 
 @pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
 @pytest.mark.parametrize("kind", [{"type": "create"}, {"type": "continue"}])
-async def test_a_thread_is_refused_so_that_clients_send_the_whole_conversation(start, path, kind):
+async def test_thread_is_rejected_so_that_clients_resend_the_conversation(start, path, kind):
     server = await start(scripted_engine("x"))
     body = message(thread={**kind, "previous_message_id": "msg_1"}, messages=[])
     status, answer = await server.post(path, body)
@@ -297,7 +297,7 @@ async def test_a_thread_is_refused_so_that_clients_send_the_whole_conversation(s
     assert (await server.post(path, message(thread=None)))[0] == 200
 
 
-async def test_effort_and_display_and_examples_are_served(start):
+async def test_effort_display_and_examples_are_accepted(start):
     template = families.QWEN + "{{ reasoning_effort }} {{ tools[0].function.parameters.examples }}"
     server = await start(scripted_engine("<think>Hm.</think>Sunny.", template=template))
     tool = {**TOOL, "input_examples": [{"city": "Rome"}]}
@@ -317,7 +317,7 @@ async def test_effort_and_display_and_examples_are_served(start):
     assert answer["content"][0]["type"] == "tool_use", "the grammar ignores the examples"
 
 
-async def test_ids_of_calls_come_back_as_the_model_writes_them(start):
+async def test_call_ids_return_as_the_model_writes_them(start):
     call = '[TOOL_CALLS][{"name": "get_weather", "arguments": {}}]'
     server = await start(scripted_engine(call, template=families.MISTRAL))
     _, answer = await server.post(PATH, message(tools=[TOOL]))
@@ -333,7 +333,7 @@ async def test_ids_of_calls_come_back_as_the_model_writes_them(start):
     assert status == 200, "the template refuses ids that have not 9 characters"
 
 
-async def test_tokens_are_counted_as_they_will_be(start):
+async def test_count_tokens_matches_the_usage(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     body = message(tools=[TOOL], system="Be brief.")
     status, counted = await server.post(f"{PATH}/count_tokens", body)
@@ -385,7 +385,7 @@ async def test_tokens_are_counted_as_they_will_be(start):
         (b"{", "JSON"),
     ],
 )
-async def test_errors_have_the_form_of_anthropic(start, more, named):
+async def test_errors_have_the_anthropic_format(start, more, named):
     server = await start(scripted_engine("x", template=families.HERMES))
     status, answer = await server.post(PATH, message(**more) if isinstance(more, dict) else more)
     assert status == 400, answer
@@ -412,7 +412,7 @@ async def test_other_errors_have_their_own_types(start):
         assert response.status == 200
 
 
-async def test_a_failure_in_the_middle_is_an_error_event(start):
+async def test_mid_stream_failure_is_an_error_event(start):
     server = await start(Engine.fake(step_time_s=0.01))
     events = await streamed(server, message(max_tokens=4000, ignore_eos=True, timeout=0.2))
     assert events[0]["type"] == "message_start"

@@ -1,4 +1,4 @@
-"""What the metrics say of requests: where their time went, and where their tokens came from."""
+"""Request metrics: the time by stage, and the tokens by source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = {"prompt": "the same beginning " * 20, "max_tokens": 8, "ignore_eos": Tru
 
 
 async def scrape(server: Any) -> dict[tuple[str, ...], float]:
-    """The samples by (name, values of the labels but model_name and engine, in their order)."""
+    """Return the samples by (name, label values except model_name and engine, in order)."""
     async with server.http.get(server.url + "/metrics") as response:
         text = await response.text()
     found = {}
@@ -36,7 +36,7 @@ def one_at_a_time(step_time_s: float = 0.005, **kwargs: Any) -> Engine:
 
 
 async def seen(server: Any, *conditions: tuple[str, ...]) -> dict[tuple[str, ...], float]:
-    """What a scrape shows as soon as all of these are more than 0."""
+    """Return a scrape as soon as all of these are greater than 0."""
     async with asyncio.timeout(30):
         found = await scrape(server)
         while not all(found[key] for key in conditions):
@@ -47,7 +47,6 @@ async def seen(server: Any, *conditions: tuple[str, ...]) -> dict[tuple[str, ...
 
 @contextlib.asynccontextmanager
 async def long_request(server: Any) -> AsyncIterator[None]:
-    """One that runs meanwhile."""
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     stream = server.engine.submit(list(range(60)), params, request_id="long")
     await anext(stream)
@@ -55,7 +54,7 @@ async def long_request(server: Any) -> AsyncIterator[None]:
     stream.abort()
 
 
-async def test_the_stages_of_a_request_add_up(start):
+async def test_stages_of_a_request_add_up(start):
     server = await start(one_at_a_time())
     await asyncio.gather(*(server.post(PATH, LONG) for _ in range(3)))
     found = await scrape(server)
@@ -70,7 +69,7 @@ async def test_the_stages_of_a_request_add_up(start):
     assert abs(per_token - sums["decode"] / 7) < 1e-6
 
 
-async def test_a_stage_that_was_not_reached_does_not_count(start):
+async def test_unreached_stage_is_not_counted(start):
     server = await start(one_at_a_time())
     async with long_request(server):
         status, answer = await server.post(PATH, {**LONG, "timeout": 0.05})
@@ -82,7 +81,7 @@ async def test_a_stage_that_was_not_reached_does_not_count(start):
         assert found[f"vllm:request_{stage}_time_seconds_count",] == 0
 
 
-async def test_prompt_tokens_are_counted_by_where_they_came_from(start):
+async def test_prompt_tokens_are_counted_by_source(start):
     server = await start(Engine.fake())
     prompt_tokens = len(server.engine.tokenizer.encode(LONG["prompt"]))
     for _ in range(2):
@@ -94,7 +93,7 @@ async def test_prompt_tokens_are_counted_by_where_they_came_from(start):
     assert cached == found["vllm:prompt_tokens_cached_total",] > prompt_tokens / 2
     assert cached == found["vllm:prompt_tokens_cached_by_source_total", "device"]
     of_requests = found["vllm:request_prefill_kv_computed_tokens_sum",]
-    assert 0 < of_requests <= computed  # by the sample of a request that found most
+    assert 0 < of_requests <= computed  # of the sample that found most
     assert found["vllm:request_params_n_sum",] == 4
     assert found["vllm:request_params_max_tokens_sum",] == 16
     assert found["vllm:request_generation_tokens_sum",] == 32
@@ -125,7 +124,7 @@ async def test_steps_are_counted_with_their_tokens(start):
     assert found["vllm:iteration_tokens_total_sum",] >= prompt_tokens + 7
 
 
-async def test_the_token_budget_is_that_of_the_latest_step_with_prompts(start):
+async def test_token_budget_is_that_of_the_latest_step_with_prompts(start):
     config = EngineConfig.from_options(itl_target_ms=1)
     server = await start(Engine.fake(config=config, step_time_s=0.005))
     assert (await scrape(server))["forge:step_token_budget",] == 2048
@@ -140,7 +139,7 @@ async def test_the_token_budget_is_that_of_the_latest_step_with_prompts(start):
     assert ("forge:expected_step_seconds",) not in unlimited
 
 
-async def test_who_waits_for_another_sample_is_told_from_who_waits_for_room(start):
+async def test_waiting_requests_are_counted_by_reason(start):
     server = await start(one_at_a_time())
     name = "vllm:num_requests_waiting_by_reason"
     async with long_request(server):
@@ -153,7 +152,7 @@ async def test_who_waits_for_another_sample_is_told_from_who_waits_for_room(star
     assert found[name, "capacity"] == found[name, "deferred"] == 0
 
 
-async def test_refusals_are_counted_by_their_limit(start):
+async def test_rejections_are_counted_by_limit(start):
     limits = QueueLimits(samples=2, prompt_tokens=1000)
     server = await start(one_at_a_time(queue_limits=limits))
     async with long_request(server):
@@ -166,7 +165,7 @@ async def test_refusals_are_counted_by_their_limit(start):
     assert found[name, "max_num_queued_tokens"] == 0
 
 
-async def test_the_state_of_the_server_is_one_of_the_states(start):
+async def test_server_state_is_one_of_the_listed_states(start):
     server = await start(Engine.fake())
     states = {key[1]: value for key, value in (await scrape(server)).items()
               if key[0] == "forge:server_state"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page's files and their headers, and `/engine_state`: what is told, and to whom."""
+"""The page's files and headers, and `/engine_state`: its content and its access control."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATIC = Path(forge_serve.__file__).parent / "server" / "static"
 # ---- the page ----------------------------------------------------------------------------------
 
 
-async def test_the_page_and_all_that_it_names_are_served_without_a_key(start):
+async def test_page_and_its_files_are_served_without_a_key(start):
     server = await start(Engine.fake(), ServerConfig(api_key=(KEY_A,)))
     kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
     for path in PAGE_PATHS:
@@ -42,15 +42,15 @@ async def test_the_page_and_all_that_it_names_are_served_without_a_key(start):
             )
     for path in ("/static/", "/static/../app.py", "/static/nothing.js", "/index.html"):
         async with server.http.get(server.url + path) as response:
-            assert response.status == 401  # as every other path, whether there is something or not
+            assert response.status == 401  # as for every other path, existing or not
 
 
-def test_the_folder_has_the_files_that_are_served_and_no_others():
+def test_folder_has_exactly_the_served_files():
     names = {Path(path).name or "index.html" for path in PAGE_PATHS}
     assert {file.name for file in STATIC.iterdir()} == names
 
 
-async def test_the_page_is_there_before_the_model_is(listening):
+async def test_page_is_served_before_the_model_is_loaded(listening):
     async with listening(Service(ServerConfig())) as url, aiohttp.ClientSession() as http:
         async with http.get(url + "/") as response:
             assert response.status == 200
@@ -58,7 +58,7 @@ async def test_the_page_is_there_before_the_model_is(listening):
             assert response.status == 503
 
 
-async def test_what_is_known_is_not_sent_again(server):
+async def test_unchanged_file_returns_not_modified(server):
     for path in PAGE_PATHS:
         async with server.http.get(server.url + path) as response:
             etag = response.headers["ETag"]
@@ -72,7 +72,7 @@ async def test_what_is_known_is_not_sent_again(server):
             assert response.status == 200 and response.headers["ETag"] == etag
 
 
-async def test_a_browser_runs_the_pages_own_scripts_alone(server):
+async def test_browser_runs_only_the_pages_own_scripts(server):
     for path in PAGE_PATHS:
         async with server.http.get(server.url + path) as response:
             directives = response.headers["Content-Security-Policy"].split("; ")
@@ -89,7 +89,7 @@ async def test_a_browser_runs_the_pages_own_scripts_alone(server):
 
 
 class _Markup(HTMLParser):
-    """Gathers what the page's markup has: ids, references, labels, and what it must not have."""
+    """A parser that gathers the markup's ids, references, labels, and forbidden parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,18 +110,18 @@ class _Markup(HTMLParser):
         self.wrong += ["style"] if tag == "style" else []
 
 
-def test_the_markup_has_no_code_no_address_elsewhere_and_a_label_for_everything():
+def test_markup_has_no_code_no_external_urls_and_labels_every_control():
     markup = _Markup()
     markup.feed((STATIC / "index.html").read_text())
     assert not markup.wrong
     assert len(set(markup.ids)) == len(markup.ids)
     assert markup.controls and set(markup.controls) <= markup.labelled
-    for reference in markup.references:  # relative: the page may lie below a proxy's prefix
+    for reference in markup.references:  # relative, because the page may be below a proxy's prefix
         assert reference.startswith("#") or f"/{reference}" in PAGE_PATHS
 
 
 @pytest.mark.parametrize("name", PAGE_SCRIPTS)
-def test_scripts_put_text_in_as_text_and_ask_their_own_server(name):
+def test_scripts_insert_text_as_text_and_call_only_their_server(name):
     source = (STATIC / f"{name}.js").read_text()
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc"
     assert not re.search(sinks, source)
@@ -136,7 +136,7 @@ def test_scripts_put_text_in_as_text_and_ask_their_own_server(name):
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look is a new one."""
+    """Make every look a new one."""
     monkeypatch.setattr(engine_view, "LEAST_S", 0.0)
     monkeypatch.setattr(engine_view, "PART", math.inf)
 
@@ -151,7 +151,6 @@ async def state_of(server: Server, query: str = "", key: str = "") -> dict[str, 
 
 
 async def begin(server: Server, path: str = "/v1/completions", key: str = "", **body: Any) -> Any:
-    """A stream that has begun and goes on for long."""
     asked = {"prompt": SECRET, "max_tokens": 900, "ignore_eos": True, "stream": True, **body}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     response = await server.http.post(server.url + path, json=asked, headers=headers)
@@ -164,7 +163,7 @@ def slow_engine(**options: Any) -> Engine:
     return Engine.fake(step_time_s=0.005, config=EngineConfig.from_options(**options))
 
 
-async def test_the_state_has_the_requests_blocks_and_steps_and_no_text(start, fresh):
+async def test_state_has_requests_blocks_and_steps_but_no_text(start, fresh):
     server = await start(slow_engine(num_blocks=200, block_size=16))
     await state_of(server)
     response = await begin(server, request_id="my-request", n=2)
@@ -191,7 +190,7 @@ async def test_the_state_has_the_requests_blocks_and_steps_and_no_text(start, fr
     assert not after["sequences"] and not after["blocks"]["num_owned"]
 
 
-async def test_a_tenant_is_not_told_whose_the_other_requests_are(start, fresh):
+async def test_tenant_does_not_see_owners_of_other_requests(start, fresh):
     server = await start(slow_engine(), ServerConfig(api_key=(KEY_A, KEY_B)))
     mine = await begin(server, key=KEY_A, request_id="of-alpha", cache_salt="pepper")
     theirs = await begin(server, key=KEY_B, request_id="of-beta")
@@ -207,7 +206,7 @@ async def test_a_tenant_is_not_told_whose_the_other_requests_are(start, fresh):
     theirs.close()
 
 
-async def test_nobody_learns_the_id_by_which_a_stored_response_is_read(start):
+async def test_stored_response_ids_are_not_revealed(start):
     server = await start(slow_engine())
     body = {"input": SECRET, "max_output_tokens": 900, "ignore_eos": True, "background": True}
     status, answer = await server.post("/v1/responses", body)
@@ -219,12 +218,12 @@ async def test_nobody_learns_the_id_by_which_a_stored_response_is_read(start):
 
 
 @pytest.mark.parametrize("wrong", ["-1", "x", "1.5", "9" * 30, ""])
-async def test_a_step_that_is_no_number_is_refused_by_name(server, wrong):
+async def test_non_numeric_step_is_rejected_by_name(server, wrong):
     status, answer = await server.get(f"/engine_state?after_step={wrong}")
     assert status == 400 and answer["error"]["param"] == "after_step"
 
 
-async def test_many_who_look_cost_the_engine_one_look(start, monkeypatch):
+async def test_concurrent_watchers_share_one_look(start, monkeypatch):
     server = await start(slow_engine())
     looks, look = [], server.engine.look
 
@@ -238,7 +237,7 @@ async def test_many_who_look_cost_the_engine_one_look(start, monkeypatch):
     assert len(looks) == 1 and len({state["time_s"] for state in found}) == 1
 
 
-async def test_dear_looks_are_rare(start, fresh, monkeypatch):
+async def test_expensive_looks_are_rate_limited(start, fresh, monkeypatch):
     server = await start(slow_engine())
     first = await state_of(server)
     assert (await state_of(server))["time_s"] > first["time_s"]
@@ -248,7 +247,7 @@ async def test_dear_looks_are_rare(start, fresh, monkeypatch):
     assert (await state_of(server))["time_s"] == dear["time_s"]
 
 
-async def test_a_step_that_does_not_end_is_told_and_holds_no_more_than_one_look(start, monkeypatch):
+async def test_hanging_step_is_reported_and_holds_only_one_look(start, monkeypatch):
     server = await start(slow_engine())
     gate, looks, look = asyncio.Event(), [], server.engine.look
 

@@ -1,4 +1,4 @@
-"""POST /start_profile and /stop_profile: off unless asked for, closed as everything else."""
+"""POST /start_profile and /stop_profile: disabled by default, and protected like other routes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_serve.server.profiles import Profiles
 BODY = {"prompt": "a dog", "max_tokens": 8, "ignore_eos": True}
 
 
-async def test_profiles_are_off_without_a_folder(server):
+async def test_profiles_are_disabled_without_a_folder(server):
     for path in ("/start_profile", "/stop_profile"):
         status, answer = await server.post(path, b"")
         assert status == 404 and answer["error"]["code"] == "profiles_off"
@@ -26,7 +26,7 @@ async def test_profiles_are_off_without_a_folder(server):
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-async def test_a_running_server_is_profiled(start, tmp_path, in_process):
+async def test_running_server_is_profiled(start, tmp_path, in_process):
     kind = EngineProcess if in_process else Engine
     engine = await asyncio.to_thread(kind.fake)
     server = await start(engine, ServerConfig(profile_dir=str(tmp_path)))
@@ -45,7 +45,7 @@ async def test_a_running_server_is_profiled(start, tmp_path, in_process):
     assert status == 400 and "/start_profile" in answer["error"]["message"]
 
 
-async def test_nobody_without_a_key_takes_a_profile(start, tmp_path):
+async def test_profiling_needs_a_key(start, tmp_path):
     server = await start(Engine.fake(), ServerConfig(profile_dir=str(tmp_path), api_key=("k",)))
     for path in ("/start_profile", "/stop_profile"):
         status, answer = await server.post(path, b"")
@@ -53,16 +53,16 @@ async def test_nobody_without_a_key_takes_a_profile(start, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_folder_that_cannot_be_used_is_an_answer(start, tmp_path):
+async def test_unusable_folder_is_reported_to_the_client(start, tmp_path):
     (tmp_path / "file").touch()
     server = await start(Engine.fake(), ServerConfig(profile_dir=str(tmp_path / "file")))
     status, answer = await server.post("/start_profile", b"")
     assert status == 400 and "cannot be written" in answer["error"]["message"]
     status, _ = await server.post("/stop_profile", b"")
-    assert status == 400  # nothing began
+    assert status == 400  # nothing started
 
 
-async def test_a_client_that_leaves_leaves_nothing_half_begun(tmp_path):
+async def test_disconnected_client_leaves_no_partial_profile(tmp_path):
     engine = Engine.fake()
     engine.start()
     profiles = Profiles(str(tmp_path), most=1)
@@ -85,7 +85,7 @@ async def test_a_client_that_leaves_leaves_nothing_half_begun(tmp_path):
         await engine.stop()
 
 
-async def test_a_profile_is_written_when_the_server_ends(start, tmp_path):
+async def test_profile_is_written_when_the_server_stops(start, tmp_path):
     server = await start(Engine.fake(), ServerConfig(profile_dir=str(tmp_path)))
     status, _ = await server.post("/start_profile", b"")
     assert status == 200
@@ -93,7 +93,7 @@ async def test_a_profile_is_written_when_the_server_ends(start, tmp_path):
     assert read_traces(tmp_path)
 
 
-async def test_a_profile_that_nobody_ends_ends_by_itself(tmp_path):
+async def test_unstopped_profile_ends_by_itself(tmp_path):
     engine = Engine.fake()
     engine.start()
     profiles = Profiles(str(tmp_path), longest_s=0.05)

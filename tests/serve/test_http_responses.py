@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer protocol over the same engine, held to its SDK's own types."""
+"""/v1/responses: OpenAI's newer protocol over the same engine, checked with its SDK's types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOL = {
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 LOGPROBS = "message.output_text.logprobs"
-# Of a finished call, as the protocol's reference has it; of an error, as Open Responses has it.
+# Fields of a finished call in the protocol's reference, and of an error in Open Responses.
 MORE_THAN_THE_SDK = {"name", "error"}
 
 EVENTS: dict[str, type[pydantic.BaseModel]] = {
@@ -49,7 +49,7 @@ def ask(**more: Any) -> dict[str, Any]:
 
 
 async def created(server: Server, **more: Any) -> dict[str, Any]:
-    """A whole answer, held to the SDK's type."""
+    """Return a whole answer, checked with the SDK's type."""
     status, answer = await server.post(PATH, ask(**more))
     assert status == 200, answer
     sdk.Response.model_validate(answer)
@@ -58,7 +58,7 @@ async def created(server: Server, **more: Any) -> dict[str, Any]:
 
 
 async def streamed(server: Server, path: str = PATH, **more: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each held to the SDK's type, to its name and to its number."""
+    """Return the events of a stream, checked for type, name and number."""
     body = ask(stream=True, **more)
     async with server.http.post(server.url + path, json=body) as response:
         assert response.status == 200, await response.text()
@@ -82,7 +82,7 @@ def read_events(text: str, first: int = 0) -> list[dict[str, Any]]:
 
 
 def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output of a stream, from its pieces; every piece is checked to fit what is open."""
+    """Return a stream's output, assembled from pieces that are checked to fit what is open."""
     output: list[dict[str, Any]] = []
     open_item: dict[str, Any] | None = None
     for event in events:
@@ -127,7 +127,7 @@ def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def alike(response: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from one request to the next."""
+    """Return the response without the fields that differ between requests."""
     ids = ("id", "call_id")
     output = [{k: item[k] for k in item if k not in ids} for item in response["output"]]
     usage = {**response["usage"], "input_tokens_details": None}
@@ -177,7 +177,7 @@ async def over(server: Server, response_id: str) -> dict[str, Any]:
         ("", {}, [], "completed"),
     ],
 )
-async def test_an_answer_is_made_of_items(start, answer, more, items, status):
+async def test_answer_consists_of_items(start, answer, more, items, status):
     special = ["<think>", "</think>"] if THOUGHT in answer else []
     server = await start(scripted_engine(answer, template=families.QWEN, special_tokens=special))
     whole = await created(server, **more)
@@ -200,7 +200,7 @@ async def test_an_answer_is_made_of_items(start, answer, more, items, status):
     assert alike(last["response"]) == alike(whole)
 
 
-async def test_a_stream_tells_of_everything_in_order(start):
+async def test_stream_has_every_event_in_order(start):
     server = await start(scripted_engine(f"{THOUGHT}Hi{CALL}", template=families.QWEN))
     events = await streamed(server, tools=[TOOL])
     names = [event["type"].removeprefix("response.") for event in events]
@@ -221,7 +221,7 @@ async def test_a_stream_tells_of_everything_in_order(start):
     assert events[-1]["response"]["usage"]["output_tokens"] > 0
 
 
-async def test_a_call_that_is_cut_is_an_incomplete_item(start):
+async def test_truncated_call_is_an_incomplete_item(start):
     server = await start(scripted_engine(CALL, template=families.HERMES))
     more = {"tools": [TOOL], "max_output_tokens": len(CALL) - 20}
     [streamed_item] = put_together(await streamed(server, **more))
@@ -232,7 +232,7 @@ async def test_a_call_that_is_cut_is_an_incomplete_item(start):
     assert CALL[:-20].endswith(item["arguments"])
 
 
-async def test_the_answer_repeats_what_was_asked(start):
+async def test_response_echoes_the_request_fields(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     asked = {
         "instructions": "Be brief.",
@@ -256,7 +256,7 @@ async def test_the_answer_repeats_what_was_asked(start):
         "frequency_penalty": -0.5,
     }  # fmt: skip
     answer = await created(server, **asked, reasoning={"effort": "low", "summary": "auto"})
-    # `strict` is in every tool of a response.
+    # Every tool of a response has `strict`.
     assert {name: answer[name] for name in asked} == {**asked, "tools": [{**TOOL, "strict": False}]}
     assert answer["reasoning"] == {"effort": "low", "summary": None}
     plain = await created(server)
@@ -268,7 +268,7 @@ async def test_the_answer_repeats_what_was_asked(start):
     assert plain["service_tier"] == "default"
 
 
-async def test_unknown_fields_and_what_adds_nothing_are_ignored(start):
+async def test_unknown_and_redundant_fields_are_ignored(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     answer = await created(
         server,
@@ -280,7 +280,7 @@ async def test_unknown_fields_and_what_adds_nothing_are_ignored(start):
     assert answer["output"][0]["content"][0]["text"] == "x"
 
 
-# ---- what reaches the model ------------------------------------------------------------------
+# ---- the prompt ------------------------------------------------------------------------------
 
 
 def spy_on_template(server: Server) -> list[tuple[Any, dict[str, Any]]]:
@@ -348,7 +348,7 @@ async def test_items_reach_the_template_as_messages(start):
     assert not options["continue_final_message"] and options["add_generation_prompt"]
 
 
-async def test_a_conversation_goes_on_from_what_is_stored(start):
+async def test_conversation_continues_from_a_stored_response(start):
     server = await start(scripted_engine(f"{THOUGHT}So:{CALL}", template=families.QWEN))
     seen = spy_on_template(server)
     first = await created(server, instructions="Be brief.", tools=[TOOL])
@@ -377,7 +377,7 @@ async def test_a_conversation_goes_on_from_what_is_stored(start):
     ]
     system = {"role": "system", "content": "Be long."}
     assert after_one == [system, *one]
-    # Without tools the second answer's call is text.
+    # Without tools, the second answer's call is text.
     two = {"role": "assistant", "content": f"So:{CALL}", "reasoning_content": "Hm."}
     assert after_two == [system, *one, two, {"role": "user", "content": "And?"}]
     details = third["usage"]["input_tokens_details"]
@@ -393,7 +393,7 @@ async def test_a_conversation_goes_on_from_what_is_stored(start):
     assert listed["data"][3]["id"] == call["id"]
 
 
-async def test_allowed_tools_are_the_only_ones_that_the_model_is_told_of(start):
+async def test_only_allowed_tools_reach_the_template(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     seen = spy_on_template(server)
     tools = [TOOL, {**TOOL, "name": "other"}]
@@ -407,7 +407,7 @@ async def test_allowed_tools_are_the_only_ones_that_the_model_is_told_of(start):
     assert answer["tool_choice"] == choice
 
 
-async def test_an_output_may_have_a_format(start):
+async def test_output_format_is_followed(start):
     server = await start(scripted_engine("x"))
     form = {"type": "json_schema", "name": "five", "schema": {"enum": [5]}, "strict": True}
     answer = await created(server, text={"format": form})
@@ -415,7 +415,7 @@ async def test_an_output_may_have_a_format(start):
     assert answer["text"] == {"format": form}
 
 
-async def test_input_tokens_are_counted_as_they_will_be(start):
+async def test_input_token_count_matches_the_usage(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     first = await created(server, tools=[TOOL])
     body = ask(tools=[TOOL], instructions="Be brief.", previous_response_id=first["id"])
@@ -431,7 +431,7 @@ async def test_input_tokens_are_counted_as_they_will_be(start):
 
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
 async def test_reasoning_tokens_are_counted(start, special):
-    """Also for a chat, and the same with and without a stream. A byte is a token here."""
+    """Covers chats, with and without a stream. A byte is a token here."""
     server = await start(
         scripted_engine(THOUGHT + "Yes.", template=families.QWEN, special_tokens=special)
     )
@@ -459,7 +459,7 @@ async def test_reasoning_tokens_are_counted(start, special):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_logprobs_are_those_of_the_text(start, stream):
+async def test_logprobs_match_the_text(start, stream):
     answer = f"{THOUGHT}So:{CALL}"
     server = await start(scripted_engine(answer, template=families.QWEN))
     more = {"tools": [TOOL], "include": [LOGPROBS], "top_logprobs": 2}
@@ -486,7 +486,7 @@ class Place(pydantic.BaseModel):
     city: Literal["Paris"]
 
 
-async def test_openai_s_client_creates_retrieves_lists_and_deletes(start):
+async def test_openai_client_creates_retrieves_lists_and_deletes(start):
     server = await start(scripted_engine("It is sunny.", template=families.HERMES))
     client = server.openai.responses
     made = await client.create(model=server.model, input="Hi", instructions="Be brief.")
@@ -511,12 +511,12 @@ async def test_openai_s_client_creates_retrieves_lists_and_deletes(start):
         await client.retrieve(made.id)
     with pytest.raises(openai.NotFoundError):
         await client.create(model=server.model, input="Hi", previous_response_id=made.id)
-    # What continues it has its conversation still.
+    # A continuation still has its conversation.
     last = await client.create(model=server.model, input="?", previous_response_id=more.id)
     assert len((await client.input_items.list(last.id)).data) == 5
 
 
-async def test_openai_s_client_streams_and_parses(start):
+async def test_openai_client_streams_and_parses(start):
     server = await start(scripted_engine(f"So:{CALL}", template=families.HERMES))
     client = server.openai.responses
     options = {"model": server.model, "input": "Hi", "max_output_tokens": 500}
@@ -534,7 +534,7 @@ async def test_openai_s_client_streams_and_parses(start):
     assert final.output_parsed == Place(city="Paris")
 
 
-async def test_openai_s_client_runs_in_the_background_and_cancels(start):
+async def test_openai_client_runs_in_the_background_and_cancels(start):
     server = await start(Engine.fake(max_model_len=4096, step_time_s=0.005))
     client = server.openai.responses
     options = {"model": server.model, "input": "Hi", "background": True}
@@ -559,7 +559,7 @@ async def test_openai_s_client_runs_in_the_background_and_cancels(start):
 # ---- in the background --------------------------------------------------------------------------
 
 
-async def test_events_in_the_background_can_be_read_again(start):
+async def test_background_events_can_be_replayed(start):
     server = await start(Engine.fake(max_model_len=4096, step_time_s=0.002))
     body = ask(background=True, stream=True, max_output_tokens=60, ignore_eos=True)
     async with server.http.post(server.url + PATH, json=body) as response:
@@ -567,7 +567,7 @@ async def test_events_in_the_background_can_be_read_again(start):
         first = json.loads(beginning.partition(b"data: ")[2])
         response_id = first["response"]["id"]
         assert first["response"]["status"] == "queued"
-    # This client has gone; another one reads on, while the answer is being made, from the middle.
+    # This client disconnects; another one continues reading from the middle meanwhile.
     url = f"{server.url}{PATH}/{response_id}?stream=true"
     async with server.http.get(url) as response:
         whole = read_events((await response.read()).decode())
@@ -580,7 +580,7 @@ async def test_events_in_the_background_can_be_read_again(start):
     _, answer = await server.get(f"{PATH}/{response_id}")
     assert answer == whole[-1]["response"]
     assert answer["output"] == put_together(whole)
-    # The SDK takes up a stream in the same way.
+    # The SDK resumes a stream in the same way.
     stream = await server.openai.responses.retrieve(response_id, stream=True, starting_after=9)
     assert [event.sequence_number async for event in stream] == [
         event["sequence_number"] for event in rest
@@ -589,7 +589,7 @@ async def test_events_in_the_background_can_be_read_again(start):
     assert (status, answer["error"]["param"]) == (400, "starting_after")
 
 
-async def test_a_cancelled_stream_ends(start):
+async def test_cancelled_stream_ends(start):
     server = await start(Engine.fake(max_model_len=4096, step_time_s=0.002))
     body = ask(background=True, stream=True, max_output_tokens=3000, ignore_eos=True)
     async with server.http.post(server.url + PATH, json=body) as response:
@@ -608,7 +608,7 @@ async def test_a_cancelled_stream_ends(start):
     assert (await server.get(f"{PATH}/{response_id}"))[1] == answer
 
 
-async def test_a_response_that_runs_can_be_seen_and_deleted_but_not_continued(start):
+async def test_running_response_can_be_seen_and_deleted_but_not_continued(start):
     server = await start(Engine.fake(max_model_len=4096, step_time_s=0.005))
     made = await created(server, background=True, max_output_tokens=3000, ignore_eos=True)
     async with asyncio.timeout(60):
@@ -628,7 +628,7 @@ async def test_a_response_that_runs_can_be_seen_and_deleted_but_not_continued(st
     await server.idle()
 
 
-async def test_a_failure_in_the_background_is_told_by_the_response(start):
+async def test_background_failure_is_reported_in_the_response(start):
     server = await start(Engine.fake(max_model_len=4096, step_time_s=0.005))
     body = {"max_output_tokens": 3000, "ignore_eos": True, "timeout": 0.05, "background": True}
     made = await created(server, **body)
@@ -638,10 +638,10 @@ async def test_a_failure_in_the_background_is_told_by_the_response(start):
     sdk.Response.model_validate(answer)
 
 
-# ---- failures, and clients that leave --------------------------------------------------------
+# ---- failures and disconnects ----------------------------------------------------------------
 
 
-async def test_a_failure_in_the_middle_is_told_by_events(start):
+async def test_mid_stream_failure_is_reported_in_events(start):
     server = await start(Engine.fake(max_model_len=4096, step_time_s=0.005))
     body = {"max_output_tokens": 3000, "ignore_eos": True, "timeout": 0.05}
     events = await streamed(server, **body)
@@ -657,7 +657,7 @@ async def test_a_failure_in_the_middle_is_told_by_events(start):
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
 
 
-async def test_a_client_that_leaves_ends_its_response(start):
+async def test_client_disconnect_ends_its_response(start):
     server = await start(Engine.fake(max_model_len=4096, step_time_s=0.005))
     body = ask(stream=True, max_output_tokens=3000, ignore_eos=True)
     async with server.http.post(server.url + PATH, json=body) as response:
@@ -671,10 +671,10 @@ async def test_a_client_that_leaves_ends_its_response(start):
     assert answer["status"] == "cancelled" and answer["completed_at"] is None
 
 
-# ---- what is stored -------------------------------------------------------------------------
+# ---- the store ------------------------------------------------------------------------------
 
 
-async def test_what_is_not_stored_is_not_there(start):
+async def test_unstored_response_is_not_found(start):
     server = await start(scripted_engine("x"))
     for answer in (
         await created(server, store=False),
@@ -686,7 +686,7 @@ async def test_what_is_not_stored_is_not_there(start):
     assert server.service.responses.num_bytes == 0
 
 
-async def test_a_server_that_stores_nothing_says_so(start):
+async def test_server_without_a_store_reports_it(start):
     server = await start(scripted_engine("x"), ServerConfig(max_stored_responses=0))
     answer = await created(server)
     assert answer["store"] is False
@@ -697,7 +697,7 @@ async def test_a_server_that_stores_nothing_says_so(start):
         assert "--max-stored-responses" in answer["error"]["message"]
 
 
-async def test_the_least_recently_used_make_room(start):
+async def test_least_recently_used_response_is_evicted(start):
     server = await start(scripted_engine("x"), ServerConfig(max_stored_responses=2))
     one, two = [(await created(server))["id"] for _ in range(2)]
     assert (await server.get(f"{PATH}/{one}"))[0] == 200  # used
@@ -713,7 +713,7 @@ async def test_the_least_recently_used_make_room(start):
     assert status == 404 and answer["error"]["param"] == "previous_response_id"
 
 
-async def test_nobody_sees_the_responses_of_others(start):
+async def test_tenants_do_not_see_each_others_responses(start):
     server = await start(scripted_engine("x"), ServerConfig(api_key=("a", "b")))
     mine, other = ({"Authorization": f"Bearer {key}"} for key in "ab")
     url = server.url + PATH
@@ -786,7 +786,7 @@ async def test_nobody_sees_the_responses_of_others(start):
         ({"input": "a" * 200_000}, "input"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_done_is_refused_by_name(start, more, param):
+async def test_impossible_requests_are_rejected_by_name(start, more, param):
     server = await start(scripted_engine("x", template=families.HERMES))
     status, answer = await server.post(PATH, ask(**more))
     assert status == 400, answer
@@ -795,7 +795,7 @@ async def test_what_cannot_be_done_is_refused_by_name(start, more, param):
     assert server.service.responses.num_responses == 0
 
 
-async def test_an_empty_text_is_an_input(start):
+async def test_empty_text_is_a_valid_input(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     made = await created(server, input="")
     assert made["usage"]["input_tokens"] > 0
@@ -816,14 +816,14 @@ async def test_an_empty_text_is_an_input(start):
         ("after=nothing", "after"),
     ],
 )
-async def test_a_page_that_cannot_be_is_refused(start, query, param):
+async def test_invalid_page_parameters_are_rejected(start, query, param):
     server = await start(scripted_engine("x"))
     made = await created(server)
     status, answer = await server.get(f"{PATH}/{made['id']}/input_items?{query}")
     assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_counting_has_a_path_of_its_own(start):
+async def test_input_tokens_path_accepts_only_post(start):
     server = await start(Engine.fake())
     for method in ("GET", "DELETE"):
         async with server.http.request(method, f"{server.url}{PATH}/input_tokens") as response:
@@ -834,7 +834,7 @@ async def test_counting_has_a_path_of_its_own(start):
 
 
 def prompts_of(server: Server) -> list[str]:
-    """The prompts that the engine gets from now on, as texts."""
+    """Record the prompts that the engine gets from now on, as texts."""
     submit, found = server.engine.submit, []
     assert server.engine.tokenizer is not None
     decode = server.engine.tokenizer.decode
@@ -856,7 +856,7 @@ async def compacted(server: Server, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("answer", ["Launch on Tuesday.", f"{THOUGHT}Launch on Tuesday."])
-async def test_a_compaction_is_a_summary_of_the_models(start, answer):
+async def test_compaction_is_a_summary_by_the_model(start, answer):
     server = await start(scripted_engine(answer, template=families.QWEN))
     prompts = prompts_of(server)
     made = await compacted(server, input=[USER, {"role": "assistant", "content": "Tuesday."}])
@@ -885,14 +885,14 @@ async def test_a_compaction_is_a_summary_of_the_models(start, answer):
         ({"previous_response_id": "resp_missing"}, "previous_response_id"),
     ],
 )
-async def test_a_compaction_that_cannot_be_is_refused(start, body, param):
+async def test_impossible_compaction_is_rejected(start, body, param):
     server = await start(scripted_engine("x", template=families.QWEN))
     body = {"model": server.model, "input": [USER], **body}
     status, answer = await server.post(f"{PATH}/compact", body)
     assert status in (400, 404) and answer["error"]["param"] == param
 
 
-async def test_a_model_that_writes_no_summary_makes_no_compaction(start):
+async def test_model_without_a_summary_gives_no_compaction(start):
     server = await start(scripted_engine(THOUGHT, template=families.QWEN))
     body = {"model": server.model, "input": [USER]}
     status, answer = await server.post(f"{PATH}/compact", body)
@@ -902,14 +902,14 @@ async def test_a_model_that_writes_no_summary_makes_no_compaction(start):
 @pytest.mark.parametrize(
     "content", [None, "", "gAAAAB", "forge-jax-1.", "forge-jax-1.%", "forge-jax-1._w=="]
 )
-async def test_a_compaction_of_others_is_refused(start, content):
+async def test_compaction_of_another_tenant_is_rejected(start, content):
     server = await start(scripted_engine("x", template=families.QWEN))
     item = {"type": "compaction", "encrypted_content": content}
     status, answer = await server.post(PATH, ask(input=[item, USER]))
     assert (status, answer["error"]["param"]) == (400, "input[0].encrypted_content")
 
 
-async def test_a_tool_that_is_left_out_is_checked_too(start):
+async def test_excluded_tool_is_validated(start):
     server = await start(Engine.fake())
     left_out = {"type": "allowed_tools", "mode": "auto", "tools": []}
     bad = {**TOOL, "parameters": [None]}

@@ -15,14 +15,14 @@ from forge_serve.config import ServerConfig
 from forge_serve.server.service import Service
 
 
-async def test_models_lists_the_one_that_is_served(server):
+async def test_models_lists_the_served_one(server):
     models = await server.openai.models.list()
     assert [model.id for model in models.data] == [server.model]
     assert models.data[0].max_model_len == 1024
     assert (await server.openai.models.retrieve(server.model)).id == server.model
 
 
-async def test_the_served_name_can_be_chosen(start):
+async def test_served_name_can_be_chosen(start):
     server = await start(Engine.fake(), ServerConfig(served_model_name="org/model"))
     assert (await server.openai.models.retrieve("org/model")).id == "org/model"
     answer = await server.openai.completions.create(model="org/model", prompt="a", max_tokens=1)
@@ -33,7 +33,7 @@ async def test_the_served_name_can_be_chosen(start):
     assert status == 404
 
 
-async def test_health_is_503_until_there_is_an_engine_and_after_the_end(start, listening):
+async def test_health_is_503_until_an_engine_is_ready_and_after_it_stops(start, listening):
     service = Service(ServerConfig())
     async with listening(service) as url, aiohttp.ClientSession() as http:
         for path in ("/health", "/healthz", "/forge/v1/health"):
@@ -58,7 +58,7 @@ async def test_health_is_503_until_there_is_an_engine_and_after_the_end(start, l
     assert status == 503
 
 
-async def test_metrics_count_what_happened(start):
+async def test_metrics_count_the_work(start):
     server = await start(Engine.fake(step_time_s=0.002))
     prompt = "the same beginning " * 10
     body = {"prompt": prompt, "max_tokens": 10, "ignore_eos": True, "n": 2}
@@ -116,7 +116,7 @@ async def test_metrics_count_what_happened(start):
     assert http["/*", "404"] == 1
 
 
-async def test_statistics_are_the_engines(server):
+async def test_stats_are_the_engines(server):
     status, stats = await server.get("/stats")
     assert status == 200
     assert stats["state"] == "ready"
@@ -128,7 +128,7 @@ async def test_statistics_are_the_engines(server):
 @pytest.mark.parametrize(
     ("path", "limit"), [("/generate", "max_tokens"), ("/v1/generate", "max_new_tokens")]
 )
-async def test_the_small_adapters(server, path, limit):
+async def test_small_adapters_map_requests_and_answers(server, path, limit):
     body = {"prompt": "Hello", limit: 7, "temperature": 0.5, "seed": 1, "ignore_eos": True}
     status, answer = await server.post(path, body)
     assert status == 200

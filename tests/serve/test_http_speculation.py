@@ -1,4 +1,4 @@
-"""What a client and a scrape see of drafts."""
+"""Speculation in usage and metrics."""
 
 import json
 
@@ -15,7 +15,7 @@ def drafting(kind: str, **options) -> Engine:
     return Engine.fake(max_model_len=1024, step_time_s=0.002, check=True, config=config)
 
 
-async def test_the_usage_counts_drafts_and_the_text_is_the_same(start):
+async def test_usage_counts_drafts_and_the_text_is_unchanged(start):
     plain = await start(Engine.fake(max_model_len=1024))
     _, expected = await plain.post("/v1/completions", ASK)
     details = expected["usage"]["completion_tokens_details"]
@@ -24,7 +24,7 @@ async def test_the_usage_counts_drafts_and_the_text_is_the_same(start):
 
     server = await start(drafting("suffix"))
     accepted = []
-    for _ in range(3):  # the second has the first to draft from
+    for _ in range(3):  # the second can draft from the first
         _, answer = await server.post("/v1/completions", ASK)
         assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
         assert answer["usage"]["completion_tokens"] == 60
@@ -42,7 +42,7 @@ async def test_the_usage_counts_drafts_and_the_text_is_the_same(start):
     assert details["accepted_prediction_tokens"] > 20
 
 
-async def test_the_metrics_count_drafts_by_position(start):
+async def test_metrics_count_drafts_by_position(start):
     server = await start(drafting("suffix", max_draft_tokens=5))
     for _ in range(3):
         await server.post("/v1/completions", ASK)
@@ -62,6 +62,6 @@ async def test_the_metrics_count_drafts_by_position(start):
     assert by_position == sorted(by_position, reverse=True)
 
 
-async def test_without_speculation_there_are_no_such_metrics(server):
+async def test_draft_metrics_are_absent_without_speculation(server):
     async with server.http.get(server.url + "/metrics") as response:
         assert "spec_decode" not in await response.text()

@@ -1,4 +1,4 @@
-"""Streams on a bad day: clients that leave or stop reading, engines that fail, split characters."""
+"""Streams under failures: disconnects, stalled readers, failing engines, split characters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True}
 
 @pytest.fixture
 def writes(monkeypatch) -> list[bytes]:
-    """What is written to any connection, write by write."""
+    """Record what is written to any connection, write by write."""
     seen: list[bytes] = []
     write, writelines = Transport.write, Transport.writelines
     monkeypatch.setattr(Transport, "write", lambda self, d: (seen.append(d), write(self, d))[1])
@@ -38,7 +38,7 @@ def writes(monkeypatch) -> list[bytes]:
 
 @pytest.fixture
 def buffered(monkeypatch) -> list[int]:
-    """How many bytes a connection's transport holds after each write of an event stream."""
+    """Record the bytes in a connection's transport after each write of an event stream."""
     seen: list[int] = []
     write = EventStream._write
 
@@ -62,7 +62,7 @@ async def test_events_never_split_a_character(server):
     assert any(not choice["text"] for choice in choices), "some tokens are a part of a character"
 
 
-async def test_a_step_is_one_write(start, writes):
+async def test_each_step_is_one_write(start, writes):
     server = await start(Engine.fake(step_time_s=0.01))
     body = {"prompt": ["a", "b"], "n": 4, "max_tokens": 20, "ignore_eos": True, "stream": True}
     await server.events("/v1/completions", {**body, "return_token_ids": True})
@@ -72,7 +72,7 @@ async def test_a_step_is_one_write(start, writes):
     assert any(data.count(b"data: ") == 8 for data in sent), "all samples of all prompts"
 
 
-async def test_the_last_step_and_the_end_are_one_write(start, writes):
+async def test_last_step_and_end_are_one_write(start, writes):
     server = await start(Engine.fake(step_time_s=0.005))
     await server.events("/v1/completions", {**LONG, "max_tokens": 3, "stream": True, "seed": 2})
     (last,) = [data for data in writes if b"[DONE]" in data]
@@ -81,7 +81,7 @@ async def test_the_last_step_and_the_end_are_one_write(start, writes):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["one", ["one", "two"]])
-async def test_a_client_that_leaves_frees_its_blocks_within_two_steps(start, stream, prompt):
+async def test_client_disconnect_frees_its_blocks_within_two_steps(start, stream, prompt):
     server = await start(Engine.fake(step_time_s=STEP_S))
     body = {**LONG, "prompt": prompt, "n": 2, "stream": stream}
     if stream:
@@ -96,13 +96,13 @@ async def test_a_client_that_leaves_frees_its_blocks_within_two_steps(start, str
     leave()
     before = server.engine.stats().steps
     await server.idle()
-    # Two steps after the server knows of it, which may be during the step it happens in.
+    # Two steps after the server notices it, which may be during the step in which it happens.
     assert server.engine.stats().steps - before <= 3
     assert _aborted(server) == (2 if isinstance(prompt, str) else 4)
     assert await _statuses(server) == {"499": 1}
 
 
-async def test_a_client_that_is_found_gone_while_writing_counts_as_left(start, monkeypatch, caplog):
+async def test_disconnect_found_while_writing_is_logged_as_one(start, monkeypatch, caplog):
     caplog.set_level("INFO", "forge_serve.requests")
 
     def gone(stream: EventStream, data: bytes) -> None:
@@ -117,9 +117,7 @@ async def test_a_client_that_is_found_gone_while_writing_counts_as_left(start, m
     assert "/v1/completions 499 " in caplog.text and " 200 " not in caplog.text
 
 
-async def test_a_slow_reader_gets_everything_and_is_held_back_in_bounded_memory(
-    start, buffered, monkeypatch
-):
+async def test_slow_reader_gets_everything_in_bounded_memory(start, buffered, monkeypatch):
     monkeypatch.setattr(event_stream, "PIECE", 16)
     server = await start(Engine.fake(max_model_len=8192), send_buffer=4096)
     body = {**LONG, "max_tokens": 2000, "n": 2, "logprobs": 5, "seed": 3}
@@ -142,7 +140,7 @@ async def test_a_slow_reader_gets_everything_and_is_held_back_in_bounded_memory(
     assert await _statuses(server, 2) == {"200": 2}
 
 
-async def test_a_failure_reaches_a_slow_reader_after_all_that_came_before(start, monkeypatch):
+async def test_failure_reaches_a_slow_reader_after_all_earlier_events(start, monkeypatch):
     server = await start(Engine.fake(max_model_len=8192), send_buffer=4096)
     device = server.engine._core._device
     monkeypatch.setattr(device, "_fault", lambda scheduled: scheduled.num_output == 1500)
@@ -157,7 +155,7 @@ async def test_a_failure_reaches_a_slow_reader_after_all_that_came_before(start,
     assert sum(len(json.loads(c)["choices"][0]["token_ids"]) for c in chunks) == 1500
 
 
-async def test_a_client_that_stops_reading_and_leaves_ends_its_request(start):
+async def test_stalled_reader_that_leaves_ends_its_request(start):
     engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
     server = await start(engine, send_buffer=4096)
     with _reader() as reader:
@@ -171,7 +169,7 @@ async def test_a_client_that_stops_reading_and_leaves_ends_its_request(start):
     assert await _statuses(server) == {"499": 1}
 
 
-async def test_a_client_of_http_1_0_gets_plain_events(server):
+async def test_http_1_0_client_gets_plain_events(server):
     with _reader() as reader:
         await _post(reader, server, {**LONG, "max_tokens": 5, "stream": True}, version="1.0")
         data = b""
@@ -183,9 +181,9 @@ async def test_a_client_of_http_1_0_gets_plain_events(server):
     assert body.startswith(b"data: {") and body.endswith(b"\n\ndata: [DONE]\n\n")
 
 
-async def test_a_client_that_stops_reading_is_given_up(start, caplog):
+async def test_stalled_reader_times_out(start, caplog):
     caplog.set_level("INFO", "forge_serve.requests")
-    # Slow enough that the engine cannot be done before the client is given up.
+    # Slow enough that the client is dropped before the engine is done.
     engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
     server = await start(engine, timeouts=Timeouts(write_stall_s=0.2), send_buffer=4096)
     with _reader() as reader:
@@ -202,7 +200,7 @@ async def test_a_client_that_stops_reading_is_given_up(start, caplog):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_fails_in_the_middle_is_an_error(start, monkeypatch, stream):
+async def test_mid_stream_failure_is_an_error(start, monkeypatch, stream):
     server = await start(Engine.fake())
     device = server.engine._core._device
     monkeypatch.setattr(device, "_fault", lambda scheduled: scheduled.num_output == 5)
@@ -221,7 +219,7 @@ async def test_a_request_that_fails_in_the_middle_is_an_error(start, monkeypatch
     assert status == 200, "the next request does not suffer"
 
 
-async def test_a_panic_of_a_library_costs_its_request_only(start, monkeypatch):
+async def test_library_panic_costs_only_its_request(start, monkeypatch):
     class PanicException(BaseException):
         pass
 
@@ -244,7 +242,7 @@ async def test_a_panic_of_a_library_costs_its_request_only(start, monkeypatch):
 
 
 @pytest.mark.parametrize("failing", [3, 20], ids=["in the middle", "the last"])
-async def test_an_event_that_cannot_be_made_is_an_error_of_its_request(start, monkeypatch, failing):
+async def test_unserializable_event_is_an_error_of_its_request(start, monkeypatch, failing):
     server = await start(Engine.fake(step_time_s=0.002))
     events = CompletionSerializer.events
 
@@ -267,7 +265,7 @@ async def test_an_event_that_cannot_be_made_is_an_error_of_its_request(start, mo
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_engine_that_fails_ends_its_requests(start, monkeypatch, stream):
+async def test_failing_engine_ends_its_requests(start, monkeypatch, stream):
     server = await start(Engine.fake(step_time_s=0.01))
     core, tick = server.engine._core, server.engine._core.tick
 
@@ -293,7 +291,7 @@ async def test_an_engine_that_fails_ends_its_requests(start, monkeypatch, stream
     assert (status, answer) == (503, {"status": "failed"})
 
 
-async def test_many_streams_at_once(start):
+async def test_many_streams_are_served_at_once(start):
     config = EngineConfig.from_options(max_num_seqs=16)
     server = await start(Engine.fake(config=config))
 
@@ -312,7 +310,7 @@ async def test_many_streams_at_once(start):
 
 @contextlib.contextmanager
 def _reader() -> Iterator[socket.socket]:
-    """A client's socket with next to no buffer."""
+    """Return a client's socket with almost no buffer."""
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.setblocking(False)
@@ -333,7 +331,7 @@ async def _post(
 
 
 async def _read_stream(reader: socket.socket, *, pause_s: float = 0.0) -> list[str]:
-    """The data of each event of a chunked answer, read to its end."""
+    """Return the data of each event of a chunked answer, read to its end."""
     loop, data = asyncio.get_running_loop(), b""
     async with asyncio.timeout(60):
         while not data.endswith(b"\r\n0\r\n\r\n"):
@@ -355,7 +353,7 @@ async def _read_stream(reader: socket.socket, *, pause_s: float = 0.0) -> list[s
 
 
 async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:
-    """How many completions were answered with each status, once there are so many."""
+    """Return completions by status, once there are `num_requests`."""
     async with asyncio.timeout(60):
         while True:
             counts = {

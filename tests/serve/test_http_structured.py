@@ -1,4 +1,4 @@
-"""Structured output over HTTP: every form of asking for it, and what comes back."""
+"""Structured output over HTTP: every spelling of the request, and the results."""
 
 import asyncio
 import json
@@ -86,7 +86,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.quick_cases(12)
-async def test_every_form_is_understood(server, name, path):
+async def test_every_spelling_of_structured_output_is_accepted(server, name, path):
     asked, valid = FORMS[name]
     body = {**(USER if "chat" in path else PROMPT), **asked}
     status, answer = await server.post(path, body)
@@ -97,7 +97,7 @@ async def test_every_form_is_understood(server, name, path):
     assert choice["finish_reason"] == ("stop" if name != "text" else "length")
 
 
-async def test_any_json_object(server):
+async def test_json_object_mode_returns_any_object(server):
     asked = {"response_format": {"type": "json_object"}, "max_tokens": 30}
     for seed in range(8):
         _, answer = await server.post("/v1/chat/completions", {**USER, **asked, "seed": seed})
@@ -107,7 +107,7 @@ async def test_any_json_object(server):
             assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
-async def test_generate_and_a_structural_tag(server):
+async def test_generate_accepts_a_structural_tag(server):
     tag = {
         "type": "structural_tag",
         "structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}],
@@ -118,7 +118,7 @@ async def test_generate_and_a_structural_tag(server):
         assert (await server.post("/generate", body))[0] == 200
 
 
-async def test_streams_samples_and_logprobs(server):
+async def test_structured_streams_samples_and_logprobs_work(server):
     body = {**USER, "response_format": FORMS["openai"][0]["response_format"], "n": 4}
     _, whole = await server.post(
         "/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 2}
@@ -142,7 +142,7 @@ async def test_streams_samples_and_logprobs(server):
     assert dict(streamed) == texts and set(ends.values()) == {"stop"}
 
 
-async def test_length_is_the_only_way_to_be_cut(server):
+async def test_only_length_truncates_structured_output(server):
     for stop in ([], ['"', "}", "a"]):
         for max_tokens in (3, 200):
             body = {**USER, "json_schema": SCHEMA, "max_tokens": max_tokens, "stop": stop}
@@ -181,7 +181,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_what_cannot_be_done_is_a_400_that_names_the_field(server, name):
+async def test_impossible_structured_output_is_a_400_that_names_the_field(server, name):
     asked, param, why = WRONG[name]
     for more in ({}, {"stream": True}):
         status, answer = await server.post("/v1/chat/completions", {**USER, **asked, **more})
@@ -192,7 +192,7 @@ async def test_what_cannot_be_done_is_a_400_that_names_the_field(server, name):
     await server.idle()
 
 
-async def test_what_a_schema_cannot_promise_is_left_out_only_where_that_was_asked(server):
+async def test_unenforceable_keywords_are_ignored_only_if_not_strict(server):
     schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True}
     for strict, status in ((None, 400), (True, 400), (False, 200)):
         asked = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
@@ -202,7 +202,7 @@ async def test_what_a_schema_cannot_promise_is_left_out_only_where_that_was_aske
             assert len(json.loads(answer["choices"][0]["text"])) <= 3
 
 
-async def test_other_requests_are_answered_while_bombs_are_tried(server):
+async def test_other_requests_are_answered_while_costly_grammars_are_tried(server):
     bombs = [{"type": "integer", "multipleOf": 1000003 + 10 * i} for i in range(2)]
     tasks = [
         asyncio.create_task(server.post("/v1/completions", {**PROMPT, "json_schema": bomb}))
@@ -215,7 +215,7 @@ async def test_other_requests_are_answered_while_bombs_are_tried(server):
     assert [task.result()[0] for task in tasks] == [400] * 2 and answered > 20
 
 
-async def test_an_engine_in_a_process_of_its_own():
+async def test_structured_output_works_in_an_engine_process():
     engine = await asyncio.to_thread(EngineProcess.fake)
     async with running(engine) as server:  # type: ignore[arg-type]
         for name in ("openai", "vllm regex"):
@@ -226,7 +226,7 @@ async def test_an_engine_in_a_process_of_its_own():
         assert (status, answer["error"]["param"]) == (400, "json_schema")
 
 
-async def test_the_bundled_model_with_the_official_client():
+async def test_bundled_model_works_with_the_openai_client():
     config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64)
     async with running(await asyncio.to_thread(Engine.load, config)) as server:
         form = FORMS["openai"][0]["response_format"]

@@ -1,4 +1,4 @@
-"""Failures in the server beside its handlers: a state, or an answer's error, and a log line."""
+"""Failures in the server outside its handlers: a state or an error, and a log line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def planted_soon(*_):
 
 
 async def logged(caplog) -> None:
-    """Waits for the planted exception's traceback."""
+    """Wait for the planted exception's traceback."""
     async with asyncio.timeout(WAIT_S):
         while not any(
             record.levelno == logging.ERROR and record.exc_info and record.exc_info[0] is Planted
@@ -45,13 +45,13 @@ async def logged(caplog) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_part_that_the_server_cannot_do_without_is_its_state(server, caplog):
+async def test_failure_of_an_essential_part_fails_the_server(server, caplog):
     supervise.start_task(planted_soon(), "a part", server.service.fail)
     await logged(caplog)
     assert await server.get("/health") == (503, {"status": "failed"})
 
 
-async def test_memory_that_cannot_be_read_once_is_watched_on(monkeypatch, caplog):
+async def test_memory_guard_survives_failed_readings(monkeypatch, caplog):
     monkeypatch.setattr(memory, "CHECK_S", 0.0)
     answers = iter([Planted("planted"), Planted("planted"), 0.99])
     shed = asyncio.Event()
@@ -69,12 +69,12 @@ async def test_memory_that_cannot_be_read_once_is_watched_on(monkeypatch, caplog
     watching.cancel()
     assert guard.num_shed == 1
     failures = [r for r in caplog.records if "cannot read the host's memory" in r.getMessage()]
-    assert len(failures) == 1  # one line for all in a row
+    assert len(failures) == 1  # one line for consecutive failures
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", ["_expire", "_deliver_gathered", "_account"])
-async def test_a_callback_that_fails_ends_its_request(server, place, stream, monkeypatch, caplog):
+async def test_failing_callback_ends_its_request(server, place, stream, monkeypatch, caplog):
     monkeypatch.setattr(generation.Generation, place, planted)
     body = {**PROMPTS, "max_tokens": 900, "timeout": 1e-6} if place == "_expire" else PROMPTS
     async with asyncio.timeout(WAIT_S):
@@ -87,9 +87,7 @@ async def test_a_callback_that_fails_ends_its_request(server, place, stream, mon
     await server.idle()
 
 
-async def test_a_response_in_the_background_ends_though_its_log_line_fails(
-    server, monkeypatch, caplog
-):
+async def test_background_response_ends_even_if_its_log_line_fails(server, monkeypatch, caplog):
     end = RequestLog.end
 
     def end_or_fail(self, status):
@@ -105,7 +103,7 @@ async def test_a_response_in_the_background_ends_though_its_log_line_fails(
     assert found["status"] in ("completed", "incomplete")
 
 
-async def test_a_look_that_nobody_waits_for_is_logged(server, monkeypatch, caplog):
+async def test_failed_look_without_a_waiter_is_logged(server, monkeypatch, caplog):
     gone = asyncio.Event()
 
     async def look_and_fail():
@@ -119,7 +117,7 @@ async def test_a_look_that_nobody_waits_for_is_logged(server, monkeypatch, caplo
     await logged(caplog)
 
 
-async def test_a_profile_that_ends_by_itself_and_cannot_be_written_is_logged(tmp_path, caplog):
+async def test_failed_write_of_a_timed_out_profile_is_logged(tmp_path, caplog):
     class Broken:
         async def start_profile(self, folder):
             pass
@@ -134,7 +132,7 @@ async def test_a_profile_that_ends_by_itself_and_cannot_be_written_is_logged(tmp
         await taken.stop(Broken())
 
 
-async def test_a_profile_whose_client_left_and_that_fails_is_logged(tmp_path, caplog):
+async def test_failed_profile_of_a_disconnected_client_is_logged(tmp_path, caplog):
     begun, gone = asyncio.Event(), asyncio.Event()
 
     class Broken:
@@ -152,7 +150,7 @@ async def test_a_profile_whose_client_left_and_that_fails_is_logged(tmp_path, ca
     await logged(caplog)
 
 
-async def test_an_engine_whose_thread_fails_is_the_server_s_state(start, monkeypatch, caplog):
+async def test_engine_thread_failure_fails_the_server(start, monkeypatch, caplog):
     engine = Engine.fake(step_time_s=0.001)
     server = await start(engine, ServerConfig())
     answer = asyncio.ensure_future(server.post("/v1/completions", LONG))

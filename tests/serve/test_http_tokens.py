@@ -1,4 +1,4 @@
-"""What a client learns of the tokenizer, without one of its own."""
+"""The tokenizer endpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MESSAGES = [{"role": "user", "content": "Two of them, please."}]
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-async def test_a_text_becomes_tokens_and_tokens_the_text(server, prefix):
+async def test_tokenize_and_detokenize_are_inverse(server, prefix):
     text = "Über the garden\n  and the river."
     tokenizer = server.engine.tokenizer
     status, answer = await server.post(f"{prefix}/tokenize", {"prompt": text})
@@ -26,7 +26,7 @@ async def test_a_text_becomes_tokens_and_tokens_the_text(server, prefix):
     assert back == {"prompt": text, "text": text}
 
 
-async def test_several_texts_come_as_lists(server):
+async def test_several_texts_give_lists(server):
     texts = ["one", "", "and another"]
     _, answer = await server.post("/tokenize", {"prompt": texts, "add_special_tokens": False})
     tokenizer = server.engine.tokenizer
@@ -36,7 +36,7 @@ async def test_several_texts_come_as_lists(server):
     assert back["text"] == texts
 
 
-async def test_a_chat_has_the_tokens_that_its_completion_is_charged_for(server):
+async def test_chat_tokens_match_those_charged_by_its_completion(server):
     _, answer = await server.post("/tokenize", {"messages": MESSAGES, "return_token_strs": True})
     body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
     _, completion = await server.post("/v1/chat/completions", body)
@@ -46,13 +46,13 @@ async def test_a_chat_has_the_tokens_that_its_completion_is_charged_for(server):
     assert answer["token_strs"] == [name(token) for token in answer["tokens"]]
 
 
-async def test_long_texts_are_the_same_as_short_ones(server):
+async def test_long_texts_give_the_same_tokens(server):
     ids = server.engine.tokenizer.encode("the river ", add_special_tokens=False)
     _, answer = await server.post("/detokenize", {"tokens": ids * 5000})
     assert answer["text"] == server.engine.tokenizer.decode(ids * 5000)
 
 
-async def test_special_tokens_are_written_out_unless_they_are_to_be_skipped(server):
+async def test_special_tokens_are_shown_unless_skipped(server):
     tokenizer = server.engine.tokenizer
     special = min(tokenizer.special_ids)
     ids = [special, *tokenizer.encode("a", add_special_tokens=False)]
@@ -78,12 +78,12 @@ async def test_special_tokens_are_written_out_unless_they_are_to_be_skipped(serv
         ("/detokenize", {"tokens": [[1]] * 2000}, "tokens"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(server, path, body, param):
+async def test_invalid_requests_are_rejected(server, path, body, param):
     status, answer = await server.post(path, body)
     assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_a_harness_learns_what_it_must_to_write_prompts(server):
+async def test_tokenizer_info_suffices_to_write_prompts(server):
     status, info = await server.get("/tokenizer_info")
     tokenizer = server.engine.tokenizer
     assert status == 200 and info["vocab_size"] == tokenizer.vocab_size
@@ -92,7 +92,7 @@ async def test_a_harness_learns_what_it_must_to_write_prompts(server):
     assert info["model_max_length"] == 1024
 
 
-async def test_routers_learn_the_version_and_the_load(start):
+async def test_version_and_load_are_served_for_routers(start):
     server = await start(Engine.fake(step_time_s=0.01))
     assert await server.get("/version") == (200, {"version": forge_jax.__version__})
     assert await server.get("/load") == (200, {"server_load": 0})

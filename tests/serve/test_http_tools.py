@@ -1,4 +1,4 @@
-"""Tools and reasoning in a chat, through OpenAI's own client, on a model that answers as told."""
+"""Tools and reasoning in a chat, through OpenAI's client, on a scripted model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def joined(events: list[str], index: int = 0) -> dict[str, Any]:
-    """A choice's message, put together from its chunks as OpenAI's clients do it."""
+    """Return a choice's message, assembled from its chunks like OpenAI's clients do it."""
     message: dict[str, Any] = {"tool_calls": [], "chunks": []}
     for event in events:
         for choice in json.loads(event)["choices"] if event != "[DONE]" else ():
@@ -75,8 +75,8 @@ async def prompt_of(server: Server, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special tokens"])
 @pytest.mark.parametrize("family", ANSWERS)
-async def test_the_template_shows_how_a_model_calls(start, family, special):
-    """The markers may be ordinary text, or special tokens that are no text otherwise."""
+async def test_call_format_is_detected_from_the_template(start, family, special):
+    """The markers may be ordinary text, or special tokens that decode to no text."""
     markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]") if special else ()
     engine = scripted_engine(ANSWERS[family], template=TEMPLATES[family], special_tokens=markers)
     server = await start(engine)
@@ -95,7 +95,7 @@ async def test_the_template_shows_how_a_model_calls(start, family, special):
     assert len(message["chunks"]) > 10, "the arguments come as they are written"
 
 
-async def test_the_client_of_openai_puts_a_stream_together(start):
+async def test_openai_client_assembles_a_stream(start):
     server = await start(scripted_engine(ANSWERS["hermes"], template=families.HERMES))
     options = {"model": server.model, **chat()}
     async with server.openai.chat.completions.stream(**options) as stream:
@@ -107,7 +107,7 @@ async def test_the_client_of_openai_puts_a_stream_together(start):
     assert completion.choices[0].finish_reason == "tool_calls"
 
 
-async def test_each_choice_has_calls_of_its_own(start):
+async def test_each_choice_has_its_own_calls(start):
     answers = (ANSWERS["hermes"] + ANSWERS["hermes"], "It is sunny.")
     server = await start(scripted_engine(*answers, template=families.HERMES))
     body = chat(n=8, seed=5)
@@ -128,7 +128,7 @@ async def test_each_choice_has_calls_of_its_own(start):
             assert json.loads(call["function"]["arguments"]) == json.loads(ARGS)
 
 
-async def test_calls_go_with_logprobs_and_token_ids_and_usage(start):
+async def test_calls_work_with_logprobs_token_ids_and_usage(start):
     server = await start(scripted_engine("So:\n" + ANSWERS["hermes"], template=families.HERMES))
     body = chat(logprobs=True, return_token_ids=True)
     _, whole = await server.post(CHAT, body)
@@ -149,7 +149,7 @@ async def test_calls_go_with_logprobs_and_token_ids_and_usage(start):
 
 
 @pytest.mark.parametrize("family", ANSWERS)
-async def test_a_cut_call_has_the_arguments_so_far_streamed_and_whole(start, family):
+async def test_truncated_call_has_its_partial_arguments_streamed_and_whole(start, family):
     answer = "[get_weather(n=1234)]"
     if family != "pythonic":
         answer = ANSWERS[family].replace(ARGS, '{"n": 1234}')
@@ -164,7 +164,7 @@ async def test_a_cut_call_has_the_arguments_so_far_streamed_and_whole(start, fam
     assert streamed_call["arguments"] == '{"n": 12'
 
 
-async def test_a_call_that_is_cut_before_its_arguments_is_content(start):
+async def test_call_truncated_before_its_arguments_is_content(start):
     server = await start(scripted_engine(ANSWERS["hermes"], template=families.HERMES))
     body = chat(max_tokens=40)
     [choice] = (await server.post(CHAT, body))[1]["choices"]
@@ -174,7 +174,7 @@ async def test_a_call_that_is_cut_before_its_arguments_is_content(start):
     assert "tool_calls" not in choice["message"] and not streamed["tool_calls"]
 
 
-async def test_a_stop_string_ends_a_call(start):
+async def test_stop_string_ends_a_call(start):
     server = await start(scripted_engine(ANSWERS["hermes"] + "more", template=families.HERMES))
     _, whole = await server.post(CHAT, chat(stop="</tool_call>"))
     [choice] = whole["choices"]
@@ -182,7 +182,7 @@ async def test_a_stop_string_ends_a_call(start):
     assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "</tool_call>")
 
 
-async def test_a_malformed_call_is_content(start):
+async def test_malformed_call_is_content(start):
     text = 'I call <tool_call>{"name": "get_weather", "arguments": {city}}</tool_call>'
     server = await start(scripted_engine(text, template=families.HERMES))
     _, whole = await server.post(CHAT, chat())
@@ -191,7 +191,7 @@ async def test_a_malformed_call_is_content(start):
     assert whole["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_without_tools_calls_are_text(start):
+async def test_calls_are_text_without_tools(start):
     server = await start(scripted_engine(ANSWERS["hermes"], template=families.HERMES))
     for body in ({"messages": [USER]}, chat(tool_choice="none")):
         _, whole = await server.post(CHAT, body)
@@ -201,7 +201,7 @@ async def test_without_tools_calls_are_text(start):
         assert joined(events)["content"] == ANSWERS["hermes"]
 
 
-async def test_the_template_gets_the_tools_that_may_be_called(start):
+async def test_template_gets_only_the_callable_tools(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     assert json.dumps(WEATHER) in await prompt_of(server, chat())
     assert json.dumps(WEATHER) in await prompt_of(server, chat(tool_choice="auto"))
@@ -238,7 +238,7 @@ async def test_calls_and_results_reach_the_template(start):
     ("arguments", "shown"),
     [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ("", "{}"), (None, "{}"), ("{a", '"{a"')],
 )
-async def test_arguments_in_messages_are_objects_if_they_can_be(start, arguments, shown):
+async def test_call_arguments_in_messages_become_objects_if_possible(start, arguments, shown):
     server = await start(scripted_engine("x", template=families.LLAMA3))
     call = {"function": {"name": "f", "arguments": arguments}}
     messages = [USER, {"role": "assistant", "tool_calls": [call]}]
@@ -289,13 +289,13 @@ async def test_arguments_in_messages_are_objects_if_they_can_be(start, arguments
         ),
     ],
 )
-async def test_a_bad_tool_is_named(start, more, param):
+async def test_invalid_tool_is_named(start, more, param):
     server = await start(scripted_engine("x", template=families.HERMES))
     status, answer = await server.post(CHAT, chat(**more))
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
-async def test_tools_are_refused_where_nothing_would_come_of_them(start):
+async def test_tools_are_rejected_without_template_or_parser_support(start):
     server = await start(scripted_engine("x"))
     with pytest.raises(openai.BadRequestError, match="does not support them") as refused:
         await server.openai.chat.completions.create(model=server.model, **chat())
@@ -310,7 +310,7 @@ async def test_tools_are_refused_where_nothing_would_come_of_them(start):
     assert (await server.post(CHAT, chat()))[0] == 400, "a form that no parser knows"
 
 
-async def test_a_parser_can_be_named(start):
+async def test_parser_can_be_selected(start):
     config = ServerConfig(tool_call_parser="llama3_json")
     engine = scripted_engine(ANSWERS["llama3_json"], template=families.HERMES)
     server = await start(engine, config)
@@ -318,7 +318,7 @@ async def test_a_parser_can_be_named(start):
     assert whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ARGS
 
 
-async def test_one_call_only_without_parallel_calls(start):
+async def test_only_one_call_is_returned_without_parallel_calls(start):
     server = await start(scripted_engine(ANSWERS["hermes"] * 3, template=families.HERMES))
     _, whole = await server.post(CHAT, chat(parallel_tool_calls=False))
     assert len(whole["choices"][0]["message"]["tool_calls"]) == 1
@@ -342,7 +342,7 @@ def demanding(choice: Any, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special tokens"])
 @pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral"])
-async def test_a_model_that_would_not_call_a_tool_can_be_made_to(start, family, special):
+async def test_required_tool_choice_forces_a_call(start, family, special):
     markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]") if special else ()
     engine = scripted_engine("Sunny!", template=TEMPLATES[family], special_tokens=markers)
     server = await start(engine)
@@ -364,7 +364,7 @@ async def test_a_model_that_would_not_call_a_tool_can_be_made_to(start, family, 
             assert len(streamed["tool_calls"]) == 1 and not streamed.get("content")
 
 
-async def test_a_model_may_think_before_it_must_call(start):
+async def test_reasoning_may_precede_a_required_call(start):
     engine = scripted_engine("Hm.\n</think>\n\nSunny!", template=families.QWEN)
     server = await start(engine)
     body = demanding("required", chat_template_kwargs={"thinking": True})
@@ -400,7 +400,7 @@ async def test_strict_arguments_follow_their_schema_and_text_is_free(start):
     ],
     ids=["pythonic", "no parser", "unknown"],
 )
-async def test_what_no_grammar_can_say_is_demanded_as_json(start, template, config):
+async def test_required_call_without_a_grammar_is_constrained_to_json(start, template, config):
     server = await start(scripted_engine("Sunny!", template=template), config)
     for body in (demanding("required"), demanding("required", stream=True)):
         if "stream" in body:
@@ -414,7 +414,7 @@ async def test_what_no_grammar_can_say_is_demanded_as_json(start, template, conf
         assert isinstance(json.loads(call["arguments"]), dict)
 
 
-async def test_schemas_that_no_grammar_can_say_are_refused(start):
+async def test_schemas_without_a_grammar_are_rejected(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     for schema, param in (
         ({"type": "array"}, "tools[0].function.parameters"),
@@ -429,7 +429,7 @@ async def test_schemas_that_no_grammar_can_say_are_refused(start):
 FIVE = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [5]}}}}
 
 
-async def test_an_answer_in_another_form_has_no_calls(start):
+async def test_structured_answer_has_no_calls(start):
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     server = await start(scripted_engine(call, template=families.HERMES))
     status, whole = await server.post(CHAT, demanding("auto", **FIVE))
@@ -440,7 +440,7 @@ async def test_an_answer_in_another_form_has_no_calls(start):
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
 
 
-async def test_usage_rises_with_the_tokens_of_each_event(start):
+async def test_usage_grows_with_the_tokens_of_each_event(start):
     thought, answer = "<think>\nHm.\n</think>", "\n\nSunny."
     server = await start(scripted_engine(thought + answer, template=families.QWEN))
     body = {"messages": [USER], "stream": True, "return_token_ids": True, "n": 2}
@@ -464,7 +464,7 @@ async def test_usage_rises_with_the_tokens_of_each_event(start):
 
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_grammar_begins_at_once_if_thinking_is_over_or_switched_off(start, special, stream):
+async def test_grammar_starts_at_once_if_reasoning_is_over_or_disabled(start, special, stream):
     server = await start(
         scripted_engine("<think>Hm.</think>7", template=families.QWEN, special_tokens=special)
     )
@@ -483,7 +483,7 @@ async def test_a_grammar_begins_at_once_if_thinking_is_over_or_switched_off(star
             assert "reasoning" not in message
             assert (message.get("content") == "5") == (demanded is FIVE)
     body = {"messages": [USER], "regex": "<think>5", **over}
-    if not special:  # content in the form that the request demands, though it looks like a tag
+    if not special:  # content in the requested format, although it looks like a tag
         _, whole = await server.post(CHAT, body)
         assert whole["choices"][0]["message"]["content"] == "<think>5"
 
@@ -499,9 +499,7 @@ async def test_a_grammar_begins_at_once_if_thinking_is_over_or_switched_off(star
     ],
     ids=["opened", "by itself", "none", "an end without a beginning"],
 )
-async def test_the_form_is_demanded_of_what_comes_after_the_reasoning(
-    start, thinking, answer, thought, special
-):
+async def test_format_applies_after_the_reasoning(start, thinking, answer, thought, special):
     engine = scripted_engine(answer, template=families.QWEN, special_tokens=special)
     server = await start(engine)
     variables = {} if thinking is None else {"thinking": thinking}
@@ -519,7 +517,7 @@ THOUGHT = "<think>\nParis, then.\n</think>\n\nIt is sunny."
 
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
 @pytest.mark.parametrize("opened", [False, True], ids=["by the model", "by the template"])
-async def test_reasoning_has_two_names_and_is_no_content(start, opened, special):
+async def test_reasoning_has_two_names_and_is_not_content(start, opened, special):
     answer = THOUGHT.removeprefix("<think>\n") if opened else THOUGHT
     server = await start(scripted_engine(answer, template=families.QWEN, special_tokens=special))
     body: dict[str, Any] = {"messages": [USER]}
@@ -539,14 +537,14 @@ async def test_reasoning_has_two_names_and_is_no_content(start, opened, special)
         assert "reasoning" not in got and got["content"] == "It is sunny."
 
 
-async def test_reasoning_that_never_ends_leaves_no_content(start):
+async def test_unfinished_reasoning_leaves_no_content(start):
     server = await start(scripted_engine("<think>Hm", template=families.QWEN))
     _, whole = await server.post(CHAT, {"messages": [USER]})
     message = whole["choices"][0]["message"]
     assert (message["content"], message["reasoning"]) == (None, "Hm")
 
 
-async def test_a_template_that_closed_the_reasoning_leaves_only_content(start):
+async def test_template_that_closed_the_reasoning_leaves_only_content(start):
     server = await start(scripted_engine("Sunny.</think>", template=families.QWEN))
     body = {"messages": [USER], "chat_template_kwargs": {"thinking": False}}
     _, whole = await server.post(CHAT, body)
@@ -554,7 +552,7 @@ async def test_a_template_that_closed_the_reasoning_leaves_only_content(start):
     assert message["content"] == "Sunny.</think>" and "reasoning" not in message
 
 
-async def test_reasoning_comes_before_calls(start):
+async def test_reasoning_precedes_calls(start):
     answer = f"Paris.\n</think>\n\n{ANSWERS['hermes']}"
     server = await start(scripted_engine(answer, template=families.QWEN))
     body = chat(chat_template_kwargs={"thinking": True})
@@ -567,7 +565,7 @@ async def test_reasoning_comes_before_calls(start):
     assert streamed["tool_calls"][0]["arguments"] == ARGS
 
 
-async def test_the_template_knows_how_hard_to_think(start):
+async def test_reasoning_effort_reaches_the_template(start):
     template = families.HERMES + "{{ reasoning_effort | default('none') }}"
     server = await start(scripted_engine("x", template=template))
     body: dict[str, Any] = {"messages": [USER]}
@@ -575,7 +573,7 @@ async def test_the_template_knows_how_hard_to_think(start):
     assert (await prompt_of(server, {**body, "reasoning_effort": "high"})).endswith("high")
 
 
-async def test_no_parser_leaves_the_reasoning_where_it_is(start):
+async def test_disabled_parser_leaves_reasoning_in_the_content(start):
     config = ServerConfig(reasoning_parser="none")
     server = await start(scripted_engine(THOUGHT, template=families.QWEN), config)
     _, whole = await server.post(CHAT, {"messages": [USER]})
@@ -586,7 +584,7 @@ async def test_no_parser_leaves_the_reasoning_where_it_is(start):
     )
 
 
-async def test_a_last_message_of_the_assistant_is_closed_unless_it_is_to_be_continued(start):
+async def test_final_assistant_message_is_closed_unless_continued(start):
     server = await start(scripted_engine(" sunny.", template=families.QWEN))
     begun = [USER, {"role": "assistant", "content": "It is"}]
     prompt = await prompt_of(server, {"messages": begun})
@@ -599,7 +597,7 @@ async def test_a_last_message_of_the_assistant_is_closed_unless_it_is_to_be_cont
     assert (await prompt_of(server, body)).endswith("It is<|im_end|>\n")
 
 
-async def test_a_thought_may_be_continued(start):
+async def test_reasoning_can_be_continued(start):
     server = await start(scripted_engine(" then.</think>Sunny.", template=families.QWEN))
     begun = [USER, {"role": "assistant", "content": "<think>Paris,"}]
     _, whole = await server.post(CHAT, {"messages": begun, "continue_final_message": True})

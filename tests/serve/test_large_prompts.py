@@ -1,4 +1,4 @@
-"""Prompts of many token ids: what grows with them is done outside the event loop's thread."""
+"""Prompts of many token ids: work in proportion to them runs outside the event loop's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = [5] * (2 * THREAD_FROM_IDS)
 
 @pytest.fixture
 def read(monkeypatch) -> list[tuple[int, str]]:
-    """How many ids were read and checked at once, and in which thread."""
+    """Record how many ids are checked at once, and in which thread."""
     found: list[tuple[int, str]] = []
     of = TokenIds.of
 
@@ -52,13 +52,13 @@ async def test_many_token_ids_are_checked_in_a_thread(start, read, path, body):
     assert large and all(thread.startswith("forge-") for thread in large), read
 
 
-async def test_few_token_ids_are_checked_where_they_are(start, read):
+async def test_few_token_ids_are_checked_on_the_event_loop(start, read):
     server = await start(Engine.fake())
     assert (await server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 1}))[0] == 200
     assert read == [(2, threading.main_thread().name)]
 
 
-async def test_a_bad_id_among_many_is_refused(start):
+async def test_bad_id_among_many_is_rejected(start):
     server = await start(Engine.fake(max_model_len=16384))
     for bad in (-1, 99999, 2**40):
         body = {"prompt": [*LARGE, bad], "max_tokens": 1}
@@ -66,7 +66,7 @@ async def test_a_bad_id_among_many_is_refused(start):
         assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
-def test_token_ids_have_their_bounds():
+def test_token_ids_have_bounds():
     ids = TokenIds.of([7, 3, 5])
     assert ids == (7, 3, 5) and (ids.low, ids.high) == (3, 7)
     assert TokenIds.of(ids) is ids

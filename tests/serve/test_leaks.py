@@ -1,4 +1,4 @@
-"""After thousands of requests, finished, failed or left, a server holds what it held before."""
+"""Leaks: after thousands of requests, a server holds only what it held before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forge_jax.engine.process.client import EngineProcess
 from forge_jax.engine.thread import Engine
 
 CLIENTS = 24
-WARM_UP = 0.3  # of the requests: until caches are full and the allocator has what it needs
+WARM_UP = 0.3  # share of the requests until caches are full and the allocator is warm
 
 
 def body(rng: random.Random) -> dict[str, Any]:
@@ -42,12 +42,12 @@ def body(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.05:
         kind["temperature"] = "hot"  # refused
     if rng.random() < 0.1:
-        kind["max_tokens"] = 150  # to be left
+        kind["max_tokens"] = 150  # the client will leave
     return kind
 
 
 async def one(http: aiohttp.ClientSession, url: str, rng: random.Random) -> str:
-    """Sends a request and reads the answer, or leaves somewhere on the way."""
+    """Send a request and read the answer, or leave at a random point."""
     leaves = rng.random() < 0.2
     try:
         async with asyncio.timeout(rng.random() * 0.05 if leaves else None):
@@ -77,12 +77,11 @@ async def many(url: str, count: int, seed: int) -> dict[str, int]:
     return found
 
 
-# Connections that clients have closed are gone after a turn or two of the loop.
+# Closed connections disappear after a turn or two of the loop.
 TURNS_S = 0.2
 
 
 async def held(server) -> dict[str, int]:
-    """What this process holds when nobody asks for anything."""
     await server.idle()
     async with asyncio.timeout(60):
         while server.engine.streams:
@@ -101,7 +100,6 @@ async def held(server) -> dict[str, int]:
 
 
 async def held_by(process: psutil.Process, url: str) -> dict[str, int]:
-    """What a server in a process of its own holds when nobody asks for anything."""
     async with aiohttp.ClientSession() as http, asyncio.timeout(60):
         while True:
             async with http.get(url + "/stats") as response:
@@ -123,7 +121,7 @@ async def check(
 ) -> None:
     async with aiohttp.ClientSession(url) as http, asyncio.timeout(60):
         status = ""
-        while status != "ready":  # compilers are threads, too
+        while status != "ready":  # compiler threads count, too
             async with http.get("/health") as response:
                 status = (await response.json())["status"]
             await asyncio.sleep(0.05)
@@ -135,7 +133,7 @@ async def check(
     rss_before, rss_after = before.pop("rss"), after.pop("rss")
     assert after == before
     assert not any(after.get(name) for name in ("blocks", "streams", "queued"))
-    # In a process in which other tests have run the allocator's own moods are as large as this.
+    # After other tests in this process, the allocator's own variation is as large as this.
     assert rss_after - rss_before < rss_bound, (rss_before, rss_after)
 
 
@@ -157,18 +155,18 @@ def engine(kind: str) -> Engine | EngineProcess:
 
 @pytest.mark.parametrize(("kind", "count"), [("fake", 1500), ("fake process", 800), ("real", 600)])
 @pytest.mark.slow
-async def test_nothing_is_left_behind(start, kind, count):
+async def test_requests_leak_no_objects(start, kind, count):
     server = await start(engine(kind))
     await check(server.url, partial(held, server), count)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-async def test_nothing_is_left_behind_by_ten_thousand_real_requests():
-    """By memory, too: a kilobyte of each would be more than twice what is allowed.
+async def test_ten_thousand_real_requests_leak_nothing():
+    """A kilobyte per request would exceed the memory bound twice.
 
-    The server has a process of its own: neither its clients' memory is counted, nor what the
-    allocator does with the holes that other tests have left.
+    The server runs in its own process. Neither its clients' memory nor the fragmentation left by
+    other tests is counted.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in CONFIG.items()]
     command = [sys.executable, "-m", "forge_serve", "serve", "forge-tiny", "--port", "0"]
@@ -190,7 +188,7 @@ async def test_nothing_is_left_behind_by_ten_thousand_real_requests():
 
 
 @pytest.mark.slow
-async def test_a_leak_would_be_seen(start, monkeypatch):
+async def test_planted_leak_is_detected(start, monkeypatch):
     server = await start(engine("fake"))
     kept: list[bytearray] = []
     submit = Engine.submit_request

@@ -27,20 +27,22 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROWS = {row.name: row for row in rows()}
 USER = {"role": "user", "content": "a"}
 UNSUPPORTED = "not supported yet"
-OUTSIDE = "outside the model's vocabulary"  # which the engine says, not the body's reader
+OUTSIDE = "outside the model's vocabulary"  # an error of the engine, not of the body's reader
 KINDS = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request that has exactly so much of what a row counts."""
+    """A request with exactly this much of what a row counts."""
 
     row: str
     path: str
     body: Callable[[int], dict[str, Any] | bytes]  # of a number
     param: str | None
-    otherwise: str = ""  # at the limit: what it is refused for; nothing: it is served
-    more: dict[str, int] = field(default_factory=dict)  # other limits, that they do not interfere
+    otherwise: str = ""  # the error at the limit, or "" if it is served
+    more: dict[str, int] = field(
+        default_factory=dict
+    )  # other limits, so that they do not interfere
     id: str = ""
 
 
@@ -52,18 +54,16 @@ def nested(levels: int) -> Any:
 
 
 def object_of(size: int) -> dict[str, str]:
-    """An object that is so many bytes of JSON."""
     return {"a": "x" * (size - len('{"a":""}'))}
 
 
 def lark_of(size: int) -> str:
-    """A grammar that is so many bytes, most of them a comment."""
+    """Return a grammar of this many bytes, most of them a comment."""
     rest = size - len('start: "a" //')
     return f'start: "a" //{"é" * (rest // 2)}{"x" * (rest % 2)}'
 
 
 def choices_of(size: int) -> list[str]:
-    """Choices that are so many bytes of JSON."""
     number, rest = divmod(size - 2, 200)
     choices = [f"{i:197}" for i in range(number)]
     return [*choices[:-1], choices[-1] + "x" * (rest + 1)] if choices else ["x" * (rest - 2)]
@@ -98,7 +98,7 @@ def chat(
 
 
 def schemas(row: str, make: Callable[[int], Any]) -> Iterator[Case]:
-    """The same in each place that a schema can have."""
+    """Yield the cases for each place that a schema can have."""
     yield completion(row, "guided_json", make)
     yield completion(row, "guided_json", lambda k: json.dumps(make(k), separators=(",", ":")))
     yield completion(row, "json_schema", make)
@@ -206,7 +206,7 @@ CASES = [
 
 LATER = ("body_bytes", "logprob_values", "text_bytes")  # not of a body that is being decoded
 
-HEADS: dict[str, Callable[[int], bytes]] = {  # everything before a body that has so much of it
+HEADS: dict[str, Callable[[int], bytes]] = {  # everything before a body, with this much of it
     "target_bytes": lambda k: head("/health?" + "x" * (k - len("/health?"))),
     "header_bytes": lambda k: head("/health", "X-Filler: " + "x" * k),
     "headers": lambda k: head("/health", *[f"X-{i}: x" for i in range(k - 2)]),
@@ -219,11 +219,11 @@ def head(target: str, *headers: str) -> bytes:
 
 
 def numbers(row: Row) -> list[int]:
-    """The values of a limit to try it with."""
+    """Return the values with which a limit is tested."""
     return sorted({row.default, row.low}) if row.flag else [row.default]
 
 
-def test_every_row_is_tried():
+def test_every_row_is_tested():
     assert {case.row for case in CASES} | set(HEADS) == set(ROWS)
 
 
@@ -235,10 +235,12 @@ def test_every_row_is_tried():
         if case.row
         not in ("body_bytes", "logprob_values", "text_bytes")  # not of a body that has been read
         for limit in numbers(ROWS[case.row])
-        if not (case.row == "choices" and case.path == CHAT and limit > 128)  # n ends before
+        if not (
+            case.row == "choices" and case.path == CHAT and limit > 128
+        )  # n has another limit before
     ],
 )
-def test_a_body_may_be_at_a_limit_and_not_above_it(case, limit):
+def test_body_may_reach_a_limit_but_not_exceed_it(case, limit):
     limits = Limits(**{case.row: limit}, **case.more)
 
     def read(number: int) -> None:
@@ -255,15 +257,15 @@ def test_a_body_may_be_at_a_limit_and_not_above_it(case, limit):
     assert not case.otherwise or case.otherwise not in str(refused.value)
 
 
-async def test_the_server_has_the_limits_of_the_table(start):
-    """The defaults, but where they are much work; by what the client gets."""
+async def test_server_has_the_limits_of_the_table(start):
+    """Uses the defaults unless they take too long, as seen by a client."""
     config = ServerConfig(limits=Limits(logprob_values=1024, messages=8, text_bytes=2**18))
     engine = Engine.fake(max_model_len=2048)
     engine.chat_template = ChatTemplate(TAKES_TOOLS)
     server = await start(engine, config)
     for case in CASES:
         limit = getattr(config.limits, case.row)
-        if case.more:  # other limits end before
+        if case.more:  # reached before the limit under test
             continue
         status, answer = await server.post(case.path, sent(case.body(limit)))
         if case.otherwise:
@@ -277,7 +279,7 @@ async def test_the_server_has_the_limits_of_the_table(start):
 
 
 @pytest.mark.parametrize("row", HEADS)
-async def test_what_comes_before_a_body_is_limited(start, row):
+async def test_request_line_and_headers_are_limited(start, row):
     for limit in numbers(ROWS[row]):
         server = await start(Engine.fake(), ServerConfig(limits=Limits(**{row: limit})))
         port = int(server.url.rpartition(":")[2])
@@ -289,7 +291,7 @@ async def test_what_comes_before_a_body_is_limited(start, row):
             await writer.wait_closed()
 
 
-def test_the_budget_of_logprobs_counts_choices_tokens_and_alternatives():
+def test_logprobs_budget_counts_choices_tokens_and_alternatives():
     limit = ROWS["logprob_values"].default
     fits = SamplingParams(n=32, max_tokens=limit // 32 // 16, logprobs=15)
     check_logprob_values(fits, [1], limit, Limits())
@@ -312,7 +314,7 @@ def test_the_budget_of_logprobs_counts_choices_tokens_and_alternatives():
     check_logprob_values(SamplingParams(n=1, logprobs=0), [1], limit, Limits())  # no more fits
 
 
-async def test_the_context_limits_the_tokens_of_a_request(server):
+async def test_context_limits_the_tokens_of_a_request(server):
     room = server.engine.max_model_len - 3
     body = {"prompt": [1, 2, 3], "ignore_eos": True}
     assert (await server.post(COMPLETIONS, {**body, "max_tokens": room}))[0] == 200
@@ -322,7 +324,7 @@ async def test_the_context_limits_the_tokens_of_a_request(server):
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
+def test_limit_has_its_own_range(row, capsys, monkeypatch):
     assert row.low <= row.default <= row.high
     for value in (row.low, row.high):
         assert getattr(Limits(**{row.name: value}), row.name) == value
@@ -342,7 +344,7 @@ def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
     )
 
 
-def test_flags_of_limits_arrive(monkeypatch):
+def test_limit_flags_take_effect(monkeypatch):
     seen: list[ServerConfig] = []
     monkeypatch.setattr(
         "forge_serve.server.process.serve", lambda engine, server, _: seen.append(server)
@@ -353,18 +355,18 @@ def test_flags_of_limits_arrive(monkeypatch):
     assert seen == [ServerConfig(limits=Limits(**raised))]
 
 
-def test_long_descriptions_in_a_schema_are_no_literals():
+def test_long_schema_descriptions_do_not_count_as_literals():
     schema = {"type": "string", "description": "x" * 10_000, "default": "x" * 10_000}
     validate.decode(sent({"prompt": "a", "guided_json": schema}), CompletionRequest, Limits())
 
 
-def test_characters_in_strings_are_not_counted_as_keys_or_values():
+def test_characters_in_strings_do_not_count_as_keys_or_values():
     text = 'x:,"' * 300_000
     validate.decode(sent({"prompt": text}), CompletionRequest, Limits())
 
 
 class Threads:
-    """The names of the threads in which bodies are decoded."""
+    """A recorder of the threads in which bodies are decoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.names: list[str] = []
@@ -411,7 +413,7 @@ async def test_large_bodies_are_decoded_in_a_thread(server, monkeypatch, path, b
         ("/generate", {"prompt": "a"}, ["max_tokens", "max_new_tokens"]),
     ],
 )
-async def test_output_is_limited_by_the_server(start, path, body, names):
+async def test_server_limits_the_output(start, path, body, names):
     server = await start(Engine.fake(max_model_len=256), ServerConfig(max_new_tokens=7))
     body = body | {"ignore_eos": True}
     for name in names:
@@ -434,13 +436,13 @@ async def test_limited_output_still_fits_the_context(start):
     assert status == 200 and answer["usage"]["total_tokens"] == 128
 
 
-async def test_more_required_output_than_the_server_allows_is_refused(start):
+async def test_min_tokens_above_the_servers_limit_is_rejected(start):
     server = await start(Engine.fake(max_model_len=256), ServerConfig(max_new_tokens=7))
     for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "a"})):
         status, answer = await server.post(path, body | {"min_tokens": 8})
         assert status == 400 and answer["error"]["param"] == "min_tokens"
 
 
-def test_limit_of_output_must_be_positive():
+def test_output_limit_must_be_positive():
     with pytest.raises(ConfigError, match="--max-new-tokens must be at least 1"):
         ServerConfig(max_new_tokens=0)

@@ -1,4 +1,4 @@
-"""Scores as lm-evaluation-harness asks for them, and reads them, against scoring in Python."""
+"""Scores as lm-evaluation-harness requests and reads them, compared with scoring in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def llm() -> LLM:
 
 
 def parsed(answer: dict[str, Any], context_lens: list[int]) -> Iterator[tuple[float, bool]]:
-    """(logprob of the answer, whether it is greedy), as the harness's `parse_logprobs` finds them.
+    """Yield (logprob of the answer, True if it is greedy), like the harness's `parse_logprobs`.
 
     https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/models/openai_completions.py
     """
@@ -45,7 +45,7 @@ def parsed(answer: dict[str, Any], context_lens: list[int]) -> Iterator[tuple[fl
 
 
 @pytest.mark.slow
-async def test_answers_are_scored_as_in_python(llm):
+async def test_http_scores_match_the_python_api(llm):
     encode = llm.tokenizer.encode
     contexts = [encode(context) for context, _ in CONTEXTS_AND_ANSWERS]
     answers = [encode(answer, False) for _, answer in CONTEXTS_AND_ANSWERS]
@@ -70,7 +70,7 @@ async def test_answers_are_scored_as_in_python(llm):
 
 
 async def asked(server: Server, prompts: list[list[int]], *, max_tokens: int) -> dict[str, Any]:
-    """What the harness sends: a batch of token ids."""
+    """Send the harness's request: a batch of token ids."""
     body = {"model": server.model, "prompt": prompts, "temperature": 0, "max_tokens": max_tokens}
     status, answer = await server.post(
         "/v1/completions", {**body, "logprobs": 1, "seed": 1234, "echo": True}

@@ -1,4 +1,4 @@
-"""`/openapi.json`: it names what there is, and what there is answers as it says."""
+"""`/openapi.json`: it documents all routes, and all answers match it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refs(schema: Any) -> set[str]:
 
 
 def inlined(schema: Any, components: dict[str, Any]) -> Any:
-    """The same without references, which a validator would look up again each time."""
+    """Inline the references of a schema, so that a validator does not resolve them again."""
     if isinstance(schema, list):
         return [inlined(item, components) for item in schema]
     if not isinstance(schema, dict):
@@ -74,7 +74,7 @@ def test_every_route_has_an_operation_and_every_operation_a_route():
     assert {name for _, _, name in routes(router)} == set(OPERATIONS)
 
 
-async def test_the_document_has_every_route_and_no_other(server):
+async def test_openapi_document_lists_exactly_the_routes(server):
     document = await served(server)
     router = make_app(Service(ServerConfig())).router
     named = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
@@ -84,7 +84,7 @@ async def test_the_document_has_every_route_and_no_other(server):
     assert len(set(ids)) == len(ids)
 
 
-async def test_every_schema_is_one_and_every_reference_leads_somewhere(server):
+async def test_every_schema_is_valid_and_every_reference_resolves(server):
     document = await served(server)
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
@@ -105,7 +105,7 @@ async def test_bodies_have_the_fields_of_their_structs(server):
             assert of, f"nothing is said of {name}"
 
 
-async def test_the_document_has_the_limits_of_this_server(start):
+async def test_openapi_document_has_this_servers_limits(start):
     limits = Limits(n=5, prompts=7, messages=9, tools=3)
     config = ServerConfig(served_model_name="org/m", limits=limits)
     document = await served(await start(Engine.fake(max_model_len=640), config))
@@ -122,7 +122,7 @@ async def test_the_document_has_the_limits_of_this_server(start):
     assert document["info"]["x-limits"]["n"]["at_most"] == 5
 
 
-async def test_the_document_says_who_may_use_the_server(start, server):
+async def test_openapi_document_states_who_may_use_the_server(start, server):
     open_to_all = await served(server)
     assert "security" not in open_to_all and "securitySchemes" not in open_to_all["components"]
     closed = await start(Engine.fake(), ServerConfig(api_key=("k",)))
@@ -139,7 +139,7 @@ async def test_the_document_says_who_may_use_the_server(start, server):
             assert (operation.get("security") == []) == (path in OPEN_PATHS)
 
 
-async def test_there_is_no_document_before_there_is_a_model(listening):
+async def test_openapi_document_needs_a_loaded_model(listening):
     async with (
         listening(Service(ServerConfig())) as url,
         aiohttp.ClientSession() as http,
@@ -148,7 +148,7 @@ async def test_there_is_no_document_before_there_is_a_model(listening):
         assert response.status == 503
 
 
-ANSWERED = [  # what is asked, and of which kind all of its answers are
+ANSWERED = [  # requests, and the kind of all their answers
     ("/v1/completions", {"prompt": "a"}),
     ("/v1/completions", {"prompt": ["a", [1, 2]][:1], "n": 2, "stop": "e", "max_tokens": 40}),
     ("/v1/completions", {"prompt": "ab", "echo": True, "logprobs": 2, "return_token_ids": True}),
@@ -183,19 +183,19 @@ ANSWERED = [  # what is asked, and of which kind all of its answers are
 
 
 def check_bytes(kind: Any, data: str) -> None:
-    """Fails unless `data` is what msgspec encodes of the struct that the schema was made of."""
+    """Fail unless `data` is msgspec's encoding of the struct behind the schema."""
     decoded = msgspec.json.decode(data, type=kind)
     assert msgspec.json.encode(decoded).decode() == data
 
 
-def test_the_check_of_bytes_sees_another_order_and_another_field():
+def test_byte_check_detects_another_order_or_field():
     for wrong in ('{"num": 1}', '{"input_tokens":1,"a":2}', '{"input_tokens": 1}'):
         with pytest.raises((AssertionError, msgspec.ValidationError)):
             check_bytes(CountAnswer, wrong)
     check_bytes(CountAnswer, '{"input_tokens":1}')
 
 
-async def test_answers_and_events_are_as_the_document_says(start):
+async def test_answers_and_events_match_the_openapi_document(start):
     engine = Engine.fake(max_model_len=128)
     engine.chat_template = ChatTemplate(TAKES_TOOLS)
     server = await start(engine)
@@ -221,12 +221,12 @@ async def test_answers_and_events_are_as_the_document_says(start):
         check_events(validator, content, events, operation)
 
 
-async def test_the_documents_examples_are_served(server):
+async def test_documented_examples_are_served(server):
     document = await served(server)
     validator, tried = judge(document), 0
     for path, item in document["paths"].items():
         if "requestBody" not in item.get("post", {}) or "lora" in path:
-            continue  # test_http_lora.py has those of adapters, which there must be
+            continue  # test_http_lora.py covers adapters, which must exist
         body = item["post"]["requestBody"]["content"]["application/json"]
         events = "text/event-stream" in item["post"]["responses"]["200"]["content"]
         assert list(body["examples"]) == ["whole", "streamed"][: 1 + events]
@@ -241,7 +241,6 @@ async def test_the_documents_examples_are_served(server):
 
 
 def data_of(text: str) -> list[str]:
-    """That of each event of a stream."""
     lines = text.splitlines()
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
@@ -257,13 +256,13 @@ def check_events(
 
 
 class Documented:
-    """Requests of one path, each answer of which is held to the document."""
+    """Requests of one path, whose answers are checked against the document."""
 
     def __init__(self, server: Server, document: dict[str, Any]):
         self._server, self._document, self._judge = server, document, judge(document)
 
     async def ask(self, method: str, path: str, query: str = "", **names: str) -> Any:
-        """The JSON that comes back, or what there is of each event."""
+        """Return the JSON answer, or the data of each event."""
         operation = self._document["paths"][path][method.lower()]
         for parameter in operation["parameters"]:
             given = names.get(parameter["name"])
@@ -281,7 +280,7 @@ class Documented:
             return answer
 
 
-async def test_what_is_kept_of_responses_is_as_the_document_says(start):
+async def test_stored_responses_match_the_openapi_document(start):
     call = '<tool_call>\n{"name": "bark", "arguments": {}}\n</tool_call>'
     answer = f"<think>\nHm.\n</think>\n\nSo:{call}"
     special = ["<think>", "</think>"]
@@ -323,7 +322,7 @@ async def test_what_is_kept_of_responses_is_as_the_document_says(start):
         assert gone["error"]["code"] == "response_not_found"
 
 
-async def test_what_is_read_is_as_the_document_says(server):
+async def test_read_endpoints_match_the_openapi_document(server):
     document = await served(server)
     validator = judge(document)
     for path, item in document["paths"].items():
@@ -345,7 +344,7 @@ async def test_what_is_read_is_as_the_document_says(server):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_errors_are_as_the_document_says(server, path):
+async def test_errors_match_the_openapi_document(server, path):
     document = await served(server)
     responses = document["paths"][path]["post"]["responses"]
     validator = judge(document)
@@ -357,20 +356,20 @@ async def test_errors_are_as_the_document_says(server, path):
 
 
 def documented_requests() -> list[tuple[str, Any]]:
-    """The path and the body of every curl in the documents."""
+    """Return the path and the body of every curl in the documents."""
     curl = re.compile(r"curl (?:-N )?http://127\.0\.0\.1:8000(/\S+)[^']*'[^']*'[\s\\]*-d '([^']*)'")
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     found = [match for page in pages for match in curl.findall(page.read_text())]
     return [(path, json.loads(body)) for path, body in found]
 
 
-async def test_requests_in_the_documents_are_as_the_document_says(start):
+async def test_documented_requests_match_the_openapi_document(start):
     config = ServerConfig(served_model_name="forge-tiny")
     document = await served(await start(Engine.fake(), config))
     requests, validator = documented_requests(), judge(document)
     assert {path for path, _ in requests} >= {"/v1/chat/completions"} and len(requests) >= 3
     for path, body in requests:
         if body.get("model") == "sql":
-            body["model"] = "forge-tiny"  # docs/lora.md's server has an adapter of this name
+            body["model"] = "forge-tiny"  # the server of docs/lora.md has an adapter of this name
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         validator(schema["schema"]).validate(body)

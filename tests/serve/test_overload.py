@@ -1,4 +1,4 @@
-"""More than the server can take: full queues, deadlines, little memory, slow and idle clients."""
+"""Overload: full queues, deadlines, little memory, slow and idle clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 SHORT = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
 
 
-async def test_a_full_queue_refuses_and_says_when_to_come_again(start):
+async def test_full_queue_rejects_with_retry_after(start):
     engine = Engine.fake(step_time_s=0.02, queue_limits=QueueLimits(samples=4))
     server = await start(engine)
     waiting = [
@@ -39,12 +39,12 @@ async def test_a_full_queue_refuses_and_says_when_to_come_again(start):
         assert refused.status == 503 and 1 <= int(refused.headers["Retry-After"]) <= 60
     assert (error["type"], error["code"]) == ("server_error", "overloaded")
     assert "4 samples" in error["message"]
-    await anext(waiting[0])  # those that have a token wait no more
+    await anext(waiting[0])  # requests with a token no longer wait
     await asyncio.sleep(0.05)
     assert (await server.post("/v1/completions", SHORT))[0] == 200
 
 
-async def test_waiting_tokens_are_limited_too_but_not_for_who_is_alone(start):
+async def test_waiting_tokens_are_limited_except_for_a_lone_request(start):
     engine = Engine.fake(step_time_s=0.02, queue_limits=QueueLimits(prompt_tokens=10))
     server = await start(engine)
     stream = engine.submit([1] * 50, SamplingParams(max_tokens=2), request_id="w")
@@ -54,7 +54,7 @@ async def test_waiting_tokens_are_limited_too_but_not_for_who_is_alone(start):
     assert (await server.post("/v1/completions", SHORT))[0] == 200
 
 
-def test_when_to_come_again_follows_the_pace_of_the_queue():
+def test_retry_after_follows_the_pace_of_the_queue():
     from forge_jax.engine.streams import WaitingQueue
     from forge_jax.errors import OverloadedError
 
@@ -74,7 +74,7 @@ def test_when_to_come_again_follows_the_pace_of_the_queue():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("where", ["request", "server"])
-async def test_a_deadline_ends_the_request(start, stream, where):
+async def test_deadline_ends_the_request(start, stream, where):
     limit = 0.15 if where == "server" else None
     server = await start(Engine.fake(step_time_s=0.01), ServerConfig(request_timeout_s=limit))
     body = {**LONG, "stream": stream, **({"timeout": 0.15} if where == "request" else {})}
@@ -92,18 +92,18 @@ async def test_a_deadline_ends_the_request(start, stream, where):
     assert (await server.post("/v1/completions", SHORT))[0] == 200
 
 
-async def test_the_servers_limit_holds_for_who_asks_for_more(start):
+async def test_servers_timeout_caps_the_clients(start):
     server = await start(Engine.fake(step_time_s=0.01), ServerConfig(request_timeout_s=0.1))
     assert (await server.post("/v1/completions", {**LONG, "timeout": 3600}))[0] == 504
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "x", True, [1]])
-async def test_a_deadline_that_cannot_be_is_refused(server, timeout):
+async def test_invalid_deadline_is_rejected(server, timeout):
     status, answer = await server.post("/v1/completions", {**SHORT, "timeout": timeout})
     assert status == 400 and answer["error"]["param"] == "timeout"
 
 
-async def test_a_body_that_does_not_arrive_is_given_up(start):
+async def test_body_that_does_not_arrive_times_out(start):
     server = await start(Engine.fake(), timeouts=Timeouts(body_s=0.1))
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -121,7 +121,7 @@ async def test_a_body_that_does_not_arrive_is_given_up(start):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-async def test_requests_are_refused_while_memory_is_short(start, caplog):
+async def test_requests_are_rejected_while_memory_is_short(start, caplog):
     server = await start(Engine.fake())
     in_use = 0.96
     server.service.memory._in_use = lambda: in_use
@@ -134,7 +134,7 @@ async def test_requests_are_refused_while_memory_is_short(start, caplog):
     assert (await server.post("/v1/completions", SHORT))[0] == 200
 
 
-async def test_the_newest_of_those_who_wait_goes_first(start):
+async def test_newest_waiting_request_is_shed_first(start):
     server = await start(Engine.fake(step_time_s=0.05))
     guard = server.service.memory
     posts = [asyncio.ensure_future(server.post("/v1/completions", LONG | {"max_tokens": 2}))]
@@ -152,7 +152,7 @@ async def test_the_newest_of_those_who_wait_goes_first(start):
     await server.idle()
 
 
-def test_the_marks_stand_in_order(monkeypatch):
+def test_memory_thresholds_act_in_order(monkeypatch):
     done: list[str] = []
     monkeypatch.setattr(memory, "give_back_freed_memory", lambda: done.append("give back"))
     in_use = 0.0
@@ -176,7 +176,7 @@ def test_the_marks_stand_in_order(monkeypatch):
 # ---- signals -------------------------------------------------------------------------------------
 
 
-async def test_a_second_signal_ends_every_stream_with_an_error():
+async def test_second_signal_ends_every_stream_with_an_error():
     sock = server.bind("127.0.0.1", 0)
     url = "http://{}:{}".format(*sock.getsockname())
     serving = asyncio.create_task(
@@ -208,7 +208,7 @@ async def test_a_second_signal_ends_every_stream_with_an_error():
 # ---- connections ---------------------------------------------------------------------------------
 
 
-async def test_idle_connections_cost_little_and_stop_nobody(start):
+async def test_idle_connections_are_cheap_and_block_no_request(start):
     server.raise_file_limit()
     running = await start(Engine.fake())
     host, port = running.url.removeprefix("http://").split(":")
@@ -224,8 +224,8 @@ async def test_idle_connections_cost_little_and_stop_nobody(start):
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-async def test_ten_thousand_idle_connections():
-    """In a process of its own, so that only its own memory is counted."""
+async def test_ten_thousand_idle_connections_are_cheap():
+    """Runs in a process of its own, so that only its memory is counted."""
     count = 10_000
     server.raise_file_limit()
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < count + 100:

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning in a text: the same wherever it is cut."""
+"""Tool calls and reasoning in a text, independent of its splits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tool_parser(form: str, *, whole: bool = True, parallel: bool = True) -> Answ
 
 
 def read(parser: AnswerParser, pieces: list[str]) -> Answer:
-    """Content, reasoning and (name, arguments) of the calls, put together from all events."""
+    """Return content, reasoning and (name, arguments) of the calls, assembled from all events."""
     events = [parser.push(piece) for piece in pieces] + [parser.finish()]
     total = Parts()
     for event in events:
@@ -113,7 +113,7 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama4_pythonic", "[f(a=1)]", "", [("f", '{"a": 1}')]),
 ]  # fmt: skip
 
-# No call at all: the text is the content, but for white space at its ends.
+# Invalid calls, whose text becomes the content, except for white space at its ends.
 MALFORMED: list[tuple[str, str]] = [
     ("hermes", "plain text"),
     ("hermes", "a < b <tool <tool_call"),
@@ -159,7 +159,7 @@ MALFORMED: list[tuple[str, str]] = [
 
 
 def cuts(text: str) -> list[list[str]]:
-    """In two at every place, in single characters, and at random places."""
+    """Split in two at every position, in single characters, and at random positions."""
     rng = random.Random(text)
     ways = [[text[:i], text[i:]] for i in range(len(text) + 1)]
     ways += [[text], list(text)]
@@ -172,7 +172,7 @@ def cuts(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("form", "text", "content", "calls"), WELL_FORMED)
-def test_calls_are_found_wherever_the_text_is_cut(form, text, content, calls, whole):
+def test_calls_are_found_at_any_token_boundary(form, text, content, calls, whole):
     for pieces in cuts(text):
         assert read(tool_parser(form, whole=whole), pieces) == (content, "", calls), pieces
     for _, arguments in calls:
@@ -180,14 +180,14 @@ def test_calls_are_found_wherever_the_text_is_cut(form, text, content, calls, wh
 
 
 @pytest.mark.parametrize(("form", "text"), MALFORMED)
-def test_what_is_no_call_is_content(form, text):
+def test_text_without_a_call_is_content(form, text):
     for pieces in cuts(text):
         assert read(tool_parser(form), pieces) == (text, "", []), pieces
 
 
 @pytest.mark.parametrize(("form", "text"), MALFORMED)
-def test_a_stream_loses_nothing_of_what_is_no_call(form, text):
-    """What it has handed on as arguments it cannot take back: the rest is content."""
+def test_stream_loses_no_text_outside_calls(form, text):
+    """Streamed arguments cannot be withdrawn; the rest is content."""
     first = read(tool_parser(form, whole=False), [text])
     for pieces in cuts(text):
         assert read(tool_parser(form, whole=False), pieces) == first, pieces
@@ -201,8 +201,7 @@ def test_a_stream_loses_nothing_of_what_is_no_call(form, text):
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one call"])
 @pytest.mark.parametrize(("form", "text", "content", "calls"), WELL_FORMED)
-def test_a_cut_answer_is_the_same_streamed_and_whole(form, text, content, calls, parallel):
-    """Whatever the token limit cuts off, wherever it does."""
+def test_truncated_answer_is_the_same_streamed_and_whole(form, text, content, calls, parallel):
     calls = calls if parallel else calls[:1]
     for end in range(len(text) + 1):
         cut = text[:end]
@@ -217,7 +216,7 @@ def test_a_cut_answer_is_the_same_streamed_and_whole(form, text, content, calls,
 
 
 @pytest.mark.parametrize(("form", "text"), MALFORMED)
-def test_only_arguments_that_were_streamed_tell_a_broken_call_from_a_whole_one(form, text):
+def test_only_streamed_arguments_distinguish_broken_calls(form, text):
     for end in range(0, len(text) + 1, 1 + len(text) // 100):
         cut = text[:end]
         whole = read(tool_parser(form), [cut])
@@ -243,21 +242,21 @@ def test_only_arguments_that_were_streamed_tell_a_broken_call_from_a_whole_one(f
         ("llama4_pythonic", "<|python_start|>[f(x='a", '{"x": "a'),
     ],
 )
-def test_a_cut_call_keeps_its_arguments_once(form, text, arguments, whole):
+def test_truncated_call_keeps_its_arguments_once(form, text, arguments, whole):
     parser = tool_parser(form, whole=whole)
     assert read(parser, [text]) == ("", "", [("f", arguments)])
     assert not parser.called
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "streamed"])
-def test_a_second_call_that_is_cut_is_left_out_without_parallel_calls(whole):
+def test_truncated_second_call_is_dropped_without_parallel_calls(whole):
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
     for end in range(len("<tool_call>"), len(call) - 1):
         parser = tool_parser("hermes", whole=whole, parallel=False)
         assert read(parser, [call + call[:end]]) == ("", "", [("f", '{"a": 1}')])
 
 
-def test_a_broken_call_does_not_hide_the_next():
+def test_broken_call_does_not_hide_the_next():
     broken = '<tool_call>{"name": "f", "arguments": {"a": "1"'
     good = '<tool_call>{"name": "f", "arguments": {"b": 2}}</tool_call>'
     for pieces in cuts(broken + good):
@@ -284,7 +283,7 @@ def test_only_the_first_call_stays_without_parallel_calls(whole):
         assert read(parser, pieces) == ("\nend", "", [("f", '{"a": 1}')])
 
 
-def test_arguments_are_handed_on_as_they_come():
+def test_arguments_are_streamed_as_they_come():
     parser = tool_parser("hermes", whole=False)
     assert not parser.push('<tool_call>{"name": "get_weather", "argum').calls
     [piece] = parser.push('ents": {"city": "Par').calls
@@ -293,13 +292,13 @@ def test_arguments_are_handed_on_as_they_come():
     assert (piece.index, piece.id, piece.name, piece.arguments) == (0, None, None, ["i", "s"])
 
 
-def test_text_that_cannot_be_a_marker_does_not_wait():
+def test_text_that_cannot_be_a_marker_is_not_delayed():
     parser = tool_parser("hermes", whole=False)
     assert "".join(parser.push("a <tool").content) == "a "
     assert "".join(parser.push("box").content) == "<toolbox"
 
 
-def test_ids_have_the_form_that_templates_take():
+def test_call_ids_have_the_form_that_templates_accept():
     for form, length in (("hermes", 29), ("mistral", 9)):
         ids = {CALL_FORMS[form].new_id() for _ in range(100)}
         assert len(ids) == 100 and {len(id) for id in ids} == {length}
@@ -307,7 +306,7 @@ def test_ids_have_the_form_that_templates_take():
         assert all(id.startswith("call_") for id in ids) == (form != "mistral")
 
 
-def test_a_call_that_does_not_begin_is_held_back_only_so_long():
+def test_unfinished_call_start_is_held_back_for_a_bounded_length():
     text = '<tool_call>{"arguments": {"a": "' + "x" * MAX_HELD_CHARS
     for whole in (True, False):
         parser = tool_parser("hermes", whole=whole)
@@ -335,8 +334,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("form", "begin", "again"), HOSTILE)
 @pytest.mark.parametrize("piece", [3, 10**9])
-def test_time_grows_with_the_length_alone(form, begin, again, piece):
-    """Sixteen times the text: about as many times as long, and not 256 times."""
+def test_parse_time_is_linear_in_the_length(form, begin, again, piece):
+    """Sixteen times the text must take about 16 times as long, not 256 times."""
 
     def seconds(length: int) -> float:
         text = begin + again * (length // len(again))
@@ -351,7 +350,7 @@ def test_time_grows_with_the_length_alone(form, begin, again, piece):
     assert min(seconds(32_000) for _ in range(2)) < 80 * short_s + 0.01
 
 
-def test_a_reader_that_raises_leaves_the_text_as_content(monkeypatch, caplog):
+def test_failing_reader_leaves_the_text_as_content(monkeypatch, caplog):
     def read_and_fail(self, calls):
         yield
         yield
@@ -385,15 +384,13 @@ REASONING = [
 
 
 @pytest.mark.parametrize(("name", "open", "text", "reasoning", "content"), REASONING)
-def test_reasoning_is_told_from_content_wherever_the_text_is_cut(
-    name, open, text, reasoning, content
-):
+def test_reasoning_is_separated_at_any_token_boundary(name, open, text, reasoning, content):
     for pieces in cuts(text):
         parser = AnswerParser(ReasoningParser(REASONING_FORMS[name], open=open), None)
         assert read(parser, pieces) == (content, reasoning, []), pieces
 
 
-def test_a_model_reasons_and_then_calls():
+def test_reasoning_may_be_followed_by_calls():
     text = '<think>\n<tool_call>no</tool_call></think>\n\n{"name": "f", "parameters": {"a": 1}}'
     for pieces in cuts(text):
         reasoning = ReasoningParser(REASONING_FORMS["qwen3"], open=False)
@@ -412,7 +409,7 @@ def test_a_model_reasons_and_then_calls():
         ("deepseek_r1", "<|Assistant|></think>", False),
     ],
 )
-def test_a_template_may_have_opened_the_reasoning(name, prompt, open):
+def test_template_may_have_opened_the_reasoning(name, prompt, open):
     assert REASONING_FORMS[name].is_open_after(prompt) == open
 
 
@@ -431,9 +428,9 @@ def test_a_template_may_have_opened_the_reasoning(name, prompt, open):
         ("mistral", False, ["[THINK]", "Hm", "</think>", "[/THINK]", "Yes"], 4),
     ],
 )
-def test_reasoning_tokens_are_those_up_to_its_end(name, open, tokens, reasoning):
+def test_reasoning_tokens_end_with_the_reasoning(name, open, tokens, reasoning):
     pieces = [piece.encode() for piece in tokens]
-    for size in range(1, len(tokens) + 1):  # however many come at once
+    for size in range(1, len(tokens) + 1):  # for any number of tokens at once
         counter = ReasoningTokens(
             ReasoningParser(REASONING_FORMS[name], open=open), pieces.__getitem__
         )
@@ -452,6 +449,6 @@ def test_text_after_the_reasoning_needs_no_parser():
     assert parser.over
 
 
-def test_the_flags_know_every_parser():
+def test_flags_list_every_parser():
     assert set(ToolCallParserName.__args__) == {"auto", "none", *CALL_FORMS}
     assert set(ReasoningParserName.__args__) == {"auto", "none", *REASONING_FORMS}

@@ -1,4 +1,4 @@
-"""The official client against the bundled model, over a real socket: nothing is a stand-in."""
+"""The official client against the bundled model, over a real socket, without stand-ins."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""One line for each request, with all that is known of it, as text or as JSON."""
+"""The log line of each request with all its fields, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def lines(caplog) -> Any:
-    """Gives the fields of the lines so far, as JSON has them, and forgets them."""
+    """Return the fields of the lines so far as in JSON, and clear them."""
     caplog.set_level(logging.INFO, NAME)
     form = JsonFormatter()
 
@@ -50,7 +50,7 @@ async def soon(lines: Any, number: int = 1) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_line_says_what_the_answer_says(start, lines):
+async def test_log_line_matches_the_answer(start, lines):
     server = await start(Engine.fake())
     for _ in range(2):
         _, answer = await server.post("/v1/completions", LONG)
@@ -80,7 +80,7 @@ async def test_a_line_says_what_the_answer_says(start, lines):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_generating_endpoint_has_its_line(server, lines, path, body, stream):
+async def test_every_generating_endpoint_has_a_log_line(server, lines, path, body, stream):
     async with server.http.post(server.url + path, json={**body, "stream": stream}) as response:
         assert response.status == 200
         await response.read()
@@ -102,7 +102,7 @@ async def test_every_generating_endpoint_has_its_line(server, lines, path, body,
         ("DELETE", "/v1/completions", None, 405, False),
     ],
 )
-async def test_other_endpoints_have_lines_too(server, lines, method, path, body, status, tokens):
+async def test_other_endpoints_have_log_lines(server, lines, method, path, body, status, tokens):
     url = server.url + path.replace("{name}", "unknown")
     async with server.http.request(method, url, json=body) as response:
         assert response.status == status
@@ -113,7 +113,7 @@ async def test_other_endpoints_have_lines_too(server, lines, method, path, body,
     assert ("error" not in line) is (status == 200)
 
 
-async def test_what_probes_and_scrapers_ask_has_no_line(server, lines):
+async def test_probes_and_scrapes_have_no_log_line(server, lines):
     for path in QUIET_PATHS:
         async with server.http.get(server.url + path) as response:
             assert response.status == 200, path
@@ -122,7 +122,7 @@ async def test_what_probes_and_scrapers_ask_has_no_line(server, lines):
     assert line["path"] == "/version"
 
 
-async def test_a_refused_request_says_why(server, lines):
+async def test_rejected_request_reports_the_reason(server, lines):
     await server.post("/v1/completions", {"prompt": "a", "top_p": 7})
     await server.post("/v1/completions", {"prompt": "a", "model": "another"})
     await server.post("/v1/completions", {"prompt": "a " * 5000})
@@ -138,7 +138,7 @@ async def test_a_refused_request_says_why(server, lines):
     assert found[3]["path"] == "/*" and found[0]["path"] == "/v1/completions"
 
 
-async def test_a_line_holds_what_applies_and_nothing_else(server, lines):
+async def test_log_line_has_only_applicable_fields(server, lines):
     await server.get("/v1/models")
     await server.post("/v1/chat/completion", {})
     listed, unknown = await soon(lines, 2)
@@ -148,15 +148,15 @@ async def test_a_line_holds_what_applies_and_nothing_else(server, lines):
     assert unknown["path"] == "/v1/chat/*" and unknown["nearest"] == "/v1/chat/completions"
 
 
-async def test_a_stranger_writes_nothing_into_the_log(server, lines, caplog):
-    """Nothing of an unknown path but which of the known ones it begins with or looks like."""
+async def test_unknown_path_cannot_inject_log_text(server, lines, caplog):
+    """Only the known path that it starts with or resembles is logged."""
     await server.post("/v1/evil%0aline?secret=1", {})
     (line,) = await soon(lines)
     assert line["path"] == "/v1/*" and "nearest" not in line
     assert "evil" not in caplog.text and "secret" not in caplog.text
 
 
-async def test_as_text_a_line_begins_with_the_request_and_leaves_out_zeros(server, caplog):
+async def test_text_log_line_starts_with_the_request_and_omits_zeros(server, caplog):
     caplog.set_level(logging.INFO, NAME)
     await server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
     await server.get("/v1/models")
@@ -170,7 +170,7 @@ async def test_as_text_a_line_begins_with_the_request_and_leaves_out_zeros(serve
     assert not re.search(r"draft|preempt|stream|error|cached", generated)
 
 
-async def test_a_client_that_leaves_has_a_line_with_what_it_got(start, lines):
+async def test_disconnected_client_has_a_line_with_its_tokens(start, lines):
     server = await start(Engine.fake(step_time_s=0.005))
     body = {**LONG, "max_tokens": 3000, "stream": True}
     response = await server.http.post(server.url + "/v1/completions", json=body)
@@ -182,7 +182,7 @@ async def test_a_client_that_leaves_has_a_line_with_what_it_got(start, lines):
     assert line["queue_s"] is not None and line["ttft_s"] is not None
 
 
-async def test_a_deadline_in_a_stream_is_in_the_line_though_its_status_is_not(start, lines):
+async def test_deadline_in_a_stream_is_logged_despite_status_200(start, lines):
     server = await start(Engine.fake(step_time_s=0.005))
     body = {**LONG, "max_tokens": 3000, "timeout": 0.1}
     status, _ = await server.post("/v1/completions", body)
@@ -193,7 +193,7 @@ async def test_a_deadline_in_a_stream_is_in_the_line_though_its_status_is_not(st
     assert {line["finish"] for line in found} == {"abort"}
 
 
-async def test_who_gave_up_waiting_had_no_step_and_no_token(start, lines):
+async def test_request_that_timed_out_waiting_logs_no_steps_or_tokens(start, lines):
     config = EngineConfig(batch=BatchConfig(max_num_seqs=1))
     server = await start(Engine.fake(step_time_s=0.005, config=config))
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
@@ -205,7 +205,7 @@ async def test_who_gave_up_waiting_had_no_step_and_no_token(start, lines):
     assert not {"queue_s", "ttft_s"} & line.keys() and line["e2e_s"] > 0
 
 
-async def test_samples_that_end_differently_name_each_reason_once(start, lines):
+async def test_distinct_finish_reasons_are_logged_once(start, lines):
     server = await start(scripted_engine("ab", "abcdefgh" * 10))
     body = {"prompt": "x", "n": 8, "max_tokens": 20, "seed": 1}
     await server.post("/v1/completions", body)
@@ -226,7 +226,7 @@ async def test_drafts_are_counted(start, lines):
     assert line["draft_tokens"] == line["accepted_tokens"] + rejected
 
 
-async def test_a_tenant_is_named_and_no_key(start, lines, caplog):
+async def test_tenant_is_logged_and_no_key(start, lines, caplog):
     keys = ("first-secret-key", "second-secret-key")
     server = await start(Engine.fake(), ServerConfig(api_key=keys))
     for key in (*keys, keys[0], "wrong-secret-key"):
@@ -241,7 +241,7 @@ async def test_a_tenant_is_named_and_no_key(start, lines, caplog):
     assert "secret" not in written and "salty" not in written and "beginning" not in written
 
 
-async def test_a_response_in_the_background_has_its_line_at_its_end(server, lines):
+async def test_background_response_is_logged_at_its_end(server, lines):
     body = {"input": "Hello", "background": True, "max_output_tokens": 16}
     _, answer = await server.post("/v1/responses", body)
     (line,) = [line for line in await soon(lines) if line["path"] == "/v1/responses"]
@@ -250,14 +250,14 @@ async def test_a_response_in_the_background_has_its_line_at_its_end(server, line
     assert line["e2e_s"] >= line["ttft_s"]
 
 
-async def test_the_lines_can_be_turned_off(start, lines):
+async def test_request_lines_can_be_disabled(start, lines):
     server = await start(Engine.fake(), ServerConfig(request_log=False))
     await server.post("/v1/completions", LONG)
     await server.idle()
     assert lines() == []
 
 
-def test_as_text_a_line_is_names_and_values():
+def test_text_log_line_is_names_and_values():
     fields = {"id": "a/1", "tokens": 3, "queue_s": 0.12345, "error": None, "stream": True}
     assert str(Event("request", fields)) == (
         "request id=a/1 tokens=3 queue_s=0.123 error=none stream=true"
@@ -266,7 +266,7 @@ def test_as_text_a_line_is_names_and_values():
     assert str(event) == "GET /x 200 id=a/1" and event.fields == fields
 
 
-def test_as_json_every_line_is_an_object_with_what_was_said_and_where():
+def test_json_log_line_has_message_and_origin():
     form = JsonFormatter("engine")
     try:
         raise ValueError("a\nb")
@@ -280,7 +280,7 @@ def test_as_json_every_line_is_an_object_with_what_was_said_and_where():
     assert found["time"].endswith("+00:00") and len(found["time"]) == 29
 
 
-def test_who_has_configured_logging_before_keeps_it():
+def test_existing_logging_configuration_is_kept():
     root = logging.getLogger()
     before = list(root.handlers)
     mine = logging.StreamHandler(io.StringIO())
@@ -296,7 +296,7 @@ KEYS = ("--api-key", "a-long-key", "--api-key", "another-key")
 
 
 @pytest.mark.parametrize("flags", [KEYS, (*KEYS, "--engine-process")])
-def test_a_server_whose_log_is_json_writes_nothing_else_to_stderr(flags, tmp_path):
+def test_json_log_leaves_nothing_else_on_stderr(flags, tmp_path):
     errors = tmp_path / "stderr"
     with errors.open("wb") as stderr:
         command = [sys.executable, "-m", "forge_serve", "serve", "--fake", "--port", "0",

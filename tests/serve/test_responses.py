@@ -1,4 +1,4 @@
-"""Events and metrics without a server, beside the structs and libraries that they stand for."""
+"""Events and metrics without a server, compared with their structs and libraries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVENTS = {"completions": CompletionEvent, "chat": ChatEvent, "generate": Generat
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_plain_event_is_its_struct_encoded(name, text):
+def test_plain_event_is_its_encoded_struct(name, text):
     form_type, request = FORMS[name]
     prompts = [Prompt([1]), Prompt([2])] if name == "completions" else [Prompt([1])]
     serializer = form_type(
@@ -57,7 +57,7 @@ def test_a_plain_event_is_its_struct_encoded(name, text):
 @pytest.mark.parametrize(
     "more", [{"return_token_ids": True}, {"logprobs": 1}], ids=["token ids", "logprobs"]
 )
-def test_an_event_with_more_than_text_is_never_plain(more):
+def test_event_with_more_than_text_is_never_plain(more):
     request = CompletionRequest(prompt="a", stream=True, **more)
     serializer = CompletionSerializer(
         request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
@@ -70,7 +70,7 @@ def test_an_event_with_more_than_text_is_never_plain(more):
         assert choice.get("token_ids") == [token] or choice["logprobs"] is not None
 
 
-def test_usage_is_in_every_event_that_shall_have_it():
+def test_continuous_usage_is_in_every_event():
     form_type, request = FORMS["completions"]
     serializer = form_type(
         request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
@@ -82,7 +82,7 @@ def test_usage_is_in_every_event_that_shall_have_it():
         assert (found["completion_tokens"], found["total_tokens"]) == (num_tokens, 1 + num_tokens)
 
 
-def test_the_cheap_histogram_counts_as_the_librarys_does():
+def test_cheap_histogram_counts_like_prometheus_client():
     bounds = (0.001, 0.01, 0.25, 1, 10)
     registry, expected = CollectorRegistry(), CollectorRegistry()
     cheap = ModelHistogram("h", "doc", bounds, lambda: {"model_name": "m"})
@@ -100,7 +100,7 @@ def test_the_cheap_histogram_counts_as_the_librarys_does():
     assert samples(registry) == samples(expected)
 
 
-def test_a_histogram_shows_no_bounds_that_nothing_can_reach():
+def test_histogram_hides_unreachable_bounds():
     registry = CollectorRegistry()
     labels = {"model_name": "m", "engine": "0"}
     histogram = ModelHistogram("h", "doc", (1, 10, 100, 1000), lambda: labels, lambda: 100)
@@ -113,7 +113,7 @@ def test_a_histogram_shows_no_bounds_that_nothing_can_reach():
     assert all(labels.items() <= sample.labels.items() for sample in family.samples)
 
 
-def test_a_histogram_without_a_model_to_name_is_not_shown():
+def test_histogram_without_a_model_is_hidden():
     registry = CollectorRegistry()
     registry.register(ModelHistogram("h", "doc", (1,), dict))
     assert not list(registry.collect())

@@ -1,4 +1,4 @@
-"""What is kept of responses: how much, for how long, and what is shared."""
+"""The store of responses: its size, lifetime, and sharing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kept(store: ResponseStore, name: str, *args, **kwargs) -> StoredResponse:
 
 
 def names(store: ResponseStore, *candidates: str, tenant: str = "") -> str:
-    """Which are there; looking has no effect on what goes next, if it is done for all."""
+    """Return the names that exist; reading all of them does not change the eviction order."""
     found = ""
     for name in candidates:
         try:
@@ -49,7 +49,7 @@ def names(store: ResponseStore, *candidates: str, tenant: str = "") -> str:
     return found
 
 
-def test_a_response_is_one_object_again():
+def test_stored_response_is_returned_whole():
     store = ResponseStore(10, 10**6)
     response = kept(store, "a")
     body = json.loads(store.get("", "a").body())
@@ -57,7 +57,7 @@ def test_a_response_is_one_object_again():
     assert not response.running
 
 
-def test_a_conversation_is_all_of_its_turns():
+def test_conversation_has_all_of_its_turns():
     store = ResponseStore(10, 10**6)
     a = kept(store, "a")
     b = kept(store, "b", previous=a.turn)
@@ -66,25 +66,25 @@ def test_a_conversation_is_all_of_its_turns():
     assert [json.loads(item)["content"] for item in c.turn.input_items()] == [*"aAbBc"]
 
 
-def test_the_number_is_bounded():
+def test_response_count_is_bounded():
     store = ResponseStore(3, 10**6)
     for name in "abcde":
         kept(store, name)
     assert names(store, *"abcde") == "cde" and store.num_responses == 3
 
 
-def test_the_bytes_are_bounded():
+def test_response_bytes_are_bounded():
     store = ResponseStore(100, 3 * (BYTES + 1000))
     for name in "abcde":
         kept(store, name, size=700)
     assert names(store, *"abcde") == "cde"
     kept(store, "f", size=2 * (BYTES + 1000))
     assert names(store, *"abcdef") == "f"
-    kept(store, "g", size=9 * BYTES)  # which has no room even alone
+    kept(store, "g", size=9 * BYTES)  # too large even alone
     assert names(store, *"abcdefg") == "" and store.num_bytes == 0
 
 
-def test_turns_are_counted_once_and_stay_while_they_are_held():
+def test_shared_turns_are_counted_once_and_kept_while_referenced():
     store = ResponseStore(100, 10**6)
     a = kept(store, "a", size=5000)
     alone = store.num_bytes
@@ -98,7 +98,7 @@ def test_turns_are_counted_once_and_stay_while_they_are_held():
     assert store.num_bytes == 0 and store.num_responses == 0
 
 
-def test_what_is_used_stays():
+def test_recently_used_response_stays():
     store = ResponseStore(2, 10**6)
     kept(store, "a")
     kept(store, "b")
@@ -107,7 +107,7 @@ def test_what_is_used_stays():
     assert names(store, *"abc") == "ac"
 
 
-def test_what_runs_is_not_evicted_and_not_counted():
+def test_running_response_is_neither_evicted_nor_counted():
     store = ResponseStore(1, 10**6)
     running = begun(store, "a")
     kept(store, "b")
@@ -117,7 +117,7 @@ def test_what_runs_is_not_evicted_and_not_counted():
     assert names(store, *"abc") == "a"
 
 
-def test_what_was_deleted_while_it_ran_is_not_kept():
+def test_response_deleted_while_running_is_not_kept():
     store = ResponseStore(10, 10**6)
     running = begun(store, "a")
     store.delete(running)
@@ -127,7 +127,7 @@ def test_what_was_deleted_while_it_ran_is_not_kept():
 
 
 @pytest.mark.parametrize("bound", ["number", "bytes"])
-def test_who_holds_most_makes_room(bound):
+def test_largest_tenant_is_evicted_first(bound):
     store = ResponseStore(*((4, 10**6) if bound == "number" else (100, 4 * (BYTES + 200))))
     kept(store, "x", "few")
     for name in "abcdefgh":
@@ -136,20 +136,20 @@ def test_who_holds_most_makes_room(bound):
     assert names(store, *"abcdefgh", tenant="many") == "fgh"
 
 
-def test_one_tenant_does_not_find_another_s():
+def test_tenant_does_not_find_anothers_response():
     store = ResponseStore(10, 10**6)
     kept(store, "a", "one")
     assert names(store, "a", tenant="one") == "a"
     assert names(store, "a", tenant="two") == "" == names(store, "a")
 
 
-# ---- those of WebSockets -------------------------------------------------------------------------
+# ---- local responses of WebSockets --------------------------------------------------------------
 
 
 def local(
     store: ResponseStore, own: LocalResponses, name: str, previous: Turn | None = None
 ) -> StoredResponse:
-    """A response that only its connection can continue."""
+    """Add a response that only its connection can continue."""
     response = StoredResponse(name, "", Turn(previous, b"[]"), lambda: b"{}", local=own)
     store.begin(response)
     own.add(response)
@@ -157,7 +157,7 @@ def local(
     return response
 
 
-def test_a_local_response_is_its_connections_alone():
+def test_local_response_belongs_to_its_connection():
     store = ResponseStore(10, 10**6)
     own, other = LocalResponses(store), LocalResponses(store)
     response = local(store, own, "a")
@@ -185,7 +185,7 @@ def test_local_responses_share_turns_with_stored_ones():
     assert store.num_bytes == 0 and len(own) == 0
 
 
-def test_local_responses_make_room_after_stored_ones():
+def test_local_responses_are_evicted_after_stored_ones():
     store = ResponseStore(10, 4 * BYTES)
     own = LocalResponses(store)
     local(store, own, "a")
@@ -200,7 +200,7 @@ def test_local_responses_make_room_after_stored_ones():
         own.previous("", "a", "p")
 
 
-def test_no_number_of_local_responses_pushes_out_stored_ones():
+def test_local_responses_never_evict_stored_ones_by_count():
     store = ResponseStore(1, 10**6)
     own = LocalResponses(store)
     kept(store, "a")

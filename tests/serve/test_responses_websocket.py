@@ -56,7 +56,7 @@ class Socket:
         return event
 
     async def events(self) -> list[Event]:
-        """Those of one response, or the error instead."""
+        """Return the events of one response, or the error instead."""
         found = [await self.event()]
         while found[-1]["type"] not in LAST:
             found.append(await self.event())
@@ -69,7 +69,7 @@ class Socket:
         return found
 
     async def ask(self, **more: Any) -> Event:
-        """The last event of the answer to a message."""
+        """Return the last event of the answer to a message."""
         await self.send(create(**more))
         return (await self.events())[-1]
 
@@ -84,7 +84,7 @@ class Socket:
         return {**event["error"], "status": event["status"]}
 
     async def closed(self) -> int | None:
-        """The code that the server closes with; no message comes before."""
+        """Return the server's close code; no message may come before."""
         message = await self.raw.receive(timeout=30)
         assert message.type in (WSMsgType.CLOSE, WSMsgType.CLOSED), message
         return self.raw.close_code
@@ -97,7 +97,7 @@ async def connected(server: Server, **options: Any) -> AsyncIterator[Socket]:
 
 
 async def forgotten(server: Server) -> None:
-    """Waits until no connection is open and nothing is kept."""
+    """Wait until no connection is open and nothing is kept."""
     async with asyncio.timeout(10):
         while server.service.sockets or server.service.responses.num_bytes:
             await asyncio.sleep(0.001)
@@ -116,10 +116,11 @@ def text_of(response: dict[str, Any]) -> str:
     return "".join(part["text"] for item in response["output"] for part in item["content"])
 
 
-# ---- what Open Responses tests -------------------------------------------------------------------
+# ---- the tests of Open Responses
+# -------------------------------------------------------------------
 
 
-async def test_a_response_has_the_events_of_a_stream(server):
+async def test_websocket_response_has_the_events_of_a_stream(server):
     async with connected(server) as socket:
         await socket.send(create(stream_id=None))
         events = await socket.events()
@@ -139,7 +140,7 @@ async def test_responses_follow_each_other(server):
     assert first["id"] != second["id"] and not first["store"]
 
 
-async def test_a_response_that_is_not_stored_is_continued_on_its_connection(server):
+async def test_unstored_response_is_continued_on_its_connection(server):
     async with connected(server) as socket:
         first = await socket.response(store=False, input="My name is Alice.")
         second = await socket.response(store=False, previous_response_id=first["id"], input="Who?")
@@ -151,7 +152,7 @@ async def test_a_response_that_is_not_stored_is_continued_on_its_connection(serv
         assert branch["usage"]["input_tokens"] == second["usage"]["input_tokens"]
 
 
-async def test_it_is_neither_listed_nor_continued_elsewhere(server):
+async def test_unstored_response_is_neither_listed_nor_continued_elsewhere(server):
     async with connected(server) as socket, connected(server) as other:
         first = await socket.response(store=False)
         assert (await server.get(f"{PATH}/{first['id']}"))[0] == 404
@@ -162,7 +163,7 @@ async def test_it_is_neither_listed_nor_continued_elsewhere(server):
         await socket.response(store=False, previous_response_id=first["id"])
 
 
-async def test_after_a_reconnect_only_what_is_stored_is_continued(server):
+async def test_only_stored_responses_are_continued_after_a_reconnect(server):
     async with connected(server) as socket:
         lost = await socket.response(store=False)
         kept = await socket.response()
@@ -175,7 +176,7 @@ async def test_after_a_reconnect_only_what_is_stored_is_continued(server):
     assert server.service.responses.num_responses == 2
 
 
-async def test_an_unknown_response_is_not_continued(server):
+async def test_unknown_response_is_not_continued(server):
     async with connected(server) as socket:
         error = await socket.error(store=False, previous_response_id="resp_missing")
         assert (error["status"], error["code"]) == (400, "previous_response_not_found")
@@ -192,7 +193,7 @@ async def test_an_unknown_response_is_not_continued(server):
     ],
     ids=["no such call", "out of range", "wrong type", "too long"],
 )
-async def test_a_continuation_that_fails_forgets_what_it_continued(server, fault):
+async def test_failed_continuation_drops_its_unstored_predecessor(server, fault):
     async with connected(server) as socket:
         first = await socket.response(store=False)
         error = await socket.error(store=False, previous_response_id=first["id"], **fault)
@@ -202,7 +203,7 @@ async def test_a_continuation_that_fails_forgets_what_it_continued(server, fault
     assert server.service.responses.num_bytes == 0
 
 
-async def test_a_stored_response_stays_after_a_failed_continuation(server):
+async def test_stored_response_survives_a_failed_continuation(server):
     async with connected(server) as socket:
         first = await socket.response()
         await socket.error(previous_response_id=first["id"], temperature=-1)
@@ -219,7 +220,7 @@ async def test_tools_are_called_and_answered(start):
         await socket.response(store=False, **more)
 
 
-async def test_a_compaction_begins_a_new_chain(server):
+async def test_compaction_starts_a_new_chain(server):
     body = {"model": server.model, "input": [{"role": "user", "content": "The word is slate."}]}
     status, made = await server.post(f"{PATH}/compact", body)
     assert status == 200
@@ -232,7 +233,7 @@ async def test_a_compaction_begins_a_new_chain(server):
 # ---- the rest of the protocol --------------------------------------------------------------------
 
 
-async def test_a_warm_up_has_no_output_and_can_be_continued(server):
+async def test_warm_up_has_no_output_and_can_be_continued(server):
     async with connected(server) as socket:
         await socket.send(create(generate=False, store=False, input="A long beginning. " * 5))
         events = await socket.events()
@@ -246,7 +247,7 @@ async def test_a_warm_up_has_no_output_and_can_be_continued(server):
         assert more["usage"]["input_tokens_details"]["cached_tokens"] > 0
 
 
-async def test_events_repeat_the_stream_id_and_stay_in_order(server):
+async def test_events_repeat_the_stream_id_in_order(server):
     """One response runs at a time, so streams of other names are answered one after the other."""
     async with connected(server) as socket:
         for name in ("planner", "research"):
@@ -282,9 +283,7 @@ async def test_events_repeat_the_stream_id_and_stay_in_order(server):
     ],
     ids=lambda value: "" if isinstance(value, dict) else None,
 )
-async def test_a_bad_message_gets_an_error_and_the_connection_survives(
-    server, message, param, says
-):
+async def test_bad_message_gets_an_error_and_the_connection_survives(server, message, param, says):
     async with connected(server) as socket:
         await socket.send(message)
         event = await socket.event()
@@ -294,7 +293,7 @@ async def test_a_bad_message_gets_an_error_and_the_connection_survives(
         await socket.response()
 
 
-async def test_a_binary_message_gets_an_error_and_the_connection_survives(server):
+async def test_binary_message_gets_an_error_and_the_connection_survives(server):
     async with connected(server) as socket:
         await socket.raw.send_bytes(json.dumps(create()).encode())
         event = await socket.event()
@@ -302,12 +301,12 @@ async def test_a_binary_message_gets_an_error_and_the_connection_survives(server
         await socket.response()
 
 
-async def test_codex_may_say_that_it_streams(server):
+async def test_codex_stream_field_is_accepted(server):
     async with connected(server) as socket:
         await socket.response(stream=True, background=False)
 
 
-async def test_a_message_over_the_limit_gets_an_error_and_ends_the_connection(start):
+async def test_message_over_the_limit_gets_an_error_and_closes_the_connection(start):
     server = await start(Engine.fake(), SMALL)
     async with connected(server) as socket:
         await socket.ask(input="x" * 3900, max_output_tokens=1)
@@ -317,7 +316,7 @@ async def test_a_message_over_the_limit_gets_an_error_and_ends_the_connection(st
         assert await socket.closed() == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
 
 
-async def test_messages_that_wait_are_bounded(start):
+async def test_waiting_messages_are_bounded(start):
     server = await start(
         Engine.fake(step_time_s=0.05), ServerConfig(limits=Limits(body_bytes=4096))
     )
@@ -337,7 +336,7 @@ async def test_messages_that_wait_are_bounded(start):
     await server.idle()
 
 
-async def test_the_bytes_of_messages_that_wait_are_bounded(start):
+async def test_bytes_of_waiting_messages_are_bounded(start):
     server = await start(
         Engine.fake(step_time_s=0.01), ServerConfig(limits=Limits(body_bytes=4096))
     )
@@ -353,8 +352,8 @@ async def test_the_bytes_of_messages_that_wait_are_bounded(start):
         assert (await socket.ask(max_output_tokens=1))["type"] == "response.incomplete"
 
 
-async def test_many_bytes_may_cross_one_connection(start):
-    """Bytes on the wire are limited for each body, and not for a whole WebSocket."""
+async def test_connection_has_no_total_byte_limit(start):
+    """Bytes are limited per body, not per WebSocket."""
     server = await start(Engine.fake(), ServerConfig(limits=Limits(body_bytes=1024)))
     async with connected(server) as socket:
         for _ in range(120):
@@ -372,7 +371,7 @@ async def refused(server: Server, **options: Any) -> int:
     return caught.value.status
 
 
-async def test_a_key_is_required_before_the_upgrade(start):
+async def test_key_is_required_before_the_upgrade(start):
     server = await start(Engine.fake(), ServerConfig(api_key=("sk-1", "sk-2")))
     assert await refused(server) == 401
     assert await refused(server, headers={"Authorization": "Bearer wrong"}) == 401
@@ -384,7 +383,7 @@ async def test_a_key_is_required_before_the_upgrade(start):
         assert error["code"] == "previous_response_not_found", "each tenant has its own"
 
 
-async def test_a_page_of_another_site_opens_no_socket(start):
+async def test_cross_site_page_cannot_open_a_websocket(start):
     server = await start(Engine.fake())
     port = server.url.rpartition(":")[2]
     for headers in (
@@ -403,7 +402,7 @@ async def test_a_page_of_another_site_opens_no_socket(start):
     assert await refused(server, headers={"Origin": "https://other.example"}) == 403
 
 
-async def test_a_get_that_opens_no_socket_says_how(server):
+async def test_plain_get_explains_how_to_open_a_websocket(server):
     for method, headers in (
         ("GET", {}),
         ("GET", {"Upgrade": "websocket", "Connection": "Upgrade"}),
@@ -417,7 +416,7 @@ async def test_a_get_that_opens_no_socket_says_how(server):
         assert response.status == 426
 
 
-async def test_a_server_that_is_overloaded_says_so_in_an_event(start):
+async def test_overloaded_server_sends_an_error_event(start):
     engine = Engine.fake(step_time_s=0.02, queue_limits=QueueLimits(prompt_tokens=10))
     server = await start(engine)
     async with connected(server) as socket:
@@ -432,7 +431,7 @@ async def test_a_server_that_is_overloaded_says_so_in_an_event(start):
         assert (await socket.error())["code"] == "overloaded"
 
 
-async def test_a_failure_in_the_middle_ends_the_response_alone(start, monkeypatch):
+async def test_mid_stream_failure_ends_only_the_response(start, monkeypatch):
     server = await start(Engine.fake())
     async with connected(server) as socket:
         first = (await socket.ask(store=False, max_output_tokens=2))["response"]
@@ -450,7 +449,7 @@ async def test_a_failure_in_the_middle_ends_the_response_alone(start, monkeypatc
         assert (await socket.ask(max_output_tokens=2))["type"] == "response.incomplete"
 
 
-async def test_a_client_that_stops_reading_is_given_up(start):
+async def test_stalled_reader_times_out(start):
     engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
     server = await start(engine, timeouts=Timeouts(write_stall_s=0.2), send_buffer=4096)
     with socket.socket() as raw:
@@ -470,7 +469,7 @@ async def test_a_client_that_stops_reading_is_given_up(start):
 
 
 async def upgraded(server: Server, raw: socket.socket) -> None:
-    """Opens a WebSocket by hand."""
+    """Open a WebSocket by hand."""
     loop = asyncio.get_running_loop()
     host, port = server.url.removeprefix("http://").split(":")
     await loop.sock_connect(raw, (host, int(port)))
@@ -483,13 +482,12 @@ async def upgraded(server: Server, raw: socket.socket) -> None:
 
 
 def masked(payload: bytes) -> bytes:
-    """A text message of a client's, masked with zeros."""
     assert 125 < len(payload) < 65536
     return b"\x81\xfe" + len(payload).to_bytes(2, "big") + bytes(4) + payload
 
 
 async def counted(server: Server, method: str) -> dict[str, float]:
-    """How many requests of the method were counted, by status."""
+    """Return the counted requests of the method, by status."""
     async with server.http.get(server.url + "/metrics") as response:
         families = text_string_to_metric_families(await response.text())
     return {
@@ -500,7 +498,7 @@ async def counted(server: Server, method: str) -> dict[str, float]:
     }
 
 
-async def test_each_response_is_counted_and_has_a_line_in_the_log(server, caplog):
+async def test_each_response_is_counted_and_logged(server, caplog):
     caplog.set_level(logging.INFO, "forge_serve.requests")
     async with connected(server, headers={"X-Request-Id": "mine"}) as socket:
         response = await socket.response()
@@ -525,7 +523,7 @@ async def test_each_response_is_counted_and_has_a_line_in_the_log(server, caplog
     assert "output_tokens" not in lines[3]
 
 
-async def test_a_client_that_leaves_ends_its_response(start):
+async def test_client_disconnect_ends_its_response(start):
     server = await start(Engine.fake(step_time_s=0.01))
     for how in ("close", "abort"):
         async with connected(server) as socket:
@@ -541,7 +539,7 @@ async def test_a_client_that_leaves_ends_its_response(start):
         await forgotten(server)
 
 
-async def test_a_shutdown_finishes_the_response_and_closes(start):
+async def test_shutdown_finishes_the_response_and_closes(start):
     server = await start(Engine.fake(step_time_s=0.01))
     async with connected(server) as busy, connected(server) as idle:
         await busy.send(create(max_output_tokens=5))
@@ -559,7 +557,7 @@ async def test_a_shutdown_finishes_the_response_and_closes(start):
         assert await refused(server) == 503
 
 
-async def test_a_connection_has_a_longest_time(server, monkeypatch):
+async def test_connection_has_a_maximum_age(server, monkeypatch):
     monkeypatch.setattr(responses_websocket, "CONNECTION_S", 0.0)
     async with connected(server) as socket:
         event = await socket.event()
@@ -568,7 +566,7 @@ async def test_a_connection_has_a_longest_time(server, monkeypatch):
         assert await socket.closed() == aiohttp.WSCloseCode.GOING_AWAY
 
 
-async def test_an_idle_client_is_pinged_and_one_that_is_gone_is_given_up(server, monkeypatch):
+async def test_idle_client_is_pinged_and_closed_without_an_answer(server, monkeypatch):
     monkeypatch.setattr(responses_websocket, "PING_S", 0.01)
     async with connected(server, autoping=False) as socket:
         for _ in range(3):
@@ -583,7 +581,7 @@ async def test_an_idle_client_is_pinged_and_one_that_is_gone_is_given_up(server,
             await asyncio.sleep(0.001)
 
 
-async def test_a_clients_ping_is_answered(server):
+async def test_client_ping_is_answered(server):
     async with connected(server, autoping=False) as socket:
         await socket.raw.ping(b"are you there")
         message = await socket.raw.receive()
@@ -608,10 +606,10 @@ async def test_frames_of_all_lengths_are_read(size):
         await raw.close()
 
 
-# ---- what a connection remembers -----------------------------------------------------------------
+# ---- local responses -----------------------------------------------------------------------------
 
 
-async def test_a_connection_remembers_its_last_responses_and_no_others(server):
+async def test_connection_keeps_only_its_last_responses(server):
     async with connected(server) as socket:
         ids = [(await socket.response(store=False))["id"] for _ in range(MAX_LOCAL + 1)]
         error = await socket.error(store=False, previous_response_id=ids[0])
@@ -621,7 +619,7 @@ async def test_a_connection_remembers_its_last_responses_and_no_others(server):
     await forgotten(server)
 
 
-async def test_a_connection_remembers_without_a_store(start):
+async def test_connection_keeps_responses_without_a_store(start):
     config = ServerConfig(max_stored_responses=0)
     server = await start(scripted_engine("Sunny.", template=families.HERMES), config)
     async with connected(server) as socket:
@@ -634,7 +632,7 @@ async def test_a_connection_remembers_without_a_store(start):
 # ---- OpenAI's client -----------------------------------------------------------------------------
 
 
-async def test_openais_client_connects_and_continues(server):
+async def test_openai_client_connects_and_continues(server):
     async with server.openai.responses.connect() as connection:
         previous = None
         for _ in range(2):

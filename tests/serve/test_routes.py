@@ -1,4 +1,4 @@
-"""The table of routes: aliases, trailing slashes, and the names of paths that are not in it."""
+"""The table of routes: aliases, trailing slashes, and unknown paths."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ def test_every_handler_exists_and_its_name_is_unique():
     assert len({name for _, name in names}) == len(names)
 
 
-def test_unversioned_paths_of_openais_endpoints_exist():
+def test_unversioned_paths_of_openai_endpoints_exist():
     paths = {path: route.handler for route in ROUTES for path in route.paths}
     for path in ("/chat/completions", "/completions", "/embeddings", "/models"):
         assert paths[path] == paths[f"/v1{path}"]
 
 
 @pytest.mark.parametrize("route", ALIASED, ids=lambda route: route.handler)
-async def test_an_alias_is_the_same_endpoint(start, route):
-    """The same answers, limits, API keys and lines of the metrics, each path under its own name."""
+async def test_alias_is_the_same_endpoint(start, route):
+    """Compares answers, limits, API keys and metrics, each path under its own name."""
     config = ServerConfig(api_key=(KEY,), limits=Limits(body_bytes=4096))
     server = await start(Engine.fake(max_model_len=256), config)
     headers, shapes = {"X-Api-Key": KEY}, set()
@@ -107,14 +107,14 @@ async def test_an_alias_is_the_same_endpoint(start, route):
         ("POST", "/tokenize/?a=b", BODIES["tokenize"]),
     ],
 )
-async def test_a_trailing_slash_is_left_out(server, method, path, body):
+async def test_trailing_slash_is_ignored(server, method, path, body):
     async with server.http.request(method, server.url + path, json=body) as response:
         assert response.status == 200
     label = path.partition("?")[0].removesuffix("/").replace("/forge-fake", "/{name}")
     assert (await metrics(server))[label, "200"] == 1
 
 
-async def test_a_trailing_slash_changes_neither_keys_nor_methods(start):
+async def test_trailing_slash_changes_neither_keys_nor_methods(start):
     server = await start(Engine.fake(), ServerConfig(api_key=(KEY,)))
     assert (await server.get("/v1/models/"))[0] == 401
     assert (await server.get("/health/"))[0] == 200
@@ -136,9 +136,7 @@ async def test_a_trailing_slash_changes_neither_keys_nor_methods(start):
         ("/" + "x" * 3000, "/*", "see /openapi.json"),
     ],
 )
-async def test_an_unknown_path_is_one_of_few_in_the_metrics_and_gets_a_hint(
-    server, path, label, hint
-):
+async def test_unknown_path_has_a_bounded_label_and_a_hint(server, path, label, hint):
     status, answer = await server.post(path, {})
     assert status == 404 and answer["error"]["code"] == "not_found"
     assert hint in answer["error"]["message"]
@@ -146,29 +144,29 @@ async def test_an_unknown_path_is_one_of_few_in_the_metrics_and_gets_a_hint(
     assert counted == {label}
 
 
-async def test_strangers_cannot_make_labels(server):
+async def test_clients_cannot_create_metric_labels(server):
     for number in range(40):
         await server.post(f"/v1/{number}/{number}", {})
         await server.post(f"/{number}", {})
-        await server.post(f"/v1/models/a/{number}", {})  # a method that the path does not take
+        await server.post(f"/v1/models/a/{number}", {})  # a method that the path does not support
     counted = {handler for handler, _ in await metrics(server)}
     assert counted <= {"/v1/*", "/*", "/v1/models/{name}", "/metrics"}
 
 
-async def test_a_wrong_method_is_counted_for_its_path(server):
+async def test_wrong_method_is_counted_for_its_path(server):
     status, answer = await server.get("/v1/completions")
     assert status == 405 and "POST" in answer["error"]["message"]
     assert (await metrics(server))["/v1/completions", "405"] == 1
 
 
-def test_a_name_is_compared_only_if_it_is_short():
+def test_only_short_names_are_compared():
     assert nearest("max_tokns", ["max_tokens", "n"]) == "max_tokens"
     assert nearest("zebra", ["max_tokens"]) is None
     assert nearest("a" * MAX_CHARS, ["a" * MAX_CHARS]) is not None
     assert nearest("a" * (MAX_CHARS + 1), ["a" * (MAX_CHARS + 1)]) is None
 
 
-async def test_an_unknown_model_is_told_of_those_that_are_served(server):
+async def test_unknown_model_error_lists_the_served_ones(server):
     body = {"prompt": "a", "model": "forge-fke"}
     status, answer = await server.post("/v1/completions", body)
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
@@ -176,7 +174,7 @@ async def test_an_unknown_model_is_told_of_those_that_are_served(server):
     assert "forge-fke" not in answer["error"]["message"]
 
 
-async def test_any_model_is_served_if_the_operator_wants_it(start):
+async def test_any_model_name_is_served_if_configured(start):
     server = await start(Engine.fake(), ServerConfig(accept_any_model=True))
     for model in ("gpt-4o", "forge-fake", None):
         status, answer = await server.post("/v1/completions", {"prompt": "a", "model": model})
@@ -197,18 +195,18 @@ async def test_any_model_is_served_if_the_operator_wants_it(start):
         ({"query": "a", "documents": ["b", "c"]}, None),
     ],
 )
-async def test_an_invocation_is_what_its_fields_say(server, body, object):
+async def test_invocation_is_dispatched_by_its_fields(server, body, object):
     status, answer = await server.post("/invocations", body)
     assert status == 200 and answer.get("object") == object
 
 
 @pytest.mark.parametrize("body", [{}, {"max_tokens": 3}, [], b"{", b'{"a": ' + b"[" * 500])
-async def test_an_invocation_of_nothing_is_refused(server, body):
+async def test_empty_invocation_is_rejected(server, body):
     status, answer = await server.post("/invocations", body)
     assert status == 400 and answer["error"]["type"] == "invalid_request_error"
 
 
-async def test_an_invocation_may_stream_and_a_container_may_be_pinged(server):
+async def test_invocation_may_stream_and_container_answers_pings(server):
     events = await server.events("/invocations", {"prompt": "a", "max_tokens": 2, "stream": True})
     assert events[-1] == "[DONE]" and len(events) > 1
     for method in ("GET", "POST"):
@@ -224,7 +222,7 @@ async def test_open_webui_finds_the_models(start):
     assert (await server.get("/api/version"))[1] == (await server.get("/version"))[1]
 
 
-def test_the_page_lists_every_path():
+def test_documentation_lists_every_path():
     text = PAGE.read_text()
     table = text[text.index("## Endpoints") : text.index("## Fields")]
     for path, method, name in routes(make_app(Service(ServerConfig())).router):

@@ -1,4 +1,4 @@
-"""`--engine-process` over HTTP: the engine is killed, and nobody who reads a stream can tell."""
+"""`--engine-process` over HTTP: killing the engine is invisible to the streams' clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def body(i: int) -> dict:
 
 
 async def text(server, i: int) -> tuple[str, list, dict]:
-    """Text, logprobs and usage of a stream."""
     events = await server.events("/v1/completions", body(i))
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
@@ -62,7 +61,7 @@ worker.main()
 
 @pytest.fixture
 def launches(monkeypatch) -> threading.Semaphore:
-    """How many successors may be started; those that are one too many wait."""
+    """Limit how many successors may start; further ones wait."""
     allowed, launch = threading.Semaphore(0), launcher.launch
 
     def launch_when_allowed(*args):
@@ -74,7 +73,7 @@ def launches(monkeypatch) -> threading.Semaphore:
 
 
 async def test_sixty_four_streams_survive_kills(start, launches, monkeypatch):
-    """Two processes die after 20 steps, when no stream of 60 tokens can have ended."""
+    """Two processes die after 20 steps, before any stream of 60 tokens can end."""
     expected_server = await start(Engine.fake())
     expected = await asyncio.gather(*(text(expected_server, i) for i in range(STREAMS)))
 
@@ -102,7 +101,7 @@ async def test_sixty_four_streams_survive_kills(start, launches, monkeypatch):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_the_flag_decides_where_the_engine_runs(separate):
+def test_flag_decides_where_the_engine_runs(separate):
     from forge_jax.config import EngineConfig
 
     config = ServerConfig(fake=True, engine_process=separate, max_queued_requests=7)

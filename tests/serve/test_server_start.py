@@ -1,4 +1,4 @@
-"""The start-up order: a bound socket, then a loading engine, then a server that serves."""
+"""The start-up order: a bound socket, a loading engine, a serving server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from forge_serve.openai import operations
 from forge_serve.server import process as server
 
 
-def test_an_address_that_is_not_this_machines_is_a_clear_error():
+def test_unavailable_address_is_a_clear_error():
     with pytest.raises(ConfigError, match="--host"):
         server.bind("192.0.2.1", 0)
 
@@ -57,7 +57,7 @@ async def test_health_answers_while_the_engine_loads(capsys):
 
 
 class LateExecutables:
-    """Two executables that compile when the test says so."""
+    """Two executables that compile on command."""
 
     def __init__(self) -> None:
         self.background = BackgroundCompile()
@@ -76,7 +76,7 @@ class LateExecutables:
 
 
 def serving_with(late: LateExecutables) -> tuple[str, asyncio.Task[bool]]:
-    """A server on an engine that is serving and not ready."""
+    """Start a server on an engine that is serving and not ready."""
     parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=1024, check=True)
     parts.late = late.background
     sock = server.bind("127.0.0.1", 0)
@@ -85,7 +85,7 @@ def serving_with(late: LateExecutables) -> tuple[str, asyncio.Task[bool]]:
     return "http://{}:{}".format(*sock.getsockname()), task
 
 
-async def test_requests_are_served_before_the_last_executable_is_there():
+async def test_requests_are_served_before_the_last_executable_is_ready():
     late = LateExecutables()
     url, serving = serving_with(late)
     body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
@@ -120,7 +120,7 @@ async def test_requests_are_served_before_the_last_executable_is_there():
         assert await serving is True
 
 
-async def test_a_server_that_is_stopped_before_it_is_ready_waits_for_no_compiler():
+async def test_server_stopped_before_ready_does_not_wait_for_the_compiler():
     late = LateExecutables()
     url, serving = serving_with(late)
     async with aiohttp.ClientSession() as http:
@@ -131,7 +131,7 @@ async def test_a_server_that_is_stopped_before_it_is_ready_waits_for_no_compiler
     assert late.background.complete and not late.active
 
 
-async def test_a_signal_while_the_engine_loads_does_not_wait_for_it():
+async def test_signal_during_loading_does_not_wait_for_it():
     loaded = threading.Event()
 
     def load() -> Engine:
@@ -148,7 +148,7 @@ async def test_a_signal_while_the_engine_loads_does_not_wait_for_it():
     loaded.set()
 
 
-async def test_a_model_that_cannot_be_loaded_ends_the_server():
+async def test_unloadable_model_ends_the_server():
     def load() -> Engine:
         raise ModelError("no such model")
 
@@ -177,7 +177,7 @@ async def test_draining_lets_requests_finish_and_then_aborts_them(caplog):
         assert not [r for r in caplog.records if r.levelno > logging.INFO], "it was to be expected"
 
 
-async def test_who_comes_while_requests_finish_is_told_to_come_again():
+async def test_requests_during_a_drain_get_retry_after():
     sock = server.bind("127.0.0.1", 0)
     url = "http://{}:{}".format(*sock.getsockname())
     config = ServerConfig(drain_timeout_s=20)
@@ -190,7 +190,7 @@ async def test_who_comes_while_requests_finish_is_told_to_come_again():
         await response.content.readany()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.05)
-        for _ in range(2):  # on a connection of its own, each time
+        for _ in range(2):  # on a new connection each time
             async with http.post(url + "/v1/completions", json=body) as refused:
                 assert refused.status == 503
                 assert (await refused.json())["error"]["code"] == "not_ready"
@@ -206,9 +206,7 @@ async def test_who_comes_while_requests_finish_is_told_to_come_again():
             await http.get(url + "/health")
 
 
-async def test_a_request_that_is_being_tokenised_when_the_end_comes_is_told_to_come_again(
-    start, monkeypatch
-):
+async def test_request_tokenized_during_shutdown_gets_retry_after(start, monkeypatch):
     running = await start(Engine.fake())
     encode = operations.encode_prompts
 
@@ -222,7 +220,7 @@ async def test_a_request_that_is_being_tokenised_when_the_end_comes_is_told_to_c
     assert (status, answer["error"]["code"]) == (503, "not_ready")
 
 
-def test_the_log_says_what_is_loaded_and_that_it_may_take_a_while(caplog, monkeypatch):
+def test_log_announces_a_long_model_load(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("forge_jax.engine.thread.resolve", lambda *_: Path("folder"))
 
@@ -237,7 +235,7 @@ def test_the_log_says_what_is_loaded_and_that_it_may_take_a_while(caplog, monkey
     assert "loading org/model on cuda:1" in message and "compiles" in message
 
 
-def test_a_model_that_is_not_there_fails_before_the_log_says_that_it_is_loaded(caplog, monkeypatch):
+def test_missing_model_fails_before_the_load_is_logged(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
 
     def resolve(*_: Any) -> Any:
@@ -249,7 +247,7 @@ def test_a_model_that_is_not_there_fails_before_the_log_says_that_it_is_loaded(c
     assert caplog.messages == []
 
 
-def test_what_the_fake_device_ignores_is_named(caplog):
+def test_options_ignored_by_the_fake_device_are_named(caplog):
     config = EngineConfig.from_options(model="org/model", dtype="float32", max_model_len=99)
     server.warn_of_ignored(config)
     [message] = caplog.messages
@@ -262,7 +260,7 @@ def test_what_the_fake_device_ignores_is_named(caplog):
 async def _until_ready(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> aiohttp.ClientResponse:
-    """The answer to a completion, as soon as the server takes it."""
+    """Return the answer to a completion, as soon as the server accepts it."""
     while True:
         response = await http.post(url + "/v1/completions", json=body)
         if response.status == 200:

@@ -1,4 +1,4 @@
-"""HTTPS: with a certificate made by the test, and what is said about files that are none."""
+"""HTTPS: with the test's own certificate, and errors of invalid files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CERT, KEY = str(FIXTURES / "cert.pem"), str(FIXTURES / "key.pem")
 OTHER_KEY, LOCKED_KEY = str(FIXTURES / "other_key.pem"), str(FIXTURES / "locked_key.pem")
 
 
-async def test_a_server_with_a_certificate_speaks_only_https(capsys, caplog):
+async def test_server_with_a_certificate_speaks_only_https(capsys, caplog):
     sock = server.bind("127.0.0.1", 0)
     host = "{}:{}".format(*sock.getsockname())
     config = ServerConfig(tls_cert=CERT, tls_key=KEY, drain_timeout_s=1.0)
@@ -48,7 +48,7 @@ async def test_a_server_with_a_certificate_speaks_only_https(capsys, caplog):
     assert not [record for record in caplog.records if record.exc_info], "no traceback"
 
 
-async def test_old_versions_of_tls_are_not_spoken():
+async def test_old_tls_versions_are_rejected():
     context = ssl_context(ServerConfig(tls_cert=CERT, tls_key=KEY))
     assert context is not None and context.minimum_version >= ssl.TLSVersion.TLSv1_2
     assert ssl_context(ServerConfig()) is None
@@ -68,12 +68,12 @@ async def test_old_versions_of_tls_are_not_spoken():
         (CERT, LOCKED_KEY, "--tls-key: .*locked_key.pem is encrypted: store it without a password"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(cert, key, message):
+def test_unusable_file_is_named(cert, key, message):
     with pytest.raises(ConfigError, match=message):
         ssl_context(ServerConfig(tls_cert=cert, tls_key=key))
 
 
 @pytest.mark.parametrize("given", [{"tls_cert": CERT}, {"tls_key": KEY}])
-def test_a_certificate_without_its_key_is_refused(given):
+def test_certificate_without_its_key_is_rejected(given):
     with pytest.raises(ConfigError, match="--tls-cert and --tls-key"):
         ServerConfig(**given)

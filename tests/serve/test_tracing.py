@@ -1,4 +1,4 @@
-"""Spans of requests, in OpenTelemetry's words, and what it takes to have them."""
+"""Request spans in OpenTelemetry's terms, and their requirements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture
 def spans(server) -> Any:
-    """Waits for so many spans of the server; gives them by name, in the order of their ends."""
+    """Wait for this many spans of the server; return them by name, in the order of their ends."""
     exporter = InMemorySpanExporter()
     server.service.tracing = Tracing(SimpleSpanProcessor(exporter))
 
@@ -49,7 +49,7 @@ def ids(span: ReadableSpan) -> tuple[str, str]:
     return f"{context.trace_id:032x}", f"{context.span_id:016x}"
 
 
-async def test_a_request_is_a_span_with_the_conventions_names(server, spans):
+async def test_request_span_follows_the_conventions(server, spans):
     body = {**BODY, "temperature": 0.5, "top_k": 3, "seed": 7, "frequency_penalty": 0.25}
     _, answer = await server.post(PATH, body)
     _, answer = await server.post(PATH, body)
@@ -92,7 +92,7 @@ async def test_a_request_is_a_span_with_the_conventions_names(server, spans):
     assert span.resource.attributes["service.name"] == "forge-jax"
 
 
-async def test_its_stages_are_spans_inside_it_one_after_the_other(server, spans):
+async def test_stages_are_consecutive_child_spans(server, spans):
     await server.post(PATH, BODY)
     found = await spans(4)
     whole = found.pop(f"text_completion {server.model}")
@@ -103,7 +103,7 @@ async def test_its_stages_are_spans_inside_it_one_after_the_other(server, spans)
     assert queue.end_time <= prefill.end_time == decode.start_time
 
 
-async def test_a_request_joins_the_trace_of_its_client(server, spans):
+async def test_request_joins_its_clients_trace(server, spans):
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
     async with server.http.post(server.url + PATH, json=BODY, headers=headers) as response:
         assert response.status == 200
@@ -114,7 +114,7 @@ async def test_a_request_joins_the_trace_of_its_client(server, spans):
     assert whole.context.trace_state["vendor"] == "1"
 
 
-async def test_what_the_client_does_not_sample_is_not_sent(server, spans, caplog):
+async def test_unsampled_trace_is_not_sent(server, spans, caplog):
     caplog.set_level(logging.INFO, "forge_serve.requests")
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     await server.http.post(server.url + PATH, json=BODY, headers=headers)
@@ -123,14 +123,14 @@ async def test_what_the_client_does_not_sample_is_not_sent(server, spans, caplog
     assert set(await spans(1)) == {"POST /tokenize"}
 
 
-async def test_a_traceparent_that_is_none_begins_a_trace_of_its_own(server, spans):
+async def test_invalid_traceparent_starts_a_new_trace(server, spans):
     headers = {"traceparent": "00-nonsense"}
     await server.http.post(server.url + PATH, json=BODY, headers=headers)
     span = (await spans(4))[f"text_completion {server.model}"]
     assert span.parent is None
 
 
-async def test_the_line_in_the_log_names_the_trace(server, spans, caplog):
+async def test_log_line_names_the_trace(server, spans, caplog):
     caplog.set_level(logging.INFO, "forge_serve.requests")
     await server.post(PATH, BODY)
     span = (await spans(4))[f"text_completion {server.model}"]
@@ -163,13 +163,13 @@ async def test_embeddings_have_no_output(server, spans):
     assert "gen_ai.usage.output_tokens" not in has and "gen_ai.request.temperature" not in has
 
 
-async def test_a_seed_that_no_attribute_can_hold_is_left_out(server, spans):
+async def test_seed_too_large_for_an_attribute_is_omitted(server, spans):
     await server.post(PATH, {**BODY, "seed": 2**64 - 1})
     span = (await spans(4))[f"text_completion {server.model}"]
     assert "gen_ai.request.seed" not in span.attributes
 
 
-async def test_a_refusal_is_the_clients_error_and_a_failure_the_servers(server, spans):
+async def test_rejection_is_a_client_error_and_failure_a_server_error(server, spans):
     await server.post(PATH, {**BODY, "top_p": 7})
     refused = (await spans(1))[f"POST {PATH}"]
     assert refused.attributes["error.type"] == "invalid_request_error"
@@ -182,7 +182,7 @@ async def test_a_refusal_is_the_clients_error_and_a_failure_the_servers(server, 
     assert failed.status.status_code is StatusCode.ERROR
 
 
-async def test_a_stream_that_breaks_off_is_an_error_though_it_began_well(start):
+async def test_interrupted_stream_is_an_error_despite_its_start(start):
     server = await start(Engine.fake(step_time_s=0.005))
     exporter = InMemorySpanExporter()
     server.service.tracing = Tracing(SimpleSpanProcessor(exporter))
@@ -210,7 +210,7 @@ async def test_spans_arrive_at_a_collector(aiohttp_collector):
     assert [span.name for span in resource.scope_spans[0].spans] == ["a"]
 
 
-async def test_a_server_that_ends_sends_its_last_spans(aiohttp_collector):
+async def test_stopping_server_sends_its_last_spans(aiohttp_collector):
     url, received = aiohttp_collector
     command = [sys.executable, "-m", "forge_serve", "serve", "--fake", "--port", "0",
                "--no-request-log", "--otlp-traces-endpoint", url]  # fmt: skip
@@ -253,13 +253,13 @@ async def aiohttp_collector() -> Any:
         await runner.cleanup()
 
 
-def test_the_services_name_can_be_given_as_opentelemetry_has_it(monkeypatch):
+def test_service_name_comes_from_the_opentelemetry_variable(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     tracing = Tracing(SimpleSpanProcessor(InMemorySpanExporter()))
     assert tracing._provider.resource.attributes["service.name"] == "mine"
 
 
-def test_without_the_flag_nothing_of_it_is_imported():
+def test_tracing_imports_nothing_without_the_flag():
     code = (
         "import sys; from forge_serve.server.service import Service;"
         "from forge_serve.config import ServerConfig;"
@@ -269,13 +269,13 @@ def test_without_the_flag_nothing_of_it_is_imported():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_the_extra_the_flag_says_what_to_install(monkeypatch):
+def test_flag_without_the_extra_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match=r"pip install 'forge-jax\[otel\]'"):
         Tracing.of(ServerConfig(otlp_traces_endpoint="http://localhost:4318/v1/traces"))
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "", "grpc://x", "http:///v1"])
-def test_an_endpoint_must_be_a_url(endpoint):
+def test_endpoint_must_be_a_url(endpoint):
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be a URL"):
         ServerConfig(otlp_traces_endpoint=endpoint)

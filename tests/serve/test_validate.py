@@ -1,4 +1,4 @@
-"""Bodies as bytes: what is JSON and still no request, and that no message repeats any of it."""
+"""Request bodies as bytes: valid JSON that is no request, and errors that never quote it."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def refusal(body: bytes, kind: Any = CompletionRequest) -> RequestError:
         (b'{"prompt": "a", "stream_options": {"n": 1, "n": 2}, "n": 1}', None),
     ],
 )
-def test_a_key_that_is_given_twice_is_refused(body, param):
+def test_duplicate_key_is_rejected(body, param):
     error = refusal(body)
     assert error.param == param
     assert "twice" in str(error)
     assert SENTINEL not in str(error)
 
 
-def test_a_key_that_is_given_twice_in_a_message_is_refused():
+def test_duplicate_key_in_a_message_is_rejected():
     error = refusal(
         b'{"messages": [{"role": "user", "role": "system", "content": "a"}]}', ChatRequest
     )
     assert error.param is None and "twice" in str(error)
 
 
-def test_a_key_that_is_given_twice_in_a_large_body_is_refused():
+def test_duplicate_key_in_a_large_body_is_rejected():
     filler = b'a:\\u003a\\\\\\"' * SMALL_BODY_BYTES
     assert decode(b'{"prompt": "' + filler + b'", "n": 1}', CompletionRequest, Limits()).n == 1
     error = refusal(b'{"prompt": "' + filler + b'", "n": 1, "n": 2}')
@@ -70,7 +70,7 @@ def test_a_key_that_is_given_twice_in_a_large_body_is_refused():
         "{[:]}",
     ],
 )
-def test_what_looks_like_a_key_in_a_text_is_none(text):
+def test_key_like_text_in_a_string_is_no_key(text):
     body = f'{{"prompt": "{text}", "max_tokens": 1, "unknown": {{"{text}": "{text}"}}}}'.encode()
     assert decode(body, CompletionRequest, Limits()).prompt == json.loads(f'"{text}"')
 
@@ -103,14 +103,14 @@ def test_what_looks_like_a_key_in_a_text_is_none(text):
         ("stream_options", f'{{"include_usage": "{SENTINEL}"}}', "stream_options.include_usage"),
     ],
 )
-def test_values_of_the_wrong_kind_are_refused(field, literal, param):
+def test_values_of_the_wrong_kind_are_rejected(field, literal, param):
     error = refusal(f'{{"prompt": "{SENTINEL}", "{field}": {literal}}}'.encode())
     assert error.param == param
     assert SENTINEL not in str(error) and len(str(error)) < 200
 
 
 @pytest.mark.parametrize("literal", ['"nan"', '"-inf"', '"infinity"'])
-def test_text_that_spells_no_finite_number_is_none(literal):
+def test_text_of_a_non_finite_number_is_rejected(literal):
     request = decode(f'{{"prompt": "a", "top_p": {literal}}}'.encode(), CompletionRequest, Limits())
     with pytest.raises(RequestError) as refused:
         request.sampling_params()
@@ -121,7 +121,7 @@ def test_text_that_spells_no_finite_number_is_none(literal):
     "role",
     [f"{SENTINEL}!", f"x - at `$.{SENTINEL}`", f"`{SENTINEL}`", "user ", "user\n", "", "a" * 65],
 )
-def test_an_unknown_role_is_not_repeated(role):
+def test_unknown_role_is_not_quoted(role):
     body = json.dumps({"messages": [{"role": role, "content": "a"}]}).encode()
     error = refusal(body, ChatRequest)
     assert error.param == "messages[0].role"
@@ -131,7 +131,7 @@ def test_an_unknown_role_is_not_repeated(role):
     )
 
 
-def test_empty_containers_cannot_fill_the_memory():
+def test_empty_containers_cannot_exhaust_memory():
     body = b'{"prompt": "a", "unknown": [' + b"[]," * 1_000_000 + b"[]]}"
     assert "arrays and objects" in str(refusal(body))
     quoted = b'{"prompt": "' + b"[]{}" * 100_000 + b'"}'
@@ -140,7 +140,7 @@ def test_empty_containers_cannot_fill_the_memory():
     assert decode(escaped, GenerateRequest, Limits()).prompt == '"[\\' * 100_000
 
 
-def test_a_number_of_many_digits_is_measured_like_any_other_value():
+def test_number_with_many_digits_counts_toward_the_size_limit():
     for name in ("chat_template_kwargs", "tools", "response_format"):
         body = CHAT_HEAD + b', "%b": {"a": %b}}' % (name.encode(), b"9" * 400)
         if name == "chat_template_kwargs":
@@ -161,6 +161,6 @@ def test_a_number_of_many_digits_is_measured_like_any_other_value():
         (GenerateRequest, '"prompt": "a"', "max_tokens", "max_new_tokens"),
     ],
 )
-def test_a_limit_that_another_wins_over_is_held_to_its_range(kind, start, wins, param):
+def test_overridden_limit_is_still_range_checked(kind, start, wins, param):
     body = f'{{{start}, "{wins}": 3, "{param}": -1}}'
     assert refusal(body.encode(), kind).param == param

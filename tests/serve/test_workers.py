@@ -1,4 +1,4 @@
-"""Lanes: who gets a thread, what is dropped, and how much of a long text is tokenized."""
+"""Lanes: the assignment of threads, dropped work, and partial tokenization of long texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Held:
-    """A lane whose only thread is busy until `let_go`; what ran after that is in `ran`."""
+    """A lane whose only thread is busy until `let_go`; `ran` has the later calls."""
 
     def __init__(self, lane: Lane):
         self.lane = lane
@@ -41,7 +41,7 @@ class Held:
         await asyncio.to_thread(begun.wait, 60.0)
 
     async def leave(self) -> None:
-        """The client of the call that runs leaves; the call goes on."""
+        """Cancel the client of the running call, which continues."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -72,7 +72,7 @@ async def test_lane_serves_tenants_in_turn(held):
     assert held.ran == ["a0", "b0", "a1", "b1", "a2"]
 
 
-async def test_lane_drops_waiting_work_whose_client_has_left(held):
+async def test_lane_drops_waiting_work_of_disconnected_clients(held):
     gone, stays = await held.queue("a", "gone"), await held.queue("a", "stays")
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
@@ -82,7 +82,7 @@ async def test_lane_drops_waiting_work_whose_client_has_left(held):
     assert held.ran == ["stays"]
 
 
-async def test_lane_keeps_a_thread_busy_until_the_call_of_a_client_that_left_returns(held):
+async def test_lane_thread_stays_busy_until_an_abandoned_call_returns(held):
     waiting = await held.queue("a", "next")
     await held.leave()
     await asyncio.sleep(0.01)
@@ -92,7 +92,7 @@ async def test_lane_keeps_a_thread_busy_until_the_call_of_a_client_that_left_ret
     assert held.ran == ["next"]
 
 
-async def test_lane_passes_exceptions_on_and_stays_usable():
+async def test_lane_propagates_exceptions_and_stays_usable():
     lane = Lane("test", 1)
     with pytest.raises(ZeroDivisionError):
         await lane.run("a", lambda: 1 // 0)
@@ -125,7 +125,7 @@ def test_pieces_keep_order_and_are_small():
 
 
 class Counting:
-    """A tokenizer's `encode` that adds up what it was given."""
+    """A tokenizer's `encode` that sums up its input."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -164,7 +164,7 @@ def test_truncation_tokenizes_in_proportion_to_the_kept_tokens(tiny):
     assert encode.num_chars < 8 * (10 + MARGIN_TOKENS) + 1 < len(text) / 100
 
 
-def test_truncation_stops_at_the_limit_where_text_has_few_tokens():
+def test_truncation_stops_at_the_limit_if_the_text_has_few_tokens():
     encode = []
     kept = Kept(10, first=False)
     ids, whole = kept.encode("x" * 10**6, lambda text: encode.append(len(text)) or [1], 10**5)
@@ -177,7 +177,7 @@ def test_truncation_stops_at_the_limit_where_text_has_few_tokens():
 
 @pytest.fixture
 def encoded(monkeypatch) -> list[int]:
-    """Characters of each text that is tokenized."""
+    """Record the characters of each text that is tokenized."""
     sizes: list[int] = []
     encode = Tokenizer.encode
 
@@ -205,7 +205,7 @@ async def test_long_truncated_prompt_is_tokenized_in_part(server, encoded, side)
     assert sum(encoded[:-1]) < 10_000
 
 
-async def test_truncation_beyond_the_context_is_refused_before_tokenizing(server, encoded):
+async def test_truncation_beyond_the_context_is_rejected_before_tokenizing(server, encoded):
     body = {"prompt": "a" * 100_000, "truncate_prompt_tokens": 1025}
     status, answer = await server.post(COMPLETIONS, body)
     assert status == 400 and answer["error"]["param"] == "truncate_prompt_tokens"
@@ -237,7 +237,7 @@ async def test_total_text_of_a_request_is_limited(start, encoded, path, body, pa
     assert not encoded
 
 
-async def test_long_texts_do_not_hold_up_short_ones(start):
+async def test_long_texts_do_not_delay_short_ones(start):
     server = await start(Engine.fake(max_model_len=2**20))
     lane = server.service.workers.long_texts
     helds = [Held(lane) for _ in range(lane._free)]
@@ -266,7 +266,7 @@ async def test_long_texts_do_not_hold_up_short_ones(start):
         ("/v1/embeddings", {"input": ["a" * 1000] * 100}),
     ],
 )  # fmt: skip
-async def test_text_of_a_client_that_has_left_is_not_processed(start, encoded, path, body):
+async def test_text_of_a_disconnected_client_is_not_processed(start, encoded, path, body):
     server = await start(Engine.fake(max_model_len=1024))
     workers = server.service.workers
     lanes = (workers.short_texts, workers.long_texts)

@@ -1,4 +1,4 @@
-"""Counts work without a clock."""
+"""A measure of work without a clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lines_executed(call: Callable[[], Any]) -> int:
-    """How many lines of forge_jax.speculate a call executes."""
+    """Return how many lines of forge_jax.speculate a call executes."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The index of contexts against a search of the text, and the pool that shares out room."""
+"""The index of contexts compared with a linear search, and the pool that divides the room."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = st.sampled_from([(1, 2, 4, 8), (1, 2, 3), (2, 3, 5), (3,)])
 def naive(
     texts: list[tuple[list[int], list[int]]], forgotten: int, tail: list[int], lengths: tuple
 ) -> list[list[int]]:
-    """What follows each place, latest first, where the longest context of `tail` stands."""
+    """Return the continuations of the longest matching context of `tail`, latest first."""
     for length in sorted(lengths, reverse=True):
         found: list[list[int]] = []
         position = 0
@@ -58,7 +58,7 @@ def index_of(texts, lengths, chunk: int = 1000) -> NgramIndex:
 
 @settings(deadline=None)
 @given(TEXTS, LENGTHS, st.integers(1, 50), st.integers(0, 120), st.lists(FEW, max_size=10))
-def test_what_is_found_is_what_a_search_finds(texts, lengths, chunk, forgotten, tail):
+def test_index_matches_linear_search(texts, lengths, chunk, forgotten, tail):
     index = index_of(texts, lengths, chunk)
     index.forget(forgotten)
     for query in [tail, *(tokens[-n:] for _, tokens in texts for n in (1, 3, 9) if tokens)]:
@@ -67,7 +67,7 @@ def test_what_is_found_is_what_a_search_finds(texts, lengths, chunk, forgotten, 
 
 @settings(deadline=None)
 @given(TEXTS, TEXTS, LENGTHS)
-def test_forgetting_leaves_what_never_knowing_would(old, new, lengths):
+def test_forgetting_equals_never_having_indexed(old, new, lengths):
     index = index_of(old + new, lengths)
     index.forget(sum(1 + len(before) + len(tokens) for before, tokens in old))
     fresh = index_of(new, lengths)
@@ -78,14 +78,14 @@ def test_forgetting_leaves_what_never_knowing_would(old, new, lengths):
 
 @settings(deadline=None)
 @given(TEXTS, LENGTHS)
-def test_when_all_is_forgotten_nothing_is_left(texts, lengths):
+def test_forgetting_everything_leaves_nothing(texts, lengths):
     index = index_of(texts, lengths)
     assert index.num_entries > 0 or all(len(b) + len(t) <= min(lengths) or not t for b, t in texts)
     index.forget(10_000)
     assert len(index) == 0 and index.num_entries == 0
 
 
-def test_text_that_is_forgotten_is_given_back():
+def test_forgotten_text_is_freed():
     index = NgramIndex((1, 2, 4), 8)
     for at in range(0, 100_000, 500):
         index.extend([token % 700 for token in range(at, at + 500)])
@@ -94,7 +94,7 @@ def test_text_that_is_forgotten_is_given_back():
     assert len(index) == 1000 and index.num_entries <= 3 * 1000
 
 
-def test_what_waits_is_entered_in_the_order_it_came_and_not_before():
+def test_pending_text_is_indexed_in_order_when_entered():
     index = NgramIndex((1,), 1)
     index.begin([7])
     index.append([1, 2, 7, 3])
@@ -105,7 +105,7 @@ def test_what_waits_is_entered_in_the_order_it_came_and_not_before():
     assert following(index, [7]) == [[3], [1, 2, 7, 3]]
 
 
-def test_what_is_forgotten_while_it_waits_is_never_entered():
+def test_pending_text_that_is_forgotten_is_never_indexed():
     index = NgramIndex((1,), 1)
     index.begin([7])
     index.append([1, 7, 2])
@@ -116,7 +116,7 @@ def test_what_is_forgotten_while_it_waits_is_never_entered():
 
 @settings(deadline=None)
 @given(st.lists(FEW, max_size=30), st.lists(FEW, max_size=30), st.data())
-def test_agreement_counts_equal_tokens_backwards(text, tail, data):
+def test_agreement_counts_equal_tokens_backward(text, tail, data):
     at = data.draw(st.integers(0, len(text)))
     least = data.draw(st.integers(0, len(tail)))
     count = 0
@@ -134,7 +134,7 @@ def pool(max_tokens: int, max_names: int = 100) -> IndexPool:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400), st.booleans()), max_size=30))
-def test_the_pool_never_holds_more_than_it_may(calls):
+def test_pool_never_exceeds_its_capacity(calls):
     indexes = pool(500, max_names=4)
     rng = random.Random(0)
     for name, count, drop in calls:
@@ -145,7 +145,7 @@ def test_the_pool_never_holds_more_than_it_may(calls):
         assert indexes.num_tokens == sum(held) <= 500 and len(indexes) <= 4
 
 
-def test_who_holds_less_than_an_equal_share_loses_nothing():
+def test_index_below_an_equal_share_loses_nothing():
     indexes = pool(10_000)
     for name in range(9):
         indexes.add(name, name, (), [name] * 900, goes_on=True)
@@ -156,7 +156,7 @@ def test_who_holds_less_than_an_equal_share_loses_nothing():
     assert indexes.num_tokens > 10_000 - 128
 
 
-def test_the_oldest_tokens_go_first():
+def test_oldest_tokens_are_forgotten_first():
     indexes = pool(300)
     for start in range(0, 1000, 100):
         indexes.add("salt", start, (), list(range(start, start + 100)), goes_on=False)
@@ -167,7 +167,7 @@ def test_the_oldest_tokens_go_first():
     assert found and min(found) >= 700 and {*range(800, 899)} < {*found}
 
 
-def test_a_dropped_index_is_freed_bit_by_bit():
+def test_dropped_index_is_freed_incrementally():
     indexes = pool(100_000)
     text = list(range(20_000))
     for _ in range(40):
@@ -185,7 +185,7 @@ def test_a_dropped_index_is_freed_bit_by_bit():
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 20])
-def test_a_token_takes_no_more_bytes_than_is_said(repeats):
+def test_token_takes_at_most_the_documented_bytes(repeats):
     rng = random.Random(0)
     tokens = [rng.randrange(5000) for _ in range(6_000 // repeats)] * repeats
     tracemalloc.start()

@@ -1,6 +1,6 @@
-"""The draft model: what it computes, what of it is kept, and the engine with it.
+"""The draft model: its computations, its cache, and the engine with it.
 
-That outputs are the same bits as without is tests/engine/test_speculation.py's.
+tests/engine/test_speculation.py shows that outputs keep their bits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from forge_jax.testing import drafts_always_pay, failing_steps, random_leaves, t
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128
 
 
-# ---- the host's part, on a device that sees every mistake ----------------------------------------
+# ---- the host's part, on a device that checks every mistake --------------------------------------
 
 
 def follow(prefix: int, token: int) -> int:
-    """What the keys and values of a token stand for: all tokens up to it."""
+    """Return what the keys and values of a token represent: all tokens up to it."""
     return hash((prefix, token))
 
 
@@ -59,7 +59,7 @@ def expected_draft(tokens: list[int], length: int) -> list[int]:
 
 
 class FakeDraftModel:
-    """Keeps in each place of its cache what the tokens up to there stand for."""
+    """A draft model whose cache stores the tokens that each position represents."""
 
     def __init__(self, num_blocks: int, *, context: int = MAX_LEN, extend_tokens: int = 24):
         self.kv_shape = SimpleNamespace(num_blocks=num_blocks, block_size=BLOCK)
@@ -98,7 +98,9 @@ class FakeDraftModel:
 
     def _compute(self, row, tokens, start):
         place = [(row.blocks[p // BLOCK], p % BLOCK) for p in range(start + len(tokens))]
-        stored = [self._kv[at] for at in place[:start]]  # KeyError: nobody has written there
+        stored = [
+            self._kv[at] for at in place[:start]
+        ]  # a KeyError means that it was never written
         for (before, _), (prefix, token) in pairwise([(0, 0), *stored]):
             assert prefix == follow(before, token), "the cache holds a mixture"
         prefix = stored[-1][0] if stored else 0
@@ -137,7 +139,7 @@ def check(drafter: ModelDrafter) -> None:
 
 @pytest.mark.parametrize("num_blocks", [12, 40, 200])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_follow_the_tokens_whatever_became_of_those_before(num_blocks, seed):
+def test_drafts_follow_the_current_tokens_after_any_rollback(num_blocks, seed):
     rng = random.Random(seed)
     model = FakeDraftModel(num_blocks)
     drafter = ModelDrafter(model)  # type: ignore[arg-type]
@@ -173,7 +175,7 @@ def test_drafts_follow_the_tokens_whatever_became_of_those_before(num_blocks, se
             assert len(draft.token_ids) <= seq.max_len - len(seq.tokens) - 1
             accepted = rng.randint(0, len(draft.token_ids)) if rng.random() < 0.5 else K
             seq.tokens += draft.token_ids[:accepted]
-            right = rng.random() < 0.3  # all that was drafted, and what would have come next
+            right = rng.random() < 0.3  # the token after them is the expected one
             seq.tokens.append(expected_draft(seq.tokens, 1)[0] if right else rng.randrange(VOCAB))
     assert drafted > (0.9 if num_blocks == 200 else 0.2) * 0.7 * asked
     for seq in seqs:
@@ -181,7 +183,7 @@ def test_drafts_follow_the_tokens_whatever_became_of_those_before(num_blocks, se
     assert drafter._pool.num_used == 0 and not drafter._computed
 
 
-def test_the_check_sees_a_cache_that_is_not_rolled_back(monkeypatch):
+def test_check_detects_a_cache_that_is_not_rolled_back(monkeypatch):
     monkeypatch.setattr(
         "forge_jax.speculate.draft._Computed.align",
         lambda self: self.tokens.__delitem__(slice(len(self.seq.tokens) - 1, None)),
@@ -195,7 +197,7 @@ def test_the_check_sees_a_cache_that_is_not_rolled_back(monkeypatch):
     assert list(draft.token_ids) != expected_draft(seq.tokens, len(draft.token_ids))
 
 
-def test_a_prompt_is_taken_in_by_bounded_calls_and_drafted_for_when_it_has_been():
+def test_long_prompt_is_prefilled_in_bounded_calls_before_drafting():
     model = FakeDraftModel(100, extend_tokens=24)
     drafter = ModelDrafter(model)  # type: ignore[arg-type]
     long, short = make_seq("long", 60, random.Random(1)), make_seq("short", 2, random.Random(2))
@@ -204,24 +206,24 @@ def test_a_prompt_is_taken_in_by_bounded_calls_and_drafted_for_when_it_has_been(
     assert model.computed == [24, 24, 11]
 
 
-def test_a_preempted_sequence_keeps_what_is_computed_until_its_blocks_are_needed():
+def test_preempted_sequence_keeps_its_cache_until_blocks_are_needed():
     model = FakeDraftModel(9, extend_tokens=200)
     drafter = ModelDrafter(model)  # type: ignore[arg-type]
     first, second = make_seq("a", 30, random.Random(1)), make_seq("b", 40, random.Random(2))
     assert drafter.propose([first])[0].token_ids
     first.status = Status.QUEUED
-    first.tokens.append(3)  # was still to come when it was preempted
+    first.tokens.append(3)  # not yet known at the preemption
     first.status = Status.DECODING
     assert drafter.propose([first])[0].token_ids
-    assert model.computed == [29]  # nothing anew
-    assert not drafter.propose([first, second])[1].token_ids  # no room beside it
+    assert model.computed == [29]  # nothing recomputed
+    assert not drafter.propose([first, second])[1].token_ids  # no room for both
     first.status = Status.QUEUED
     assert drafter.propose([second])[0].token_ids
     assert not drafter._computed[first.key].blocks
     check(drafter)
 
 
-def test_beyond_the_draft_models_context_there_are_no_drafts_and_one_line_says_so(caplog):
+def test_drafting_stops_beyond_the_draft_models_context_and_logs_once(caplog):
     drafter = ModelDrafter(FakeDraftModel(100, context=32))  # type: ignore[arg-type]
     seqs = [make_seq(f"s{i}", 30, random.Random(i)) for i in range(3)]
     lengths = [len(drafter.propose(seqs)[0].token_ids)]
@@ -236,7 +238,7 @@ def test_beyond_the_draft_models_context_there_are_no_drafts_and_one_line_says_s
     assert drafter.predict_confidence(seqs) == [()] * 3
 
 
-def test_what_is_foreseen_is_what_was_typical():
+def test_predicted_confidence_follows_past_confidence():
     model = FakeDraftModel(100)
     drafter = ModelDrafter(model)  # type: ignore[arg-type]
     seq = make_seq("s", 9, random.Random(1))
@@ -251,8 +253,8 @@ def test_what_is_foreseen_is_what_was_typical():
     assert drafter.predict_confidence([seq]) == [()] and not drafter.propose([seq])[0].token_ids
 
 
-def test_by_rejection_what_is_told_of_a_draft_does_not_depend_on_what_was_drawn():
-    """Else how many are verified would, and likely draws would be put out too often."""
+def test_rejection_confidence_is_independent_of_the_draw():
+    """Otherwise the number of verified drafts would depend on it and favor likely draws."""
     rng = np.random.default_rng(1)
     told, first = defaultdict(list), []
     for draw in range(3):
@@ -264,7 +266,7 @@ def test_by_rejection_what_is_told_of_a_draft_does_not_depend_on_what_was_drawn(
             for temperature in (0.0, 0.8)
         }
         for known in range(3):
-            # What follows the first draft depends on it; what follows the text does not.
+            # The confidence after the first draft depends on it; that after the text does not.
             after = rng if known == draw == 2 else np.random.default_rng(known)
             values = np.concatenate([[[0.25 + known / 8]] * 2, after.random((2, K - 1))], axis=1)
             model.draft = lambda rows, v=values: (np.zeros((2, K), np.int32), v)
@@ -314,12 +316,12 @@ def fill(model: DraftModel, value: float) -> None:
 
 
 def blocks_of(place: int) -> list[int]:
-    """Three blocks of a sequence's own, that lie anywhere."""
+    """Return three blocks of a sequence, in any order."""
     return [(7 * (3 * place + i) + 3) % 40 for i in range(3)]
 
 
 def naive_drafts(model: DraftModel, leaves, seqs: list[list[int]]) -> list[list[int]]:
-    """Greedy, each token by computing everything anew."""
+    """Return greedy drafts, with full recomputation for each token."""
     size, layer, plain = 32, model.kv_shape.layer, model.model
 
     @jax.jit
@@ -344,7 +346,7 @@ def naive_drafts(model: DraftModel, leaves, seqs: list[list[int]]) -> list[list[
 
 
 @pytest.mark.slow
-def test_it_generates_what_the_model_does_and_reads_nothing_that_nobody_wrote(made):
+def test_drafts_match_the_model_and_read_no_unwritten_cache(made):
     model, leaves = made
     rng = random.Random(4)
     seqs = [[rng.randrange(VOCAB) for _ in range(length)] for length in (9, 14, 17, 10, 3)]
@@ -359,7 +361,7 @@ def test_it_generates_what_the_model_does_and_reads_nothing_that_nobody_wrote(ma
         drafted, probabilities = model.draft(rows)
         assert drafted.tolist() == expected
         assert ((probabilities > 1 / VOCAB) & (probabilities <= 1)).all()
-        # The last alone, after what was drafted has been written over some of it.
+        # The last one alone, after some of its drafts were overwritten.
         again, _ = model.draft(
             [r._replace(token_ids=r.token_ids[1:], start=r.start + 1) for r in rows]
         )
@@ -367,7 +369,7 @@ def test_it_generates_what_the_model_does_and_reads_nothing_that_nobody_wrote(ma
 
 
 @pytest.mark.slow
-def test_where_there_is_no_room_nothing_is_written_and_the_rest_is_right(made):
+def test_row_without_room_writes_nothing_and_the_rest_is_correct(made):
     model, _ = made
     fill(model, np.nan)
     greedy = pack_params(1, SamplingParams(temperature=0))
@@ -389,7 +391,7 @@ def test_where_there_is_no_room_nothing_is_written_and_the_rest_is_right(made):
     assert room == 3 and (short[0, :room] == full[0, :room]).all()
 
 
-def test_more_sequences_than_a_call_takes_are_several_calls(made):
+def test_excess_sequences_are_split_into_several_calls(made):
     model, _ = made
     random_params = [pack_params(i, SamplingParams(temperature=0.8, top_k=9)) for i in range(11)]
     rows = [Row([i], 0, [i], BLOCK, params) for i, params in enumerate(random_params)]
@@ -401,7 +403,7 @@ def test_more_sequences_than_a_call_takes_are_several_calls(made):
     assert len({tuple(row) for row in together.tolist()}) > 5
 
 
-def test_other_noise_gives_other_drafts_and_the_filters_hold(made):
+def test_noise_changes_drafts_and_filters_hold(made):
     model, _ = made
     fill(model, np.nan)
     tokens, drafts = {}, {}
@@ -414,7 +416,7 @@ def test_other_noise_gives_other_drafts_and_the_filters_hold(made):
     assert len(tokens[0]) > 5 and len(tokens[2]) == 2
 
 
-def test_the_cache_is_updated_in_place_by_every_executable(made):
+def test_every_executable_updates_the_cache_in_place(made):
     model, _ = made
     kv_bytes = model.kv_shape.total_bytes
     for executable in model.compiled().values():
@@ -423,7 +425,7 @@ def test_the_cache_is_updated_in_place_by_every_executable(made):
         assert memory.temp_size_in_bytes < kv_bytes / 8
 
 
-def test_an_executable_that_cannot_run_is_left_out(made, monkeypatch, caplog):
+def test_executable_that_cannot_run_is_left_out(made, monkeypatch, caplog):
     model, leaves = made
     broken = DraftModel(model.model, model.options)
     broken.compile()
@@ -435,7 +437,7 @@ def test_an_executable_that_cannot_run_is_left_out(made, monkeypatch, caplog):
     assert "the draft model cannot run: speculation is off" in caplog.text
 
 
-def test_the_deterministic_tier_has_one_shape_for_every_pass():
+def test_deterministic_tier_has_one_shape_for_every_pass():
     shapes = draft_shapes(
         max_num_seqs=100, max_num_batched_tokens=64, max_rows=128, max_blocks=4, deterministic=True
     )
@@ -478,7 +480,7 @@ def llm(stories) -> LLM:
 
 
 @pytest.mark.slow
-def test_the_first_layers_of_the_model_draft_with_its_own_weights(llm, stories):
+def test_self_draft_shares_the_models_first_layers(llm, stories):
     core = llm._core
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     stats = core.speculator.stats()
@@ -495,7 +497,7 @@ def test_the_first_layers_of_the_model_draft_with_its_own_weights(llm, stories):
     assert llm._parts.compilations() == 0
 
 
-def test_a_folder_is_read_and_a_model_that_is_the_target_is_always_right(stories):
+def test_target_as_its_own_draft_model_is_always_accepted(stories):
     llm = LLM(str(stories), **OPTIONS, draft_model=str(stories))
     always_verify(llm._core)
     outputs(llm)
@@ -504,7 +506,7 @@ def test_a_folder_is_read_and_a_model_that_is_the_target_is_always_right(stories
 
 
 @pytest.mark.slow
-def test_an_exception_in_the_drafter_ends_drafting_and_no_request(llm, monkeypatch, caplog):
+def test_drafter_exception_ends_drafting_but_no_request(llm, monkeypatch, caplog):
     expected = outputs(llm)
     broken = LLM(llm._parts.name, **SELF)
     always_verify(broken._core)
@@ -526,7 +528,7 @@ def test_an_exception_in_the_drafter_ends_drafting_and_no_request(llm, monkeypat
     ]
 
 
-def test_steps_that_raise_make_the_draft_model_begin_anew(llm):
+def test_failed_steps_reset_the_draft_model(llm):
     expected, core = outputs(llm), llm._core
     before, count = core.num_recoveries, iter(range(10**6))
     drafter = core.speculator._drafter
@@ -542,7 +544,7 @@ def test_steps_that_raise_make_the_draft_model_begin_anew(llm):
 
 
 @pytest.mark.slow
-def test_by_rejection_it_drafts_on_through_failures_and_ends_alone(stories, monkeypatch):
+def test_rejection_drafting_survives_failures_and_ends_alone(stories, monkeypatch):
     options = OPTIONS | {"deterministic": False, "draft_verification": "rejection"}
     llm = LLM(str(stories), **options, draft_model=str(stories))
     core = llm._core
@@ -550,7 +552,7 @@ def test_by_rejection_it_drafts_on_through_failures_and_ends_alone(stories, monk
     always_verify(core)
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     stats = core.speculator.stats()
-    # It is the target, but for what is beyond the likeliest tokens.
+    # It is the target, except for tokens beyond the most likely ones.
     assert 0.8 * stats.num_draft_tokens < stats.num_accepted_tokens
     assert stats.num_draft_tokens > 30 and llm._parts.compilations() == 0
     count = iter(range(10**6))
@@ -562,7 +564,7 @@ def test_by_rejection_it_drafts_on_through_failures_and_ends_alone(stories, monk
     assert core.speculator.has_failed
 
 
-def test_what_the_draft_model_takes_counts_in_the_memory(llm, stories, monkeypatch):
+def test_draft_model_counts_toward_the_memory(llm, stories, monkeypatch):
     device, draft_model = llm._core._device, llm._core.speculator._drafter._model
     needed = device.memory_bytes() + draft_model.kv_shape.total_bytes
     num_blocks = llm._core.scheduler.pool.num_blocks
@@ -574,7 +576,7 @@ def test_what_the_draft_model_takes_counts_in_the_memory(llm, stories, monkeypat
         LLM(str(stories), **options)
 
 
-def test_both_caches_are_cut_together():
+def test_both_caches_shrink_together():
     target, draft = (tiny_model(num_hidden_layers=layers) for layers in (4, 1))
     residents = Residents(
         config=EngineConfig(),
@@ -611,19 +613,19 @@ def test_both_caches_are_cut_together():
         ({"draft_verification": "both"}, "draft_verification must be one of coupled, rejection"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, message):
+def test_conflicting_options_are_rejected(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_options(**options)
 
 
-def test_a_draft_model_must_fit_the_model(stories):
+def test_draft_model_must_match_the_model(stories):
     with pytest.raises(ConfigError, match=r"3072 tokens, and .*stories260k-hf one of 512"):
         LLM(str(stories), **OPTIONS, draft_model="forge-tiny")
     with pytest.raises(ConfigError, match="from 1 to the model's 5, not 6"):
         LLM(str(stories), **OPTIONS, draft_model="self", draft_layers=6)
 
 
-def test_a_fake_engine_has_no_draft_model():
+def test_fake_engine_has_no_draft_model():
     config = EngineConfig.from_options(**SELF)
     with pytest.raises(ConfigError, match="needs a draft model, but none is given"):
         assemble_fake(config, step_time_s=0.0, max_model_len=64, check=True)

@@ -1,4 +1,4 @@
-"""How many drafts: the best of what has been measured, and none where they do not pay."""
+"""The number of drafts: the best by measurements, and none if they do not pay."""
 
 import itertools
 import random
@@ -33,7 +33,6 @@ def policy(ahead_s=lambda n: 1.0, waited_s=lambda n: 1.0, sizes=range(1, 257)) -
 
 
 def best(num_sequences, gains, ahead_s, waited_s):
-    """By trying every count."""
     rates = [num_sequences / ahead_s(num_sequences) * 1.02]
     for count in range(1, len(gains) + 1):
         rates.append((num_sequences + sum(gains[:count])) / waited_s(num_sequences + count))
@@ -41,7 +40,7 @@ def best(num_sequences, gains, ahead_s, waited_s):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_choice_is_the_best_or_nearly(seed):
+def test_chosen_draft_count_is_near_optimal(seed):
     rng = random.Random(seed)
     base, slope, wait = rng.uniform(0.5, 2), rng.choice((0.0, 0.01, 0.1)), rng.uniform(0, 0.5)
     num_sequences = rng.choice((1, 4, 16))
@@ -58,11 +57,11 @@ def test_the_choice_is_the_best_or_nearly(seed):
     assert rates[chosen] > 0.95 * rates[wanted]
 
 
-def test_a_step_whose_cost_is_its_tokens_takes_no_drafts():
+def test_step_whose_cost_is_its_tokens_takes_no_drafts():
     assert policy(lambda n: float(n), lambda n: float(n)).choose(4, [0.9] * 8) == 0
 
 
-def test_nothing_is_drafted_before_a_step_has_been_timed():
+def test_drafting_waits_for_a_timed_step():
     assert LengthPolicy().choose(1, [1.0] * 7) == 0
 
 
@@ -74,12 +73,12 @@ def timed(seconds: float = 1.0) -> LengthPolicy:
 
 
 def steps(made: LengthPolicy, count: int, seconds) -> list[int]:
-    """How many drafts each step took, where one with drafts takes `seconds`, and others one."""
+    """Return each step's draft count; a step with drafts takes `seconds`, one without takes 1 s."""
     taken = []
     for _ in range(count):
         made.step(bool(taken and taken[-1]))
         chosen = made.choose(1, [0.5])
-        assert made.choose(1, [0.5]) == chosen  # to ask changes nothing
+        assert made.choose(1, [0.5]) == chosen  # choosing has no side effect
         taken.append(chosen)
         if chosen:
             made.tried(1)
@@ -89,40 +88,40 @@ def steps(made: LengthPolicy, count: int, seconds) -> list[int]:
     return taken
 
 
-def test_drafts_that_cost_more_than_they_bring_are_tried_again_ever_less_often():
+def test_unprofitable_drafts_are_retried_ever_less_often():
     made = timed()
     taken = steps(made, 8 * FIRST_RETRY, seconds=1.6)
     begun = [i for i in range(len(taken)) if taken[i] and not (i and taken[i - 1])]
     assert all(taken[i : i + TRIAL + 1] == [1] * TRIAL + [0] for i in begun)
     pauses = [later - earlier - TRIAL for earlier, later in itertools.pairwise(begun)]
-    # Before each trial, steps without drafts are timed anew.
+    # Before each trial, steps without drafts are timed again.
     assert begun[1] == FIRST_RETRY - 1 + CONTROL
     wanted = [FIRST_RETRY - TRIAL, 2 * FIRST_RETRY - TRIAL, 4 * FIRST_RETRY - TRIAL]
     assert pauses == pytest.approx(wanted, abs=CONTROL)
 
 
-def test_a_trial_forgets_the_times_that_spoke_against_drafts():
+def test_trial_resets_unfavorable_times():
     made = timed()
     assert sum(steps(made, FIRST_RETRY - 1, seconds=5.0)) == FEW  # they were far too slow
     taken = steps(made, 4 * FIRST_RETRY, seconds=1.1)
     assert taken[-4 * CONTROL_AFTER :].count(0) <= 5 * CONTROL
 
 
-def test_steps_without_drafts_are_timed_anew_for_a_few_steps():
-    made = timed(3.0)  # when it began, all was slow
+def test_steps_without_drafts_are_retimed_for_a_few_steps():
+    made = timed(3.0)  # everything was slow at the beginning
     taken = steps(made, CONTROL_AFTER + CONTROL + TRIAL + 200, seconds=1.8)
     assert taken[:CONTROL_AFTER] == [1] * CONTROL_AFTER
     assert taken[CONTROL_AFTER:] == [0] * (CONTROL + TRIAL + 200)
 
 
 def cpu_step_s(num_tokens: int) -> float:
-    """Measured on two cores with a model of 1.1 billion parameters: free up to 8 tokens."""
+    """Return the time on two cores with a model of 1.1 billion parameters: free up to 8 tokens."""
     known = {1: 43, 8: 43, 16: 63, 32: 90, 64: 150, 128: 260}
     return float(np.interp(num_tokens, [*known], [*known.values()])) / 1e3
 
 
-def test_many_sequences_verify_few_drafts_where_tokens_cost_time():
-    """All drafts of 16 sequences would take longer than they bring; one or two each pay."""
+def test_many_sequences_verify_few_drafts_if_tokens_are_costly():
+    """All drafts of 16 sequences would cost more than they gain; one or two each pay."""
     drafting_s = 0.014
     num_sequences, gains = 16, sorted([0.8**k for k in range(1, 8)] * 16, reverse=True)
 
@@ -147,24 +146,27 @@ def test_many_sequences_verify_few_drafts_where_tokens_cost_time():
         rates.append(rate(count) / plain_rate)
     best_rate = max(rate(count) for count in range(1, len(gains) + 1)) / plain_rate
     assert min(rates[TRIAL:]) > 0.97 * best_rate > 1.1
-    assert sum(rates) / len(rates) > 1.0  # what was tried before did not cost more than it brought
+    assert sum(rates) / len(rates) > 1.0  # earlier trials did not cost more than they gained
 
 
-def test_a_row_of_steps_with_drafts_costs_the_first_one_after_it():
-    """It is dispatched when nothing is in flight, and so brings its tokens late."""
-    gains, kept = [0.7, 0.7], [0.1, 0.7]  # of drafts for whose sake a step is waited for, or none
+def test_first_step_after_a_run_of_drafts_is_charged():
+    """It is dispatched with nothing in flight, so its tokens come late."""
+    gains, kept = (
+        [0.7, 0.7],
+        [0.1, 0.7],
+    )  # gains of drafts that need a synchronous step, and of those that do not
     for rows, wanted in ((1, 0), (20, 2)):
         made = policy(lambda n: 1.0, lambda n: 1.8)
         for _ in range(CONTROL):
             made.alone.record(1, 2.0)
         for step in range(30 * (rows + 1)):
             made.step(bool(step % (rows + 1)))
-        assert made.choose(1, gains) == 2  # nothing is in flight: it is paid anyway
+        assert made.choose(1, gains) == 2  # nothing is in flight, so the cost is paid anyway
         assert made.choose(1, gains, in_flight=True) == wanted
         assert made.choose(1, kept) == 0
 
 
-def test_where_steps_never_run_ahead_drafts_are_held_against_those_that_wait():
+def test_synchronous_steps_are_compared_with_synchronous_ones():
     made = policy(lambda n: 1.0, lambda n: 1.5)
     assert made.choose(1, [0.4]) == 0
     assert made.choose(1, [0.4], runs_ahead=False) == 0 and not made.knows(1, runs_ahead=False)
@@ -177,13 +179,13 @@ def test_where_steps_never_run_ahead_drafts_are_held_against_those_that_wait():
     assert made.knows(1) and not made.knows(1, runs_ahead=False)
 
 
-def test_a_trial_is_made_with_drafts_that_are_worth_one():
+def test_trial_needs_drafts_that_may_pay():
     made = timed()
     assert made.choose(1, [ASSUMED_SLOWDOWN - 1]) == 0
     assert made.choose(1, [ASSUMED_SLOWDOWN - 1 + 0.05]) == 1
 
 
-def test_times_are_shared_by_sizes_that_are_near_and_lie_between_those_that_are_not():
+def test_times_are_shared_by_near_sizes_and_interpolated_otherwise():
     times = StepTimes()
     assert times.expect(3) is None
     times.record(8, 1.0)
@@ -198,7 +200,7 @@ def test_times_are_shared_by_sizes_that_are_near_and_lie_between_those_that_are_
     assert times.expect(8) < 3.0
 
 
-def test_confidence_means_what_experience_says():
+def test_confidence_is_calibrated_by_acceptance():
     acceptance, rng, other = Acceptance(), random.Random(0), Experience()
     for _ in range(3000):
         confidence = rng.choice((0.2, 0.9))
@@ -208,7 +210,7 @@ def test_confidence_means_what_experience_says():
     assert low == pytest.approx(0.6, abs=0.08) and high == pytest.approx(0.3, abs=0.08)
 
 
-def test_a_request_whose_drafts_are_wrong_is_drafted_for_less_and_given_another_chance():
+def test_request_with_wrong_drafts_gets_fewer_and_another_chance():
     acceptance, bad, good = Acceptance(), Experience(), Experience()
     for _ in range(20):
         acceptance.learn((0.7, 0.7, 0.7), 0, bad)
@@ -220,8 +222,8 @@ def test_a_request_whose_drafts_are_wrong_is_drafted_for_less_and_given_another_
     assert acceptance.reach((0.7,), bad)[0] > 0.8 * acceptance.reach((0.7,), Experience())[0]
 
 
-def test_only_what_was_seen_counts():
-    """Tokens behind the first wrong one were never put to the test."""
+def test_only_verified_drafts_update_the_acceptance_rate():
+    """Tokens after the first wrong one were never verified."""
     one, several = Acceptance(), Acceptance()
     experience = Experience()
     one.learn((0.5,), 0, experience)

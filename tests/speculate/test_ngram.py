@@ -1,4 +1,4 @@
-"""Prompt lookup against the naive search, and what it may cost."""
+"""Prompt lookup compared with a linear search, and its cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW = st.lists(st.integers(0, 2), max_size=60)
 
 
 def naive(tokens: list[int], max_tokens: int, min_match: int, max_match: int) -> list[int]:
-    """What followed the latest occurrence of the longest n-gram, repeated if it meets the end."""
+    """Return the tokens after the latest longest n-gram, repeated at the end of the text."""
     for length in range(max_match, min_match - 1, -1):
         for at in range(len(tokens) - 1, length - 1, -1):
             if length <= len(tokens) and tokens[at - length : at] == tokens[-length:]:
@@ -30,7 +30,7 @@ def naive(tokens: list[int], max_tokens: int, min_match: int, max_match: int) ->
 
 @settings(deadline=None)
 @given(FEW, st.integers(1, 9), st.integers(1, 4), st.integers(0, 4))
-def test_the_draft_is_what_followed_the_latest_longest_match(tokens, max_tokens, least, more):
+def test_draft_follows_the_latest_longest_match(tokens, max_tokens, least, more):
     drafter = NgramDrafter(max_tokens, min_match=least, max_match=least + more)
     for end in range(len(tokens) + 1):
         draft = drafter.propose("key", tokens[:end], 0, "")
@@ -39,7 +39,7 @@ def test_the_draft_is_what_followed_the_latest_longest_match(tokens, max_tokens,
 
 @settings(deadline=None)
 @given(FEW, st.lists(st.integers(1, 20)))
-def test_lumps_and_single_tokens_give_the_same_draft(tokens, lumps):
+def test_batched_and_single_tokens_give_the_same_draft(tokens, lumps):
     one_by_one, in_lumps = NgramDrafter(8), NgramDrafter(8)
     end = 0
     for lump in [*lumps, len(tokens)]:
@@ -49,12 +49,12 @@ def test_lumps_and_single_tokens_give_the_same_draft(tokens, lumps):
         assert in_lumps.propose(1, tokens[:end], 0, "") == expected
 
 
-def test_text_that_repeats_goes_on_repeating():
+def test_repeating_text_keeps_repeating():
     draft = NgramDrafter(7).propose("key", [9, 1, 2, 3, 1, 2, 3], 3, "")
     assert draft.token_ids == (1, 2, 3, 1, 2, 3, 1)
 
 
-def test_a_longer_match_is_trusted_more_and_no_token_more_than_the_one_before():
+def test_longer_match_has_more_confidence_and_later_tokens_no_more():
     rng = random.Random(0)
     text = [rng.randrange(1000) for _ in range(80)]
     drafts = [
@@ -68,7 +68,7 @@ def test_a_longer_match_is_trusted_more_and_no_token_more_than_the_one_before():
     assert all(a.confidence < b.confidence for a, b in pairwise(drafts))
 
 
-def test_a_long_prompt_is_taken_in_over_several_calls_which_answer_by_what_they_know():
+def test_long_prompt_is_indexed_over_several_calls():
     rng = random.Random(0)
     text = [rng.randrange(50_000) for _ in range(5000)]
     early, late = [*text, *text[100:104]], [*text, *text[4000:4004]]
@@ -81,7 +81,7 @@ def test_a_long_prompt_is_taken_in_over_several_calls_which_answer_by_what_they_
     assert drafter.num_indexed == 500 + len(late)
 
 
-def test_one_call_costs_no_more_for_a_longer_prompt():
+def test_call_cost_is_independent_of_the_prompt_length():
     costs = [
         lines_executed(
             lambda length=length: NgramDrafter(4, max_catch_up=100).propose(
@@ -94,7 +94,7 @@ def test_one_call_costs_no_more_for_a_longer_prompt():
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 300])
-def test_repetitive_text_costs_a_bounded_amount_per_token(period):
+def test_repetitive_text_has_bounded_cost_per_token(period):
     drafter = NgramDrafter(8)
     tokens: list[int] = []
     costs = []
@@ -119,11 +119,11 @@ def test_memory_is_bounded_over_all_sequences():
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2]])
-def test_what_does_not_repeat_gives_no_draft(tokens):
+def test_text_without_repetition_gives_no_draft(tokens):
     assert NgramDrafter(4).propose("key", tokens, 0, "") == Draft()
 
 
-def test_a_sequence_goes_on_after_preemption_as_if_nothing_had_been():
+def test_sequence_resumes_after_preemption_unchanged():
     tokens = [1, 2, 3, 4, 1, 2]
     drafter = NgramDrafter(2)
     first = drafter.propose("key", tokens, 3, "")
@@ -134,17 +134,17 @@ def test_a_sequence_goes_on_after_preemption_as_if_nothing_had_been():
 
 @settings(deadline=None)
 @given(st.lists(FEW, max_size=6))
-def test_a_list_that_is_not_the_one_before_begins_anew(lists):
+def test_changed_token_list_restarts_the_index(lists):
     drafter = NgramDrafter(4)
     for tokens in lists:
         grown = [*tokens, 7, 8]
-        # What was taken in before is told from another text by its last tokens.
+        # Text indexed before is distinguished from another text by its last tokens.
         drafter.propose("key", grown, 0, "")
         assert drafter.propose("key", [5, 6], 0, "") == Draft()
         assert drafter.propose("key", [5, 6, 5], 0, "").token_ids == (6, 5, 6, 5)
 
 
-def test_nothing_is_kept_of_who_was_never_asked_or_has_ended():
+def test_ended_and_unknown_sequences_keep_nothing():
     drafter = NgramDrafter(4)
     drafter.end("unknown", [1, 2, 1, 2], 0, "")
     drafter.propose("key", [1, 2, 1, 2], 0, "")
@@ -168,7 +168,7 @@ def test_tokens_may_be_any_sequence():
     assert NgramDrafter(2).propose("key", (1, 2, 3, 1), 0, "").token_ids == (2, 3)
 
 
-def test_a_key_means_another_sequence_under_another_salt():
+def test_key_is_scoped_to_its_salt():
     drafter = NgramDrafter(4)
     drafter.propose("key", [1, 2, 3], 0, "a")
     assert drafter.propose("key", [1, 2, 3, 1], 0, "b").token_ids == (2, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""The engine's loop with drafts, on the fake device: the same outputs, in fewer steps."""
+"""The engine's loop with drafts, on the fake device: the same outputs in fewer steps."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ from forge_jax.testing import FailingDevice, drafts_always_pay
 
 
 class Oracle:
-    """Knows every sequence's whole output, and spoils it: `right` of the tokens stay."""
+    """A drafter with every sequence's output, of which a share `right` is unchanged."""
 
     def __init__(self, outputs, *, right: float, length: int, seed: int = 0):
         self.outputs, self.right, self.length = outputs, right, length
@@ -77,7 +77,6 @@ def make_core(drafter=None, *, device=None, **options) -> EngineCore:
 
 
 def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
-    """What became of each sample: tokens, text, logprobs, end."""
     found = {}
     waiting = list(reversed(arriving))
     while waiting or core.has_work:
@@ -96,7 +95,7 @@ def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_time_of_drafts_that_were_not_verified_counts_against_drafts(monkeypatch, length):
+def test_drafting_time_counts_even_if_nothing_is_verified(monkeypatch, length):
     arriving, core = requests(4, seed=1), make_core()
     outputs = {key: outcome[0] for key, outcome in serve(make_core(), arriving).items()}
     drafter = OneByOne(Oracle(outputs, right=1.0, length=length))
@@ -106,7 +105,7 @@ def test_time_of_drafts_that_were_not_verified_counts_against_drafts(monkeypatch
     monkeypatch.setattr(policy, "plain_s", lambda num_sequences, **_: 1.0)
 
     def choose(num_sequences, updates, *, in_flight=False, **_) -> int:
-        """They seem to be worth waiting for, and turn out not to be."""
+        """Choose drafts that seem worth waiting for, but are not."""
         return int(in_flight)
 
     monkeypatch.setattr(policy, "choose", choose)
@@ -116,7 +115,7 @@ def test_time_of_drafts_that_were_not_verified_counts_against_drafts(monkeypatch
 
 
 class TimedDevice:
-    """Steps of a second each, on a clock of its own; a look adds to it what it takes."""
+    """A device whose steps take a second on its own clock, plus the lookups' time."""
 
     def __init__(self, device):
         self._device, self.now_s, self.looked_s = device, 0.0, 0.0
@@ -134,7 +133,7 @@ class TimedDevice:
 
 
 class TimedDrafter:
-    """Looks take their time; the first at each sequence, long: the prompt is taken in."""
+    """A drafter whose lookups take time, most for the first one, which indexes the prompt."""
 
     def __init__(self, drafter, device, *, first_s: float, later_s: float):
         self._drafter, self._device = drafter, device
@@ -153,7 +152,7 @@ class TimedDrafter:
 
 
 def timed_core(outputs, *, right: float, first_s: float, later_s: float):
-    """An engine whose times are virtual, which learns them."""
+    """Return an engine that measures virtual times."""
     core = make_core()
     device = core._device = TimedDevice(core._device)
     oracle = Oracle(outputs, right=right, length=8)
@@ -170,7 +169,7 @@ def long_requests(count: int) -> list[Request]:
     ]
 
 
-def test_looking_costs_little_where_drafts_bring_nothing():
+def test_unprofitable_drafting_costs_little_time():
     core, device = timed_core({}, right=0.0, first_s=2.0, later_s=0.1)
     serve(core, long_requests(12), at_once=1)
     assert core.num_steps > 1000
@@ -182,14 +181,14 @@ def test_looking_costs_little_where_drafts_bring_nothing():
 
 
 @pytest.mark.parametrize(("first_s", "later_s"), [(3.0, 0.02), (1e-4, 1e-4)])
-def test_drafts_that_are_right_are_found_whatever_a_look_takes(first_s, later_s):
+def test_correct_drafts_are_found_at_any_lookup_cost(first_s, later_s):
     plain = make_core()
     expected = serve(plain, long_requests(12), at_once=1)
     outputs = {key: outcome[0] for key, outcome in expected.items()}
     core, device = timed_core(outputs, right=1.0, first_s=first_s, later_s=later_s)
     assert serve(core, long_requests(12), at_once=1) == expected
     assert core.num_steps < 0.25 * plain.num_steps
-    assert device.now_s < 0.35 * plain.num_steps  # with what looking took
+    assert device.now_s < 0.35 * plain.num_steps  # includes the lookups
 
 
 MODES = [{}, {"one_step_ahead": False}, {"prefill_chunk_size": 7, "max_num_batched_tokens": 20}]
@@ -198,7 +197,7 @@ MODES = [{}, {"one_step_ahead": False}, {"prefill_chunk_size": 7, "max_num_batch
 @pytest.mark.parametrize("options", MODES)
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_change_nothing_but_the_number_of_steps(options, right, seed):
+def test_drafts_only_change_the_number_of_steps(options, right, seed):
     plain = make_core(**options)
     expected = serve(plain, requests(30, seed))
     drafter = Oracle({k: v[0] for k, v in expected.items()}, right=right, length=3 + 3 * seed)
@@ -213,7 +212,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(options, right, seed):
     assert not core.speculator._experience and not core.speculator._verifying
 
 
-def test_steps_that_raise_lose_nothing_with_drafts():
+def test_failed_steps_lose_nothing_with_drafts():
     expected = serve(make_core(), requests(40, 5))
     drafter = Oracle({k: v[0] for k, v in expected.items()}, right=0.8, length=5)
     count = itertools.count()
@@ -222,7 +221,7 @@ def test_steps_that_raise_lose_nothing_with_drafts():
     assert core.num_recoveries > 5 and core.speculator.stats().num_accepted_tokens > 100
 
 
-def test_what_was_foreseen_is_not_looked_for_again_where_it_came_true():
+def test_confirmed_predictions_are_not_looked_up_again():
     asked = []
 
     class Counting(Oracle):
@@ -248,6 +247,6 @@ def test_what_was_foreseen_is_not_looked_for_again_where_it_came_true():
     assert drafter.propose([seq]) == [Draft((5, 6, 7), (0.9,) * 3)] and len(asked) == 1
     assert drafter.propose([seq]) == [Draft((5, 6, 7, 8), (0.9,) * 4)] and len(asked) == 2
     drafter.predict_confidence([seq])
-    seq.tokens.append(9)  # it was to be 5
+    seq.tokens.append(9)  # the prediction was 5
     drafter.propose([seq])
     assert len(asked) == 4

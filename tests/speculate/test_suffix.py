@@ -1,4 +1,4 @@
-"""Suffix decoding against naive counting, what crosses between sequences, and what it may cost."""
+"""Suffix decoding compared with naive counting, isolation between sequences, and its cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_jax.speculate.suffix import SuffixDrafter
 
 
 class Studious(SuffixDrafter):
-    """Takes in at once what others have put out."""
+    """A drafter that indexes other outputs at once."""
 
     def propose(self, key, tokens, prompt_len, salt):
         while self.ingest(1_000_000):
@@ -31,10 +31,10 @@ LENGTHS, PLACES = (16, 8, 4, 2, 1), 16
 def naive(
     texts: list[list[int]], tail: list[int], repeats: bool, max_tokens: int, factor: float
 ) -> tuple[list[int], list[float], float]:
-    """The definition: the latest places of the longest context, the way on that most of them go.
+    """Return the draft by definition: most frequent continuation of the longest context.
 
     Args:
-      texts: oldest first; only what stands after the first token can be found.
+      texts: Oldest first; matches start after the first token.
     """
     places = []
     for length in LENGTHS:
@@ -90,7 +90,7 @@ def check(draft: Draft, own: list[int], outputs: list[list[int]], k: int, factor
 @settings(deadline=None)
 @given(st.lists(FEW, max_size=5), FEW, st.integers(1, 9), st.sampled_from([0.5, 1.0, 4.0]))
 @example([[0, 1, 2, 0, 1] * 8] * 5, [0, 1, 2] * 20, 9, 4.0)
-def test_the_draft_is_the_most_frequent_way_on(outputs, tokens, max_tokens, factor):
+def test_draft_is_the_most_frequent_continuation(outputs, tokens, max_tokens, factor):
     drafter = Studious(max_tokens, max_spec_factor=factor)
     for key, output in enumerate(outputs):
         drafter.propose(key, [], 0, "")
@@ -100,14 +100,14 @@ def test_the_draft_is_the_most_frequent_way_on(outputs, tokens, max_tokens, fact
         check(draft, tokens[:end], outputs, max_tokens, factor)
 
 
-def test_the_definition_tells_a_wrong_draft():
+def test_reference_check_detects_a_wrong_draft():
     draft = Studious(3).propose("key", [0, 1, 2, 0, 1], 0, "")
     check(draft, [0, 1, 2, 0, 1], [], 3, 4.0)
     with pytest.raises(AssertionError):
         check(Draft((2, 0, 2), draft.confidence), [0, 1, 2, 0, 1], [], 3, 4.0)
 
 
-def test_one_place_alone_is_no_certainty_and_two_that_agree_are_more_than_one():
+def test_confidence_grows_with_agreeing_occurrences():
     def first(*outputs: list[int]) -> float:
         return drafter_that_saw(*outputs).propose("key", [7, 1, 2], 3, "").confidence[0]
 
@@ -131,7 +131,7 @@ def see(drafter: SuffixDrafter, output: list[int], salt: str, key: str = "seen")
 
 @settings(deadline=None)
 @given(FEW, st.lists(st.integers(1, 20)))
-def test_lumps_and_single_tokens_give_the_same_draft(tokens, lumps):
+def test_batched_and_single_tokens_give_the_same_draft(tokens, lumps):
     one_by_one, in_lumps = Studious(8), Studious(8)
     end = 0
     for lump in [*lumps, len(tokens)]:
@@ -141,12 +141,12 @@ def test_lumps_and_single_tokens_give_the_same_draft(tokens, lumps):
         assert in_lumps.propose(1, tokens[:end], 4, "") == expected
 
 
-def test_the_same_calls_give_the_same_drafts():
+def test_same_calls_give_the_same_drafts():
     assert session(random.Random(0)) == session(random.Random(0))
 
 
 def session(rng: random.Random, salts: str = "ab", **options) -> list[tuple[str, Draft]]:
-    """Sequences of two salts, grown, asked and ended in a random order; what each ask gave."""
+    """Grow, query and end sequences of two salts in a random order; return each query's result."""
     drafter = Studious(6, **options)
     drafts: list[tuple[str, Draft]] = []
     live: dict[tuple[str, int], list[int]] = {}
@@ -170,7 +170,7 @@ def session(rng: random.Random, salts: str = "ab", **options) -> list[tuple[str,
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_drafts_under_one_salt_are_the_same_whatever_happens_under_another(seed):
+def test_drafts_of_one_salt_are_independent_of_another(seed):
     together = session(random.Random(seed))
     for salt in "ab":
         alone = session(random.Random(seed), salts=salt)
@@ -179,7 +179,7 @@ def test_drafts_under_one_salt_are_the_same_whatever_happens_under_another(seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_token_crosses_salts_when_room_is_short(seed):
+def test_no_token_crosses_salts_under_memory_pressure(seed):
     for salt, draft in session(random.Random(seed), max_live_tokens=200, max_shared_tokens=300):
         assert all(token // 10 == "ab".index(salt) for token in draft.token_ids)
 
@@ -189,7 +189,7 @@ SMALL = st.lists(st.sampled_from([0, 1, 2, -1, -2, 2**61 - 1]), min_size=1, max_
 
 @settings(deadline=None)
 @given(SMALL, SMALL, st.sampled_from(["same key", "another"]), st.booleans())
-def test_a_secret_continuation_is_not_found_under_another_salt(context, tail, key, ended):
+def test_continuation_is_not_found_under_another_salt(context, tail, key, ended):
     secret = [1000, 1001, 1002, 1003]
     drafter = Studious(4)
     planted = [*context, *secret, *tail]
@@ -201,10 +201,10 @@ def test_a_secret_continuation_is_not_found_under_another_salt(context, tail, ke
         asked = drafter.propose(key, query, 0, "b")
         assert not {*asked.token_ids} & ({*secret} - {*query})
     again = drafter.propose("third", [*context, 1000], 0, "a")
-    assert again.token_ids[0] == 1001  # it can be found where it may be
+    assert again.token_ids[0] == 1001  # it is found under its own salt
 
 
-def test_what_a_prompt_says_is_no_draft_for_others():
+def test_prompt_is_no_draft_for_other_sequences():
     drafter = Studious(4)
     tokens = [1, 2, 3, 4, 5, *range(100, 140)]
     drafter.propose("key", tokens, 5, "")
@@ -213,7 +213,7 @@ def test_what_a_prompt_says_is_no_draft_for_others():
     assert drafter.propose("other", [1, 2, 3, 4, 5], 5, "").token_ids == (100, 101, 102, 103)
 
 
-def test_others_of_a_salt_find_what_a_sequence_still_puts_out(monkeypatch):
+def test_running_output_is_found_by_others_of_its_salt(monkeypatch):
     monkeypatch.setattr(suffix, "_PIECE", 10)
     drafter = Studious(4)
     tokens = list(range(100))
@@ -228,7 +228,7 @@ def test_others_of_a_salt_find_what_a_sequence_still_puts_out(monkeypatch):
     assert drafter.propose("other", [33, 34], 2, "").token_ids == (35, 36, 37, 38)
 
 
-def test_outputs_that_follow_each_other_under_one_key_are_two_texts(monkeypatch):
+def test_consecutive_outputs_of_a_key_are_separate_texts(monkeypatch):
     monkeypatch.setattr(suffix, "_PIECE", 2)
     drafter = Studious(4)
     for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
@@ -240,29 +240,29 @@ def test_outputs_that_follow_each_other_under_one_key_are_two_texts(monkeypatch)
 # --- room -------------------------------------------------------------------------------------
 
 
-def test_who_was_never_asked_for_leaves_its_output_too():
+def test_unknown_sequence_leaves_its_output():
     drafter = Studious(4)
     drafter.end("unknown", [1, 2, 3, 4, 5, 6, 7, 8], 3, "")
     assert drafter.num_live == 0
     assert drafter.propose("key", [9, 4, 5, 6], 4, "").token_ids[:2] == (7, 8)
-    assert not drafter.propose("other", [9, 1, 2], 3, "").token_ids  # a prompt is nobody else's
+    assert not drafter.propose("other", [9, 1, 2], 3, "").token_ids  # prompts are private
 
 
-def test_who_has_ended_leaves_only_its_output():
+def test_ended_sequence_leaves_only_its_output():
     drafter = Studious(4)
     drafter.propose("key", [*range(50)], 40, "")
     assert (drafter.num_live, drafter.num_shared) == (50, 0)
     drafter.end("key", [*range(60)], 40, "")
-    context = 16  # tokens that the output stands after, and the mark before them
+    context = 16  # tokens before the output, and their separator
     assert (drafter.num_live, drafter.num_shared) == (0, 20 + context + 1)
 
 
 @settings(deadline=None)
 @given(st.lists(FEW, min_size=1, max_size=4), st.lists(FEW, min_size=1, max_size=4), FEW)
-def test_when_an_output_is_forgotten_drafts_are_as_if_it_had_never_been(old, new, query):
+def test_forgotten_output_leaves_no_trace_in_drafts(old, new, query):
     drafter, fresh = drafter_that_saw(*old, *new), drafter_that_saw(*new)
     for one in (drafter, fresh):
-        one.propose("key", [], 0, "")  # enters what waits
+        one.propose("key", [], 0, "")  # indexes pending text
     index = drafter._shared.get("")
     if index is None:
         return
@@ -271,7 +271,7 @@ def test_when_an_output_is_forgotten_drafts_are_as_if_it_had_never_been(old, new
         assert drafter.propose(end, query[:end], 99, "") == fresh.propose(end, query[:end], 99, "")
 
 
-def test_a_salt_that_floods_the_memory_takes_nothing_from_the_others():
+def test_flooding_salt_takes_nothing_from_the_others():
     drafter = Studious(4, max_shared_tokens=5000)
     for salt in range(9):
         see(drafter, list(range(300)), f"salt {salt}")
@@ -284,7 +284,7 @@ def test_a_salt_that_floods_the_memory_takes_nothing_from_the_others():
         assert asked.token_ids == (3, 4, 5, 6)
 
 
-def test_of_too_many_salts_the_one_asked_for_longest_ago_goes():
+def test_least_recently_used_salt_is_evicted():
     drafter = Studious(4, max_salts=2)
     for salt in "ab":
         see(drafter, [1, 2, 3, 4], salt)
@@ -306,7 +306,7 @@ def test_live_sequences_share_their_room_evenly():
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 300])
-def test_repetitive_text_costs_a_bounded_amount_per_token(period):
+def test_repetitive_text_has_bounded_cost_per_token(period):
     drafter = SuffixDrafter(8)
     tokens: list[int] = []
     costs = []
@@ -314,10 +314,10 @@ def test_repetitive_text_costs_a_bounded_amount_per_token(period):
         tokens.append(at % period)
         costs.append(lines_executed(lambda: drafter.propose("key", tokens, 0, "")))
     assert sum(costs[-150:]) <= 1.5 * sum(costs[350:500])
-    assert sorted(costs)[-20] <= 2000  # all but the calls that share a piece
+    assert sorted(costs)[-20] <= 2000  # except calls that finish a piece
 
 
-def test_one_call_costs_no_more_for_a_longer_prompt_or_a_larger_past():
+def test_call_cost_is_independent_of_prompt_and_history_length():
     drafter = SuffixDrafter(4, max_catch_up=100)
     costs = [
         lines_executed(lambda n=n: drafter.propose(n, list(range(n)), n, "")) for n in (500, 50_000)
@@ -329,7 +329,7 @@ def test_one_call_costs_no_more_for_a_longer_prompt_or_a_larger_past():
     assert max(later) < 200 and 100 < max(ingest) <= 30 * 100
 
 
-def test_outputs_are_taken_in_bit_by_bit_each_salt_in_its_turn():
+def test_outputs_are_indexed_incrementally_in_turn_by_salt():
     drafter = SuffixDrafter(4)
     for salt in ("a", "b"):
         drafter.end("ended", list(range(1000)), 0, salt)
@@ -352,7 +352,7 @@ def test_outputs_are_taken_in_bit_by_bit_each_salt_in_its_turn():
     assert not drafter.ingest(1000)
 
 
-def test_what_ends_while_much_is_waiting_is_not_kept():
+def test_output_that_ends_behind_a_long_backlog_is_dropped():
     drafter = SuffixDrafter(4)
     drafter.end("long", list(range(10_000)), 0, "")
     drafter.end("late", [7, 8, 9, 9, 9], 0, "")
@@ -368,7 +368,7 @@ def test_what_ends_while_much_is_waiting_is_not_kept():
     assert drafter.propose("key", [0, 7, 8], 3, "").token_ids[0] in (5, 9)
 
 
-def test_no_more_salts_wait_than_are_held():
+def test_waiting_salts_are_bounded_like_held_ones():
     drafter = SuffixDrafter(4, max_salts=3)
     for salt in "abcdefgh":
         drafter.end("key", [1, 2, 3, 4], 0, salt)
@@ -379,14 +379,14 @@ def test_no_more_salts_wait_than_are_held():
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2]])
-def test_what_does_not_repeat_gives_no_draft(tokens):
+def test_text_without_repetition_gives_no_draft(tokens):
     assert Studious(4).propose("key", tokens, 0, "") == Draft()
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), FEW, st.integers(0, 60), st.booleans())))
-def test_calls_that_should_not_be_do_not_crash(calls):
-    """Lists that shrink or change under a key, prompts longer than the list, ends out of order."""
+def test_invalid_call_sequences_do_not_crash(calls):
+    """Covers shrinking or changing lists under a key, too long prompts, and ends out of order."""
     drafter = Studious(4, max_catch_up=7)
     for key, tokens, prompt_len, ends in calls:
         if ends:
@@ -397,7 +397,7 @@ def test_calls_that_should_not_be_do_not_crash(calls):
             assert len(draft.token_ids) == len(draft.confidence) <= 4 and tokens == size
 
 
-def test_a_list_that_shrank_begins_anew():
+def test_shrunken_token_list_restarts_the_index():
     drafter = Studious(2)
     drafter.propose("key", [1, 2, 3, 4, 5, 6], 6, "")
     assert drafter.propose("key", [5, 6, 7, 5], 4, "").token_ids == (6, 7)

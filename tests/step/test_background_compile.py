@@ -1,4 +1,4 @@
-"""`BackgroundCompile`: what is activated, in which order, and what is left out."""
+"""`BackgroundCompile`: the activated executables, their order, and the ones left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_jax.step.executables import BackgroundCompile, Executables
 
 
 class Late:
-    """Executables that compile once `arrive` is called, and the names of those that are active."""
+    """Executables that compile once `arrive` is called, and the names of the active ones."""
 
     def __init__(self, *names: str, memory_limit: int | None = None, fails: bool = False):
         self.background = BackgroundCompile()
@@ -41,7 +41,7 @@ class Late:
         self._arrived.set()
 
 
-def test_executables_are_activated_in_order_once_they_are_compiled():
+def test_executables_are_activated_in_order_once_compiled():
     late, notified = Late("a", "b"), threading.Semaphore(0)
     seen: list[bool] = []
     late.background.after_activation(lambda: seen.append(late.background.complete))
@@ -80,8 +80,8 @@ def test_unusable_executables_are_logged_and_left_out(options, message, caplog):
     assert message in caplog.text
 
 
-def test_cancelling_during_an_activation_leaves_out_the_rest():
-    """A server that stops cancels in the event loop while the engine thread activates."""
+def test_cancelling_during_an_activation_drops_the_rest():
+    """A stopping server cancels in the event loop while the engine thread activates."""
     background, executables, active = BackgroundCompile(), Executables(), []
 
     def activate(name: str) -> None:

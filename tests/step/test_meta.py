@@ -1,4 +1,4 @@
-"""Packing of a plan: decodes in columns, or row by row, must make the same bytes."""
+"""Packing of a plan: column decodes and row decodes give the same bytes."""
 
 import random
 
@@ -45,7 +45,7 @@ def random_chunk(rng: random.Random, slot: int) -> ScheduledSequence:
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 4])
 @pytest.mark.parametrize("num_decodes", [0, 1, 7])
-def test_decodes_in_columns_are_packed_as_rows_are(num_decodes, num_chunks):
+def test_column_decodes_are_packed_like_rows(num_decodes, num_chunks):
     rng = random.Random(10 * num_decodes + num_chunks)
     shape = StepShape.mixed(64, max_num_seqs=12, max_rows=40, block_size=8)
     for _ in range(20):
@@ -60,7 +60,7 @@ def test_decodes_in_columns_are_packed_as_rows_are(num_decodes, num_chunks):
         assert packed.dtype == np.int32 and packed.shape == (shape.width,)
 
 
-def test_a_plan_fits_by_its_sums():
+def test_plan_fits_by_its_sums():
     rng = random.Random(0)
     shape = StepShape.decode(4)
     four = StepPlan(0, (), (), random_decodes(rng, [0, 1, 2, 3]))
@@ -73,7 +73,7 @@ def test_a_plan_fits_by_its_sums():
 
 
 @pytest.mark.parametrize("in_columns", [True, False])
-def test_the_flags_of_a_step_are_those_of_its_slots(in_columns):
+def test_step_flags_follow_its_slots(in_columns):
     flags = SlotFlags(8)
     flags.admit(0, SamplingParams(temperature=0))
     flags.admit(1, SamplingParams(temperature=1, top_k=5))

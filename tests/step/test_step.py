@@ -1,4 +1,4 @@
-"""The compiled step on a tiny random model, against dense forwards of whole sequences."""
+"""The compiled step on a tiny random model, compared with dense forwards of whole sequences."""
 
 import contextlib
 
@@ -66,14 +66,14 @@ def compiled(model, leaves):
 
 @pytest.fixture
 def runner(compiled):
-    """The runner with its free blocks full of NaN: nothing may read what nobody wrote."""
+    """Return the runner with NaN in its free blocks, because unwritten values must not be read."""
     compiled.state.kv = tuple(jnp.full_like(layer, jnp.nan) for layer in compiled.state.kv)
     return compiled
 
 
 @pytest.fixture(scope="module")
 def dense_logits(model, leaves):
-    """(tokens) -> f32[len, V]: one forward over the whole sequence, in a cache of its own."""
+    """Return a function from tokens to f32[len, V], by one forward pass in a separate cache."""
     T = 32
 
     @jax.jit
@@ -141,7 +141,6 @@ PROMPT = [5, 9, 2, 40, 7, 7, 13, 1, 30]
 
 
 def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
-    """Four steps are dispatched before the first is read."""
     pending = [runner.dispatch(StepPlan(1, (admission(0, PROMPT),), (rows(0, 0, PROMPT),)))]
     for i in range(3):
         step = rows(0, len(PROMPT) + i, [FED_BACK], num_output=i + 1)
@@ -152,7 +151,7 @@ def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
 
 @contextlib.contextmanager
 def uploads_of(runner, name):
-    """What comes from the host with each call of an executable; anything else that does, raises."""
+    """Record the uploads of an executable's calls; any other upload raises."""
     step, uploads = runner.state.compiled[name], []
 
     def upload_and_call(*args):
@@ -161,13 +160,13 @@ def uploads_of(runner, name):
 
     runner.state.compiled[name] = upload_and_call
     try:
-        with jax.transfer_guard_host_to_device("disallow"):  # refuses what is uploaded unasked
+        with jax.transfer_guard_host_to_device("disallow"):  # rejects implicit uploads
             yield uploads
     finally:
         runner.state.compiled[name] = step
 
 
-def test_a_decode_step_uploads_one_array_and_nothing_else(runner, dense_logits):
+def test_decode_step_uploads_only_one_array(runner, dense_logits):
     run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
     plan = StepPlan(1, (), (rows(0, len(PROMPT), [FED_BACK], num_output=1),))
     with uploads_of(runner, "decode[4]") as uploads:
@@ -178,7 +177,7 @@ def test_a_decode_step_uploads_one_array_and_nothing_else(runner, dense_logits):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
-def test_chunks_of_a_prompt_make_the_same_token(runner, dense_logits, chunk):
+def test_chunked_prompt_gives_the_same_token(runner, dense_logits, chunk):
     admissions = [admission(2, PROMPT)]
     for start in range(0, len(PROMPT), chunk):
         part = PROMPT[start : start + chunk]
@@ -198,11 +197,11 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(runner, dense_logits):
         if wrong_at < 3:
             drafts[wrong_at] = (drafts[wrong_at] + 1) % (V - 1)
         verify = rows(1, len(PROMPT), [FED_BACK, *drafts], num_rows=4, num_output=1)
-        # A decode row beside it, so that offsets of rows and of sequences differ.
+        # A decode row in the same batch, so that offsets of rows and of sequences differ.
         other = rows(0, 0, [3])
         results = run(runner, [other, verify], [admission(0, [3])])
         assert list(results[1].token_ids) == truth[1 : 2 + wrong_at]
-        # What is fed back next is the last token that counted.
+        # The last accepted token is fed back next.
         after = rows(1, len(PROMPT) + 1 + wrong_at, [FED_BACK], num_output=2 + wrong_at)
         [result] = run(runner, [after])
         assert list(result.token_ids) == greedy(dense_logits, PROMPT + truth[: 2 + wrong_at], 1)
@@ -210,13 +209,11 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(runner, dense_logits):
 
 @pytest.mark.parametrize("beside", [0, 12], ids=["verify shape", "mixed shape"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_count_as_output_in_the_penalties_of_the_rows_after_them(
-    runner, beside, temperature
-):
+def test_drafts_count_as_output_in_later_rows_penalties(runner, beside, temperature):
     params = SamplingParams(
         temperature=temperature, max_tokens=16, frequency_penalty=2.0, repetition_penalty=1.8
     )
-    # Row by row, and then as drafts: the first two right, and all of them.
+    # Row by row, then as drafts: the first two right, and all of them.
     run(runner, [rows(1, 0, PROMPT)], [admission(1, PROMPT, params=params)])
     truth = []
     for i in range(5):
@@ -231,14 +228,14 @@ def test_drafts_count_as_output_in_the_penalties_of_the_rows_after_them(
         assert run(runner, [verify, *others], admissions)[0].token_ids == tuple(
             truth[: num_right + 1]
         )
-        # The counts on the device hold what was accepted, and nothing else.
+        # The counts on the device contain exactly the accepted tokens.
         after = rows(1, len(PROMPT) + 1 + num_right, [FED_BACK], num_output=2 + num_right)
         again = run(runner, [after])[0].token_ids
         if num_right < 4:
             assert again == tuple(truth[num_right + 1 : num_right + 2])
 
 
-def test_a_row_that_is_not_finite_fails_alone(runner):
+def test_non_finite_row_fails_alone(runner):
     prompts = {slot: [slot + 1, 8, 3] for slot in range(4)}
     admissions = [admission(slot, p) for slot, p in prompts.items()]
     clean = run(runner, [rows(s, 0, p) for s, p in prompts.items()], admissions)
@@ -247,7 +244,7 @@ def test_a_row_that_is_not_finite_fails_alone(runner):
     beside = run(runner, [rows(s, 0, p) for s, p in prompts.items()], admissions)
     assert [r.fault for r in beside] == [False, False, True, False]
     assert [r for i, r in enumerate(beside) if i != 2] == [r for i, r in enumerate(clean) if i != 2]
-    # Its slot and its blocks serve the next sequence, although NaN stands in them.
+    # Its slot and its blocks serve the next sequence, although they contain NaN.
     [result] = run(runner, [rows(2, 0, [3, 8, 3])], [admission(2, [3, 8, 3])])
     assert result == clean[2]
 
@@ -283,7 +280,7 @@ def test_penalties_follow_their_formulas(runner, dense_logits, penalty):
 
 
 def test_readmission_restores_the_counts(runner, dense_logits):
-    """A preempted sequence comes back with its output in the upload, not through the steps."""
+    """A preempted sequence returns with its output in the upload, not through the steps."""
     params = SamplingParams(temperature=0, max_tokens=16, frequency_penalty=2.0)
     known = [*PROMPT, 11, 11, 4]
     back = admission(5, known, params=params, prompt_len=len(PROMPT))
@@ -294,7 +291,7 @@ def test_readmission_restores_the_counts(runner, dense_logits):
     assert result.token_ids == (int(logits.argmax()),)
 
 
-def test_logit_bias_and_min_tokens(runner, dense_logits):
+def test_logit_bias_and_min_tokens_change_the_greedy_token(runner, dense_logits):
     first = greedy(dense_logits, PROMPT, 1)[0]
     logits = dense_logits(PROMPT)[-1]
     second = int(np.argsort(-logits)[1])
@@ -316,7 +313,7 @@ def test_logit_bias_and_min_tokens(runner, dense_logits):
         assert result.token_ids == (expected,)
 
 
-def test_logprobs_and_scoring_rows(runner, dense_logits):
+def test_logprobs_and_scoring_rows_match_the_log_softmax(runner, dense_logits):
     params = SamplingParams(temperature=0, logprobs=4, prompt_logprobs=3)
     step = rows(7, 0, PROMPT, num_rows=len(PROMPT), scoring=True, targets=tuple(PROMPT[1:]))
     plain = rows(8, 0, PROMPT)
@@ -338,7 +335,7 @@ def test_logprobs_and_scoring_rows(runner, dense_logits):
     assert results[0].logprobs is None and results[0].prompt_logprobs is None
 
 
-def test_more_admissions_than_one_upload_holds(runner, dense_logits):
+def test_admissions_beyond_one_upload_are_split(runner, dense_logits):
     prompts = [[slot + 1, 2, slot + 3] for slot in range(SLOTS)]
     results = run(
         runner,
@@ -349,7 +346,7 @@ def test_more_admissions_than_one_upload_holds(runner, dense_logits):
         assert list(result.token_ids) == greedy(dense_logits, prompt, 1)
 
 
-def test_a_block_table_grows_as_the_sequence_does(runner, dense_logits):
+def test_block_table_grows_with_the_sequence(runner, dense_logits):
     tokens = [i % (V - 1) for i in range(20)]
     run(
         runner,
@@ -361,7 +358,7 @@ def test_a_block_table_grows_as_the_sequence_does(runner, dense_logits):
     assert list(result.token_ids) == greedy(dense_logits, tokens, 1)
 
 
-def test_the_sampled_token_depends_on_seed_and_position_alone(runner):
+def test_sampled_token_depends_only_on_seed_and_position(runner):
     params = SamplingParams(temperature=1.5, max_tokens=4)
     mine = admission(4, PROMPT, params=params)
     [alone] = run(runner, [rows(4, 0, PROMPT)], [mine])
@@ -371,7 +368,7 @@ def test_the_sampled_token_depends_on_seed_and_position_alone(runner):
 
 
 def masks_of(*rows):
-    """i32[len(rows), 2]: the tokens that each row may sample; None: all."""
+    """Return i32[len(rows), 2]: the tokens that each row may sample; None: all."""
     masks = np.full((len(rows), -(-V // 32)), -1, np.int32)
     for mask, tokens in zip(masks, rows, strict=True):
         if tokens is not None:
@@ -387,9 +384,7 @@ def run_masked(runner, sequences, masks, admissions=()):
 
 
 @pytest.mark.parametrize("allowed", [(3,), (31, 32), (0, 33, 62, 63), tuple(range(0, 64, 3))])
-def test_a_row_samples_what_its_mask_allows_and_its_neighbours_what_they_would(
-    runner, dense_logits, allowed
-):
+def test_mask_applies_only_to_its_row(runner, dense_logits, allowed):
     first, second = PROMPT, PROMPT[:4]
     random = SamplingParams(temperature=5.0, max_tokens=16, seed=1, top_k=40)
     for params in (GREEDY, random):
@@ -407,7 +402,7 @@ def test_a_row_samples_what_its_mask_allows_and_its_neighbours_what_they_would(
             assert got[0].token_ids[0] == max(allowed, key=lambda token: logits[token])
 
 
-def test_each_draft_has_a_mask_of_its_own(runner, dense_logits):
+def test_each_draft_has_its_own_mask(runner, dense_logits):
     truth = greedy(dense_logits, PROMPT, 4)
     run(runner, [rows(1, 0, PROMPT)], [admission(1, PROMPT)])
     verify = rows(1, len(PROMPT), [FED_BACK, *truth[1:3]], num_rows=3, num_output=1)
@@ -419,7 +414,7 @@ def test_each_draft_has_a_mask_of_its_own(runner, dense_logits):
     assert got.token_ids == (truth[1], other)
 
 
-def test_logprobs_are_those_before_the_mask(runner, dense_logits):
+def test_logprobs_are_taken_before_the_mask(runner, dense_logits):
     params = SamplingParams(temperature=0, max_tokens=16, logprobs=3)
     [free] = run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT, params=params)])
     [got] = run_masked(
@@ -432,7 +427,7 @@ def test_logprobs_are_those_before_the_mask(runner, dense_logits):
     assert got.logprobs[0].logprob == pytest.approx(free.logprobs[0].top[2][1])
 
 
-def test_masks_are_the_only_other_upload_and_steps_without_have_none(runner):
+def test_masks_are_the_only_other_upload(runner):
     run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
     step = rows(0, len(PROMPT), [FED_BACK], num_output=1)
     with uploads_of(runner, "decode[4]") as uploads:

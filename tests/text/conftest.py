@@ -21,7 +21,7 @@ CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="session")
 def stories() -> Tokenizer:
-    """SentencePiece-like with byte fallback, BOS and a stripped first space."""
+    """Return a SentencePiece-like tokenizer with byte fallback, BOS and a stripped first space."""
     tokenizer = Tokenizer.from_folder(STORIES_FOLDER)
     assert tokenizer is not None
     return tokenizer
@@ -29,12 +29,12 @@ def stories() -> Tokenizer:
 
 @pytest.fixture
 def byte_level_backend() -> Backend:
-    """The byte-level tokenizer below, a new one for each test that changes it."""
+    """Return a new byte-level tokenizer for each test that changes it."""
     return _byte_level_backend()
 
 
 def _byte_level_backend() -> Backend:
-    """A byte-level BPE with ChatML's special tokens, and `<think>` as an added ordinary token."""
+    """Return a byte-level BPE with ChatML's special tokens and `<think>` as an ordinary one."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -58,7 +58,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def metaspace() -> Tokenizer:
-    """A Unigram model with `</s>` as a piece of its own vocabulary too, and no byte fallback."""
+    """Return a Unigram model with `</s>` as a piece of its vocabulary, without byte fallback."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), ("▁▁▁", -4.0), ("▁the", -3.0)]
     pieces += [(char, -5.0) for char in "abcdehst<>/ .é日"]
     backend = Backend(models.Unigram(pieces, unk_id=0))
@@ -70,7 +70,7 @@ def metaspace() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def word_piece() -> Tokenizer:
-    """A decoder that does not work token by token: it puts spaces between words."""
+    """Return a tokenizer whose decoder works across tokens: it puts spaces between words."""
     words = ["[UNK]", "[SEP]", "the", "cat", "##s", "sat", ".", "日", "##é"]
     backend = Backend(
         models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
@@ -84,7 +84,7 @@ def word_piece() -> Tokenizer:
 
 @pytest.fixture
 def write_folder(tmp_path: Path):
-    """Writes a model folder with the byte-level tokenizer and the given configuration."""
+    """Return a function that writes a model folder with the byte-level tokenizer and a config."""
 
     def write(config: dict | None = None, backend: Backend | None = None) -> Path:
         (backend or _byte_level_backend()).save(str(tmp_path / "tokenizer.json"))

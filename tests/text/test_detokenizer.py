@@ -29,7 +29,7 @@ def stream(
 @pytest.mark.parametrize("step", [1, 3, 100])
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", ["byte_level", "stories"])
-def test_a_text_cut_into_tokens_comes_out_whole(name, text, step, request):
+def test_streamed_tokens_give_the_whole_text(name, text, step, request):
     tokenizer = request.getfixturevalue(name)
     ids = tokenizer.encode(text)
     pieces = stream(tokenizer, [], ids, step)
@@ -39,7 +39,7 @@ def test_a_text_cut_into_tokens_comes_out_whole(name, text, step, request):
 
 @pytest.mark.parametrize("name", [*FAMILIES, "word_piece"])
 @given(data=st.data())
-def test_pushes_and_flush_are_decode_for_any_ids(name, request, data):
+def test_pushes_and_flush_equal_decode_for_any_ids(name, request, data):
     tokenizer = request.getfixturevalue(name)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
     step, skip = data.draw(st.integers(1, 4)), data.draw(st.booleans())
@@ -48,7 +48,7 @@ def test_pushes_and_flush_are_decode_for_any_ids(name, request, data):
 
 @pytest.mark.parametrize("name", ["byte_level", "stories"])
 @given(data=st.data())
-def test_no_push_sends_a_part_of_a_character(name, request, data):
+def test_push_never_returns_a_partial_character(name, request, data):
     tokenizer = request.getfixturevalue(name)
     text = data.draw(st.text(st.sampled_from("aé日👩\u200d한\u0301 "), max_size=20))
     assert not any("�" in piece for piece in stream(tokenizer, [], tokenizer.encode(text)))
@@ -56,7 +56,7 @@ def test_no_push_sends_a_part_of_a_character(name, request, data):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-def test_after_a_prompt_the_output_is_the_rest_of_the_whole_text(name, request, data):
+def test_output_after_a_prompt_is_the_rest_of_the_whole_text(name, request, data):
     tokenizer = request.getfixturevalue(name)
     ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12)
     prompt, output = data.draw(ids), data.draw(ids)
@@ -67,7 +67,7 @@ def test_after_a_prompt_the_output_is_the_rest_of_the_whole_text(name, request, 
     )
 
 
-def test_after_a_long_prompt_only_its_ends_matter(stories):
+def test_only_the_end_of_a_long_prompt_matters(stories):
     middle = stories.encode("the cat sat on the mat", add_special_tokens=False) * 50
     broken_off = [3 + byte for byte in "你".encode()[:2]]
     output = [3 + "你".encode()[2], 265]
@@ -76,19 +76,19 @@ def test_after_a_long_prompt_only_its_ends_matter(stories):
         assert "".join(stream(stories, [*begin, *middle], output[1:])) == " the"
 
 
-def test_the_first_word_keeps_its_space_after_a_prompt_and_loses_it_without(stories, metaspace):
+def test_first_word_keeps_its_space_only_after_a_prompt(stories, metaspace):
     (the,) = metaspace.encode("the")
     for tokenizer, prompt, the_id in ((stories, [1, 403], 265), (metaspace, [the], the)):
         assert "".join(stream(tokenizer, prompt, [the_id])) == " the"
         assert "".join(stream(tokenizer, [], [the_id])) == "the"
 
 
-def test_special_tokens_in_the_prompt_begin_no_text(stories):
+def test_special_tokens_in_the_prompt_do_not_start_a_text(stories):
     assert "".join(stream(stories, [1], [265])) == "the"
     assert "".join(stream(stories, [1], [265], skip=False)) == " the"
 
 
-def test_an_unfinished_character_is_held_back_and_flushed_as_replacement(stories, byte_level):
+def test_unfinished_character_is_held_back_and_flushed_as_replacement(stories, byte_level):
     for tokenizer, ids in (
         (stories, [3 + byte for byte in "👩".encode()]),
         (byte_level, byte_level.encode("👩")),
@@ -99,20 +99,20 @@ def test_an_unfinished_character_is_held_back_and_flushed_as_replacement(stories
         assert detokenizer.flush() == ""
 
 
-def test_invalid_bytes_do_not_hold_back_what_follows(stories):
+def test_invalid_bytes_do_not_delay_later_text(stories):
     detokenizer = Detokenizer(stories, stories.encode("a"))
     assert detokenizer.push([3 + 0xFF]) == "�"
     assert detokenizer.push([3 + 0xE4]) == ""
     assert detokenizer.push([265]) == "� the"
 
 
-def test_special_tokens_appear_only_if_asked_for(byte_level):
+def test_special_tokens_appear_only_on_request(byte_level):
     ids = [*byte_level.encode("cat"), 2]
     assert "".join(stream(byte_level, [], ids)) == "cat"
     assert "".join(stream(byte_level, [], ids, skip=False)) == "cat<|im_end|>"
 
 
-def test_ids_outside_the_vocabulary_are_passed_over(stories):
+def test_ids_outside_the_vocabulary_are_skipped(stories):
     assert "".join(stream(stories, stories.encode("a"), [265, 100_000, -1, 265])) == " the the"
 
 

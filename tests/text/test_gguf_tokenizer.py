@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file gives the ids of the tokenizer that the file was made from."""
+"""GGUF tokenizers: the ids of the tokenizer from which the file was made."""
 
 import json
 import random
@@ -51,7 +51,7 @@ TEXTS = torture("abcdehtnilorsuy.,!?'12é日👩AT")
 
 
 def write(file: Path, arch="llama", *, model=None, **keys) -> Path:
-    """A file that is all tokenizer; `keys` are those behind tokenizer.ggml."""
+    """Write a file that contains only a tokenizer; `keys` are below tokenizer.ggml."""
     writer = gguf.GGUFWriter(file, arch)
     if model is not None:
         writer.add_tokenizer_model(model)
@@ -90,7 +90,7 @@ def assert_equal(got: Tokenizer, expected: Tokenizer, texts=TEXTS):
 # ---- SentencePiece -------------------------------------------------------------------------------
 
 
-def test_a_trained_models_tokenizer_is_the_same():
+def test_trained_models_gguf_tokenizer_is_identical():
     got = tokenizer_of(STORIES_GGUF, 512)
     expected = tokenizer_of(FIXTURES / "stories260k-hf", 512)
     assert_equal(got, expected)
@@ -100,14 +100,14 @@ def test_a_trained_models_tokenizer_is_the_same():
 
 
 def spm_pieces() -> tuple[list[str], list[list[str]]]:
-    """The pieces behind the bytes, in the order they were learned, and the merges."""
+    """Return the pieces after the bytes, in the order of training, and the merges."""
     data = json.loads((FIXTURES / "stories260k-hf" / "tokenizer.json").read_text())["model"]
     vocab = data["vocab"]
     return sorted(vocab, key=vocab.__getitem__)[259:], data["merges"]
 
 
-def test_gemmas_runs_of_spaces_and_placeholder_scores(tmp_path):
-    """No prefix; runs of spaces are spelled as spaces, and come first with a score of -1000."""
+def test_gemma_splits_runs_of_spaces_with_placeholder_scores(tmp_path):
+    """There is no prefix; runs of spaces come first, spelled as spaces, with a score of -1000."""
     pieces, merges = spm_pieces()
     head = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "\n\n", "▁▁", "▁▁▁"]
     byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
@@ -161,12 +161,12 @@ def spm(file, arch="llama", extra=(), **keys):
     )
 
 
-def test_phi_drops_the_space_behind_its_own_tokens(tmp_path):
+def test_phi_strips_spaces_after_its_own_tokens(tmp_path):
     extra = [("<|endoftext|>", CONTROL), ("<|user|>", CONTROL), ("<pad0>", UNUSED)]
     keys = {"add_bos_token": False}
     got = tokenizer_of(spm(tmp_path / "m.gguf", "phi3", extra, **keys))
     plain = tokenizer_of(spm(tmp_path / "n.gguf", "llama", extra, **keys))
-    assert got.vocab_size == 514  # what pads the model's width is no token
+    assert got.vocab_size == 514  # padding to the model's width adds no tokens
     assert got.encode("<|user|> \n on")[0] == 513
     assert (
         got.encode("<|user|> \n on") == got.encode("<|user|>on") != plain.encode("<|user|> \n on")
@@ -174,7 +174,7 @@ def test_phi_drops_the_space_behind_its_own_tokens(tmp_path):
     assert got.encode("<|endoftext|> on") == plain.encode("<|endoftext|> on")
 
 
-def test_bos_and_eos_are_added_as_the_file_says(tmp_path):
+def test_bos_and_eos_are_added_as_the_file_states(tmp_path):
     text = tokenizer_of(spm(tmp_path / "0.gguf", add_bos_token=False)).encode("hello")
     assert tokenizer_of(spm(tmp_path / "1.gguf")).encode("hello") == [1, *text]
     both = spm(tmp_path / "2.gguf", add_bos_token=True, add_eos_token=True, eos_token_id=2)
@@ -211,7 +211,7 @@ def split(pattern):
 
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
-ORIGINALS = {  # as the `tokenizer.json` of a model of that kind has it
+ORIGINALS = {  # from the `tokenizer.json` of a model of that kind
     "llama-bpe": split(LLAMA3),
     "qwen2": split(QWEN2),
     "tekken": split(TEKKEN),
@@ -222,7 +222,7 @@ ORIGINALS = {  # as the `tokenizer.json` of a model of that kind has it
 
 
 def trained(pre: str) -> Backend:
-    """A byte-level BPE as such a model would have it; special tokens stand at the end."""
+    """Return a byte-level BPE like that of such a model, with special tokens at the end."""
     backend = Backend(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     backend.pre_tokenizer = ORIGINALS[pre]
     backend.normalizer = normalizers.NFC() if pre == "qwen2" else None
@@ -256,28 +256,26 @@ def write_bpe(file: Path, backend: Backend, kind: str, **keys) -> Path:
 
 
 @pytest.mark.parametrize("pre", ORIGINALS)
-def test_a_byte_level_tokenizer_is_the_same(pre, tmp_path):
+def test_byte_level_gguf_tokenizer_is_identical(pre, tmp_path):
     backend = trained(pre)
     file = write_bpe(tmp_path / "m.gguf", backend, pre)
     got = tokenizer_of(file, backend.get_vocab_size() + 2)
     names = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
-    # Llama 3's and Mistral's put BOS first, where the file does not say.
+    # Llama 3's and Mistral's put BOS first if the file has no setting.
     adds = pre in ("llama-bpe", "tekken")
     assert_equal(got, Tokenizer(backend, names, add_bos_token=adds))
     cut, original = got.backend.pre_tokenizer, ORIGINALS[pre]
-    for text in TEXTS:  # also where the few merges above tell no difference
+    for text in TEXTS:  # includes texts on which the few merges above make no difference
         assert cut.pre_tokenize_str(text) == original.pre_tokenize_str(text), repr(text)
 
 
-def test_the_ways_to_cut_a_text_differ():
-    """The texts above tell them all apart."""
+def test_pre_tokenizers_differ_on_the_test_texts():
     cuts = {pre: [str(p.pre_tokenize_str(text)) for text in TEXTS] for pre, p in ORIGINALS.items()}
     assert len({json.dumps(cut) for cut in cuts.values()}) == len(ORIGINALS)
     assert set(ORIGINALS) <= set(PRE_TOKENIZERS)
 
 
-def test_special_tokens_may_stand_first(tmp_path):
-    """As in the bundled model, and in SmolLM."""
+def test_special_tokens_may_come_first(tmp_path):
     folder = FIXTURES.parent.parent / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
     data = json.loads((folder / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
@@ -310,11 +308,11 @@ def test_chat_templates_come_with_the_file(tmp_path):
     assert not ChatTemplate.from_folder(STORIES_GGUF, tokenizer).available
 
 
-def test_a_file_without_a_tokenizer_has_none(tmp_path):
+def test_file_without_a_tokenizer_has_none(tmp_path):
     assert load_text(write(tmp_path / "m.gguf"), None, 5) == (None, None)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -332,14 +330,14 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path):
         ({"chat_template": "{% if %}"}, CheckpointError, "is not valid Jinja"),
     ],
 )
-def test_a_broken_tokenizer_is_refused_by_its_key(keys, error, match, tmp_path):
+def test_broken_tokenizer_is_rejected_by_key(keys, error, match, tmp_path):
     file = write_bpe(tmp_path / "m.gguf", trained("gpt-2"), "gpt-2", **keys)
     with pytest.raises(error, match=match) as raised:
         load_text(file, None, 1000)
     assert str(file) in str(raised.value) or "Jinja" in match
 
 
-def test_a_vocabulary_beyond_the_models_width_is_refused(tmp_path):
+def test_vocabulary_beyond_the_models_width_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="from 0 to 99"):
         tokenizer_of(write_bpe(tmp_path / "m.gguf", trained("gpt-2"), "gpt-2"), 100)
 
@@ -353,14 +351,14 @@ def test_a_vocabulary_beyond_the_models_width_is_refused(tmp_path):
         (["<unk>", "a", "b" * 300], [0.0] * 3, "or a token of more than 256"),
     ],
 )
-def test_broken_pieces_are_refused(tokens, scores, match, tmp_path):
+def test_broken_pieces_are_rejected(tokens, scores, match, tmp_path):
     keys = {"tokens": tokens, "scores": scores, "add_bos_token": False}
     with pytest.raises(CheckpointError, match=match):
         tokenizer_of(write(tmp_path / "m.gguf", model="llama", **keys))
 
 
-def test_a_chat_begins_with_bos_where_the_file_says_so_and_the_template_has_none(tmp_path):
-    """As in llama.cpp: once, whether or not the template writes it."""
+def test_chat_starts_with_the_files_bos_if_the_template_has_none(tmp_path):
+    """BOS occurs exactly once, with or without BOS in the template, as in llama.cpp."""
     adds = tokenizer_of(spm(tmp_path / "a.gguf", add_bos_token=True))
     plain = tokenizer_of(spm(tmp_path / "b.gguf", add_bos_token=False))
     assert adds.encode_template("hello")[0] == adds.bos_token_id
@@ -371,7 +369,7 @@ def test_a_chat_begins_with_bos_where_the_file_says_so_and_the_template_has_none
     assert adds.encode_template("hello \ue000", hidden)[0] == adds.bos_token_id
 
 
-def test_special_tokens_come_on_top_of_a_template_if_asked_for(tmp_path):
+def test_special_tokens_are_added_to_a_template_on_request(tmp_path):
     keys = {"add_bos_token": True, "add_eos_token": True, "eos_token_id": 2}
     tokenizer = tokenizer_of(spm(tmp_path / "a.gguf", **keys))
     ids = tokenizer.encode_template("hello", add_special_tokens=True)

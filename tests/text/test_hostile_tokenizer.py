@@ -1,4 +1,4 @@
-"""A tokenizer.json from a stranger: an error that names file and field, or bounded encoding."""
+"""Malicious tokenizer.json files: an error that names file and field, or bounded encoding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def nested(component: dict, depth: int) -> dict:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes a folder of a small BPE with the given changes; a change of a text is the text."""
+    """Return a writer of a small BPE with the given changes; a string replaces the text."""
 
     def write(changes=None, model=None, name="tokenizer.json"):
         if not isinstance(changes, str):
@@ -67,7 +67,7 @@ def folder(tmp_path):
     return write
 
 
-def test_the_small_tokenizer_itself_is_good(folder):
+def test_small_tokenizer_itself_is_valid(folder):
     tokenizer = Tokenizer.from_folder(folder({"added_tokens": [added(5, "<s>")]}), 6)
     assert tokenizer is not None and tokenizer.encode("abcab<s>") == [4, 3, 5]
 
@@ -184,7 +184,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_each_poison_is_named(folder, name):
+def test_each_malicious_field_is_named(folder, name):
     changes, model, message = REFUSED[name]
     path = folder(changes, model)
     begin = time.thread_time()
@@ -194,7 +194,7 @@ def test_each_poison_is_named(folder, name):
     assert time.thread_time() - begin < 10  # under a second on an idle machine
 
 
-def test_padding_is_off_before_a_text_is_encoded(folder, monkeypatch):
+def test_padding_is_disabled_before_encoding(folder, monkeypatch):
     """A fixed length of 10**9 took 15 GB."""
     calls: list[str] = []
 
@@ -216,14 +216,14 @@ def test_padding_is_off_before_a_text_is_encoded(folder, monkeypatch):
     assert calls == ["no_padding", "encode"]
 
 
-def test_a_token_that_appears_twice_is_refused(folder):
+def test_duplicate_token_is_rejected(folder):
     text = '{"model": {"type": "BPE", "vocab": {"a": 0, "a": 1}, "merges": []}}'
     with pytest.raises(CheckpointError, match="an object has duplicate keys"):
         Tokenizer.from_folder(folder(text))
 
 
-def test_added_tokens_may_lie_behind_the_model_s_rows(folder):
-    """Llama 2 was published like that. Requests with such an id are refused by the engine."""
+def test_added_tokens_may_exceed_the_models_rows(folder):
+    """Llama 2 was published like that. The engine rejects requests with such an id."""
     tokenizer = Tokenizer.from_folder(folder({"added_tokens": [added(5, "<pad>")]}), 5)
     assert tokenizer is not None and tokenizer.encode("<pad>") == [5]
 
@@ -232,10 +232,10 @@ def test_added_tokens_may_lie_behind_the_model_s_rows(folder):
     "name",
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"],
 )
-def test_files_that_are_too_large_are_not_read(folder, name):
+def test_too_large_files_are_not_read(folder, name):
     path = folder()
     with (path / name).open("wb") as stream:
-        stream.truncate(2**40)  # a hole: no disk is needed
+        stream.truncate(2**40)  # a sparse file, which takes no disk space
     with pytest.raises(CheckpointError, match=f"{re.escape(name)} has 1099511627776 bytes"):
         load(path)
 
@@ -250,7 +250,7 @@ def load(path) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 10**6, '{"a":' * 10**5 + "1" + "}" * 10**5, "\xff", '{"a": ' + "9" * 10**5 + "}"]
 )
-def test_files_that_are_no_json_are_refused(folder, name, text):
+def test_invalid_json_files_are_rejected(folder, name, text):
     path = folder()
     (path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=re.escape(name)):
@@ -275,7 +275,7 @@ def test_wrong_types_in_the_configuration_are_named(folder, config, message):
         load(folder(json.dumps(config), name="tokenizer_config.json") and folder())
 
 
-def test_a_panic_of_the_library_is_an_error_like_others(folder, monkeypatch):
+def test_library_panic_is_an_ordinary_error(folder, monkeypatch):
     class PanicException(BaseException):
         pass
 
@@ -291,7 +291,7 @@ def test_a_panic_of_the_library_is_an_error_like_others(folder, monkeypatch):
         tokenizer.encode("a")
 
 
-def test_a_panic_while_the_tokenizer_is_made_names_the_file(folder, monkeypatch):
+def test_panic_while_loading_the_tokenizer_names_the_file(folder, monkeypatch):
     class PanicException(BaseException):
         pass
 
@@ -334,15 +334,15 @@ ONE = {"ids": [0], "tokens": ["a"]}
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_template_that_names_what_is_not_there_is_refused(folder, processor, message, wrapped):
-    """The library panics at the first text, and not before."""
+def test_template_with_unknown_tokens_is_rejected(folder, processor, message, wrapped):
+    """The library panics only at the first text."""
     if wrapped:
         processor = {"type": "Sequence", "processors": [processor]}
     with pytest.raises(CheckpointError, match=rf"tokenizer\.json.*{message}"):
         Tokenizer.from_folder(folder({"post_processor": processor}))
 
 
-def test_a_template_whose_tokens_are_there_is_good(folder):
+def test_template_with_known_tokens_is_accepted(folder):
     path = folder({"post_processor": template([SPECIAL, SEQUENCE], a=ONE)})
     tokenizer = Tokenizer.from_folder(path)
     assert tokenizer is not None and tokenizer.encode("b") == [0, 1]
@@ -361,7 +361,7 @@ EXPLODING = [
 
 @pytest.mark.parametrize("pattern", EXPLODING, ids=range(len(EXPLODING)))
 @pytest.mark.quick_cases(10)
-def test_a_pattern_that_explodes_is_refused_soon(pattern):
+def test_exploding_pattern_is_rejected_soon(pattern):
     begin = time.thread_time()
     with pytest.raises(PatternError):
         check_pattern(pattern)
@@ -377,13 +377,13 @@ ORDINARY = [
 
 @pytest.mark.parametrize("pattern", ORDINARY)
 @pytest.mark.quick_cases(4)
-def test_ordinary_patterns_are_run(pattern):
+def test_ordinary_patterns_run(pattern):
     check_pattern(pattern)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("pattern", sorted(patterns.KNOWN))
-def test_the_known_patterns_would_pass_the_trial(pattern):
+def test_known_patterns_would_pass_the_trial(pattern):
     patterns._Structure(pattern).check()
     patterns._try(pattern)
 
@@ -393,8 +393,8 @@ UNITS = ["a", " ", "\n", "ab", "a ", "é", "中", "👍", "'", "a1", "<s>", "\u0
 
 @pytest.mark.soak
 @pytest.mark.parametrize("pattern", [None, *sorted(patterns.KNOWN)])
-def test_a_mebibyte_is_encoded_in_bounded_time_and_off_the_loop(folder, pattern):
-    """In a thread, as the server does it; meanwhile this thread runs."""
+def test_mebibyte_is_encoded_in_bounded_time_off_the_loop(folder, pattern):
+    """Encodes in a thread like the server, while this thread runs."""
     component = {} if pattern is None else {"pre_tokenizer": split(pattern)}
     tokenizer = Tokenizer.from_folder(folder(component))
     assert tokenizer is not None
@@ -411,7 +411,7 @@ def test_a_mebibyte_is_encoded_in_bounded_time_and_off_the_loop(folder, pattern)
             assert beats > 5
 
 
-def test_a_long_text_is_encoded_in_linear_time(folder):
+def test_long_text_is_encoded_in_linear_time(folder):
     tokenizer = Tokenizer.from_folder(folder())
     assert tokenizer is not None
 
@@ -424,7 +424,7 @@ def test_a_long_text_is_encoded_in_linear_time(folder):
 
 
 @given(strings=st.lists(st.text("ab<|", min_size=1, max_size=6), max_size=8), text=st.text("ab<|"))
-def test_the_longest_of_the_special_tokens_is_found(strings, text):
+def test_longest_special_token_is_found(strings, text):
     flat = sorted(strings, key=len, reverse=True)
     plain = re.compile("|".join(map(re.escape, flat)) or r"(?!)")
     assert _alternatives(strings).findall(text) == plain.findall(text)
@@ -434,14 +434,14 @@ def test_many_special_tokens_are_not_tried_one_by_one():
     pattern = _alternatives(f"<|reserved_special_token_{i}|>" for i in range(20_000))
     begin = time.thread_time()
     assert pattern.findall("<|reserved_" * 20_000) == []
-    assert time.thread_time() - begin < 5  # a hundredth of it; one by one takes minutes
+    assert time.thread_time() - begin < 5  # a hundredth of it; matching one by one takes minutes
 
 
-# Nothing of a folder is run
+# Code in a folder is never executed
 
 
 def test_code_in_a_folder_is_not_imported(tmp_path):
-    """`auto_map` and its like name modules beside the weights: they are not even looked at."""
+    """`auto_map` and similar fields name modules in the folder, which are not even read."""
     source = FIXTURES / "stories260k-hf"
     touched = tmp_path / "touched"
     code = f"open({str(touched)!r}, 'w').close()\nclass Evil: pass\n"

@@ -11,7 +11,7 @@ from forge_jax.text import StopStrings
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
-    """What a client receives in all, and the stop string."""
+    """Return the text that a client receives, and the stop string."""
     matcher = StopStrings(stops, include)
     sent = ""
     for piece in pieces:
@@ -23,7 +23,7 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str
 
 
 def naive(stops: list[str], text: str, include: bool) -> tuple[str, str | None]:
-    """The definition: the shortest beginning of the text that ends with a stop string."""
+    """Return the definition's result: the shortest prefix that ends with a stop string."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -40,7 +40,7 @@ def naive(stops: list[str], text: str, include: bool) -> tuple[str, str | None]:
 @example(stops=["aab"], pieces=["a", "a", "a", "b"], include=False)
 @example(stops=["xabcz", "ab1", "bc"], pieces=["xabc"], include=False)  # falls back twice
 @example(stops=["abab", "ba"], pieces=["ab", "ac", "ba"], include=False)
-def test_any_cut_of_the_text_gives_what_the_definition_says(stops, pieces, include):
+def test_any_split_of_the_text_matches_the_definition(stops, pieces, include):
     assert run(stops, pieces, include) == naive(stops, "".join(pieces), include)
 
 
@@ -48,7 +48,7 @@ def test_any_cut_of_the_text_gives_what_the_definition_says(stops, pieces, inclu
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
     pieces=st.lists(st.text("abc", max_size=6), max_size=8),
 )
-def test_nothing_is_held_back_except_a_possible_beginning(stops, pieces):
+def test_only_a_possible_stop_string_start_is_held_back(stops, pieces):
     matcher = StopStrings(stops)
     text = sent = ""
     for piece in pieces:
@@ -62,58 +62,58 @@ def test_nothing_is_held_back_except_a_possible_beginning(stops, pieces):
         assert (sent, held) == (text[: len(text) - len(longest)], longest)
 
 
-def test_a_stop_string_across_tokens_is_cut_off():
+def test_stop_string_across_tokens_is_removed():
     matcher = StopStrings(["</s>"])
     assert matcher.push("hi <") == ("hi ", None)
     assert matcher.push("/") == ("", None)
     assert matcher.push("s> more") == ("", "</s>")
 
 
-def test_a_false_beginning_is_sent_when_it_turns_out_false():
+def test_false_start_is_released():
     matcher = StopStrings(["\nUser:"])
     assert matcher.push("a\nUse") == ("a", None)
     assert matcher.push("less") == ("\nUseless", None)
 
 
-def test_overlapping_beginnings_are_found():
+def test_overlapping_starts_are_found():
     assert run(["aab"], ["aaab"]) == ("a", "aab")
     assert run(["aab"], ["a", "a", "a", "b"]) == ("a", "aab")
 
 
-def test_the_string_that_is_complete_first_wins_even_if_another_began_before():
+def test_first_completed_string_wins_even_if_another_began_before():
     assert run(["abcd", "bc"], ["abcd"]) == ("a", "bc")
     assert run(["</s>", "</s"], ["x</s>"]) == ("x", "</s")
 
 
-def test_of_two_that_are_complete_together_the_longer_wins():
+def test_longer_of_two_completed_together_wins():
     assert run(["bc", "abc"], ["xabc"]) == ("x", "abc")
     assert run(["abc", "bc"], ["xabc"]) == ("x", "abc")
 
 
-def test_an_included_stop_string_ends_the_text_and_nothing_waits_for_it():
+def test_included_stop_string_ends_the_text_without_delay():
     matcher = StopStrings(["END"], include_stop_str_in_output=True)
     assert matcher.push("the EN") == ("the EN", None)
     assert matcher.push("D of") == ("D", "END")
 
 
-def test_flush_gives_what_was_held_once():
+def test_flush_returns_held_text_once():
     matcher = StopStrings(["END"])
     assert matcher.push("the EN") == ("the ", None)
     assert matcher.flush() == "EN"
     assert matcher.flush() == ""
 
 
-def test_without_stop_strings_the_text_passes():
+def test_text_passes_without_stop_strings():
     assert run([], ["a", "b"]) == ("ab", None)
 
 
-def test_an_empty_stop_string_is_refused():
+def test_empty_stop_string_is_rejected():
     with pytest.raises(RequestError) as caught:
         StopStrings(["a", ""])
     assert caught.value.param == "stop"
 
 
-def test_pushing_after_a_match_is_a_bug_of_the_caller():
+def test_push_after_a_match_raises():
     matcher = StopStrings(["a"])
     matcher.push("a")
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: it cannot run without end, nor reach anything."""
+"""Chat templates are untrusted programs: bounded in time and memory, and isolated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(source: str, messages=HELLO, **kwargs) -> str:
 
 
 def big(name: str) -> str:
-    """A template's way to a string of a mebibyte, by doubling."""
+    """Return template code that makes a string of a mebibyte, by doubling."""
     return f"{{% set n = namespace({name}='abcdefghijklmnop') %}}" + (
         f"{{% for i in range(16) %}}{{% set n.{name} = n.{name} + n.{name} %}}{{% endfor %}}"
     )
@@ -38,7 +38,7 @@ DOUBLED = (
     "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}"
 )
 
-# Loops, recursion, calls: what takes time
+# Time: loops, recursion, calls
 
 ENDLESS = {
     "range": "{% for i in range(10**9) %}x{% endfor %}",
@@ -113,19 +113,19 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.quick_cases(15)
-def test_what_has_no_end_is_ended(name, monkeypatch):
-    """Within a quarter of a second of CPU beyond the limit, which is set low here."""
+def test_endless_template_is_stopped(name, monkeypatch):
+    """It stops within a quarter of a second of CPU time after the limit, which is low here."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
     template = ChatTemplate(ENDLESS[name], {})
     begin = time.thread_time()
     with pytest.raises(RequestError) as caught:
         template.render(HELLO)
-    assert time.thread_time() - begin < 0.1 + 0.25 * 4  # a loaded machine, and no faster core
+    assert time.thread_time() - begin < 0.1 + 0.25 * 4  # for a loaded machine with slower cores
     assert caught.value.param == "messages" and len(str(caught.value)) < 1000
 
 
-def test_what_recurses_ends_in_a_thread_too(monkeypatch):
-    """As the server runs it: the stack of a thread is not the main thread's."""
+def test_recursive_template_is_stopped_in_a_thread(monkeypatch):
+    """The server renders in a thread, which has another stack size than the main thread."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for name in ("macro", "macro twice", "block", "recursive loop", "caller", "deep lists"):
@@ -134,8 +134,8 @@ def test_what_recurses_ends_in_a_thread_too(monkeypatch):
                 pool.submit(template.render, HELLO).result()
 
 
-def test_a_client_cannot_make_a_good_template_explode():
-    """Arguments of the request: deep and wide JSON, printed with an indentation."""
+def test_client_arguments_cannot_make_a_template_explode():
+    """The request's arguments are deep and wide JSON, rendered with an indentation."""
     wide: list = [1] * 200_000
     for _ in range(50):
         wide = [wide]
@@ -144,8 +144,8 @@ def test_a_client_cannot_make_a_good_template_explode():
             render(source, tools=wide, x=10**9)
 
 
-def test_a_template_that_is_cheap_for_other_conversations_is_stopped(monkeypatch):
-    """A trial when the template is loaded would find nothing."""
+def test_conversation_dependent_explosion_is_stopped(monkeypatch):
+    """A trial when the template is loaded would not detect it."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
     template = ChatTemplate("{% if messages|length > 1 %}" + FOREVER + "{% endif %}ok", {})
     assert template.render(HELLO) == "ok"
@@ -154,7 +154,7 @@ def test_a_template_that_is_cheap_for_other_conversations_is_stopped(monkeypatch
     assert template.render(HELLO) == "ok"
 
 
-# Sizes: what takes memory
+# Memory: sizes of values
 
 HUGE = {
     "product": "{{ 'a' * 10**9 }}",
@@ -228,7 +228,7 @@ HUGE = {
 
 @pytest.mark.parametrize("name", HUGE)
 @pytest.mark.quick_cases(20)
-def test_what_is_too_large_is_never_made(name):
+def test_too_large_value_is_never_made(name):
     template = ChatTemplate(HUGE[name], {})
     tracemalloc.start()
     try:
@@ -240,8 +240,8 @@ def test_what_is_too_large_is_never_made(name):
     assert peak < 400 * MIB and len(str(caught.value)) < 1000
 
 
-def test_the_same_without_limits_is_made():
-    """Jinja's sandbox alone lets it pass: the tests above can fail."""
+def test_same_values_are_made_without_limits():
+    """Jinja's sandbox alone allows it, so the tests above can fail."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
     for source in ("{{ ('a' * 10**7)|length }}", "{{ 'a'.center(10**7)|length }}"):
         assert environment.from_string(source).render() == "10000000"
@@ -249,7 +249,7 @@ def test_the_same_without_limits_is_made():
             render(source)
 
 
-# At compile time
+# Compilation
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_the_same_without_limits_is_made():
     ],
     ids=range(12),
 )
-def test_a_template_that_cannot_be_compiled_is_refused_soon(source):
+def test_uncompilable_template_is_rejected_soon(source):
     begin = time.thread_time()
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate(source)
     assert time.thread_time() - begin < 10  # less than one on an idle machine
 
 
-def test_nothing_is_computed_when_a_template_is_compiled():
+def test_compiling_a_template_computes_nothing():
     environment = chat_template._environment(datetime.now)
     seen: list[str] = []
     environment.add_filter("probe", lambda value: seen.append(value) or value)
@@ -294,7 +294,7 @@ def test_nothing_is_computed_when_a_template_is_compiled():
             assert seen.pop() == "a"
 
 
-# Reaching out of the sandbox
+# Escaping from the sandbox
 
 ESCAPES = [
     "{{ ''.__class__ }}",
@@ -369,10 +369,10 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_a_classic_attack_is_refused(source):
+def test_classic_attack_is_rejected(source):
     messages = [{"role": "user", "content": "hello"}]
     with contextlib.suppress(RequestError, CheckpointError):
-        assert ChatTemplate(source).render(messages) == ""  # Jinja's way: it is not defined
+        assert ChatTemplate(source).render(messages) == ""  # Jinja renders undefined values as ""
     assert messages == HELLO
 
 
@@ -382,7 +382,7 @@ def test_text_that_looks_like_a_template_is_text(source):
     assert "49" not in text and "{{ 7*7 }}" in text
 
 
-# What must still work
+# Ordinary templates
 
 
 LONG_TEMPLATE = (
@@ -399,8 +399,8 @@ LONG_TEMPLATE = (
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 1_000_000), (4096, 400), (16_384, 60)])
-def test_a_long_conversation_is_far_from_the_limits(count, size):
-    """A hundred thousand tokens and more, in a few messages or in very many."""
+def test_long_conversation_is_far_from_the_limits(count, size):
+    """Covers more than a hundred thousand tokens, in few messages or in many."""
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": "<think>\n</think>" + "é" * size}
         for i in range(count)
@@ -416,22 +416,22 @@ def test_a_long_conversation_is_far_from_the_limits(count, size):
     assert template.render(messages, tools=with_tools) == text
 
 
-def test_a_busy_machine_does_not_fail_a_rendering(monkeypatch):
-    """Wall time that passes while the thread does not run is not counted."""
+def test_busy_machine_does_not_fail_a_rendering(monkeypatch):
+    """Wall time during which the thread does not run is not counted."""
     clock = iter(range(0, 10**9, 10))
     monkeypatch.setattr(sandbox.time, "monotonic", lambda: float(next(clock)))
     source = "{% for i in range(1000) %}{{ 'abc'.upper() }}{% endfor %}"
     assert render(source) == "ABC" * 1000
 
 
-def test_two_renderings_do_not_share_a_budget(monkeypatch):
+def test_renderings_do_not_share_a_budget(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_EFFORT", 2_000_000)
     template = ChatTemplate("{% for i in range(9000) %}{{ 'x'.upper() }}{% endfor %}")
     for _ in range(5):
         assert template.render(HELLO) == "X" * 9000
 
 
-def test_filters_and_loops_are_as_in_jinja():
+def test_filters_and_loops_match_jinja():
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     for source in [
         "{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"

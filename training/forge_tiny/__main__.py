@@ -1,6 +1,6 @@
 """`python -m training.forge_tiny`: corpus, tokenizer, train, export and check, in one command.
 
-With `--draft` it trains the draft model on the same corpus, with the bundled model's tokenizer.
+The draft model (`--draft`) is trained on the same corpus, with the bundled model's tokenizer.
 """
 
 import argparse
@@ -23,8 +23,7 @@ from .train import Progress, Rows, TrainConfig, pack, train
 CACHE = Path(__file__).parent / ".cache"
 DRAFT_TRAINING = TrainConfig(minutes=18.0, peak_rate=6e-3, checkpoint_minutes=2.0)
 TOKENIZER_DOCUMENTS = 60_000
-# The buffers of a step, some hundred MB, are allocated anew each time: huge pages make training
-# 1.4 times as fast.
+# Each step allocates some hundred MB of buffers. Huge pages make training 1.4 times as fast.
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000"
 
 
@@ -51,10 +50,11 @@ def main() -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help=f"time to train (default: {TrainConfig.minutes:g}, draft {DRAFT_TRAINING.minutes:g})",
+        help="minutes to train "
+        f"(default: {TrainConfig.minutes:g}, draft {DRAFT_TRAINING.minutes:g})",
     )
     parser.add_argument(
-        "--documents", type=int, help="size of the corpus (default: 450000, draft 150000)"
+        "--documents", type=int, help="documents in the corpus (default: 450000, draft 150000)"
     )
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
     parser.add_argument("--out", type=Path, help="the folder to export to (default: the model's)")

@@ -1,8 +1,7 @@
-"""Asks the exported folder the standard questions, with a plain greedy decoder of its own.
+"""Checks the exported folder on the standard questions, with a plain greedy decoder of its own.
 
-Reads only the folder, as an engine would: the numbers come from `config.json` and the weights by
-their Hugging Face names. Shares no code with the training model, so that a fault in the export
-shows.
+It reads only the folder, as an engine would: sizes come from `config.json`, weights by their
+Hugging Face names. It shares no code with the training model, so that a fault in the export shows.
 """
 
 import itertools
@@ -36,7 +35,7 @@ OPENINGS = ("Once upon a time", "The capital of France is", "The weather today")
 
 
 def forward(config: dict, weights: dict, tokens: jax.Array) -> jax.Array:
-    """tokens: int32[T] -> logits: f32[T, V]."""
+    """Return logits: f32[T, V] of tokens: int32[T]."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     D, T = config["head_dim"], len(tokens)
 
@@ -73,7 +72,7 @@ def forward(config: dict, weights: dict, tokens: jax.Array) -> jax.Array:
 
 
 class Checker:
-    """Greedy decoding without a cache: each step computes all of a padded row."""
+    """A greedy decoder without a cache: each step computes all of a padded row."""
 
     def __init__(self, folder: Path, length: int = 320):
         self.config = json.loads((folder / "config.json").read_text())
@@ -106,7 +105,7 @@ class Checker:
         return self.generate(self.tokenizer.encode(opening).ids, limit)
 
     def chat(self, *messages: str) -> str:
-        """The prompt for messages of user and assistant in turn."""
+        """Return the prompt for messages of user and assistant in turn."""
         roles = itertools.cycle(("user", "assistant"))
         return jinja2.Template(self.template["chat_template"]).render(
             messages=[{"role": r, "content": m} for r, m in zip(roles, messages, strict=False)],
@@ -120,10 +119,10 @@ class Checker:
         return self.generate(ids, limit)
 
     def accuracy(self, pairs: list[tuple[str, str]], length: int = 128) -> float:
-        """Share of the questions whose greedy answer is exactly the expected one.
+        """Return the share of questions whose greedy answer is exactly the expected one.
 
-        Greedy decoding writes the answer if each of its tokens is the most likely one after those
-        before it: one pass tells.
+        One forward pass suffices: greedy decoding writes the answer if each of its tokens is the
+        most likely one after the tokens before it.
         """
         end = self.config["eos_token_id"]
         prompts = [
@@ -151,7 +150,7 @@ def check(folder: Path, questions: tuple[str, ...] = QUESTIONS) -> None:
 
 
 def check_accuracy(folder: Path, count: int = 400) -> None:
-    """Exact answers to fresh questions of the kinds that have one right answer."""
+    """Print the exact-match rate on new questions of the kinds with one right answer."""
     checker, rng = Checker(folder), random.Random(12345)
     for make in (facts.capital, facts.unit, facts.animal, sums.pair, extraction.pair):
         share = checker.accuracy([make(rng) for _ in range(count)])

@@ -16,7 +16,7 @@ from .tokenizer import BOS, END, PAD, tokenizer_config
 
 
 def model_config(config: ModelConfig, tokenizer: Tokenizer) -> dict:
-    """`config.json` in Hugging Face's form."""
+    """Return `config.json` in Hugging Face's format."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -46,7 +46,7 @@ def model_config(config: ModelConfig, tokenizer: Tokenizer) -> dict:
 
 
 def tensors(state: nnx.State) -> dict[str, np.ndarray]:
-    """Hugging Face's names: the modules of `model.py` are named alike, so a path is a name."""
+    """Return tensors by Hugging Face name, which is the path of the module in `model.py`."""
     named = {}
     for path, leaf in nnx.to_flat_state(state):
         parts = [str(part) for part in path if part != "weight"]
@@ -63,9 +63,9 @@ def export(
     *,
     drafts: bool = False,
 ) -> None:
-    """Replaces the folder's files one by one, each by an atomic rename; the model card stays.
+    """Replace the folder's files one by one, each by an atomic rename; the model card stays.
 
-    A draft model (`drafts`) is used with the tokenizer of its target, and has none of its own.
+    A draft model (`drafts`) uses the tokenizer of its target and has none of its own.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The Llama that is trained here, as Flax NNX modules.
+"""The Llama trained here, as Flax NNX modules.
 
-Owns the architecture and its arithmetic in training: master weights in f32, matrix products in bf16
-with f32 results. Knows nothing about data, optimisers or files. Attention is dense: training rows
-are short.
+This module owns the architecture and its arithmetic in training: f32 master weights, bf16 matrix
+products with f32 results. It is independent of data, optimizers and files. Attention is dense,
+because training rows are short.
 """
 
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ DRAFT_MODEL = ModelConfig(
 
 @jax.custom_vjp
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x: f32[..., K] times weight: f32[N, K] (as in the checkpoint) -> f32[..., N], in bf16.
+    """Multiply x: f32[..., K] by weight: f32[N, K], as in the checkpoint, to f32[..., N] in bf16.
 
-    Forward and input gradient are the shapes that XLA:CPU runs in bf16 at about 900 GFLOP/s on two
-    AVX512_BF16 cores. The weight gradient contracts over tokens, where bf16 is no faster than f32,
-    so it stays in f32.
+    XLA:CPU runs the shapes of the forward pass and the input gradient in bf16 at about 900 GFLOP/s
+    on two AVX512_BF16 cores. The weight gradient contracts over tokens, where bf16 is no faster
+    than f32, so it stays in f32.
     """
     return _matmul_forward(x, weight)[0]
 
@@ -71,7 +71,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
-    """cos, sin: f32[length, head_dim], as Hugging Face has them (two halves, `rotate_half`)."""
+    """Return cos, sin: f32[length, head_dim], as in Hugging Face (two halves, `rotate_half`)."""
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     angles = jnp.arange(length, dtype=jnp.float32)[:, None] / config.rope_theta**exponents
     angles = jnp.concatenate([angles, angles], axis=-1)
@@ -79,7 +79,7 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[jax.Array, jax.Array]
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x: f32[B, T, heads, D]; cos, sin: f32[T, D]."""
+    """Rotate x: f32[B, T, heads, D] by cos, sin: f32[T, D]."""
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos[:, None, :] + jnp.concatenate([-second, first], axis=-1) * sin[:, None, :]
 
@@ -113,7 +113,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(self.heads * self.head_dim, hidden, out_std, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """x: f32[B, T, hidden]; mask: bool[B, T, T], true where a query may look at a key."""
+        """Map x: f32[B, T, hidden]; `mask`: bool[B, T, T] is true where a query may see a key."""
         B, T, _ = x.shape
         K, G, D = self.kv_heads, self.heads // self.kv_heads, self.head_dim
         q = rotate(self.q_proj(x).reshape(B, T, self.heads, D), cos, sin)
@@ -160,9 +160,9 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config)
 
     def __call__(self, tokens: jax.Array, documents: jax.Array) -> jax.Array:
-        """tokens, documents: int[B, T] -> logits: f32[B, T, V].
+        """Return logits: f32[B, T, V] of tokens, documents: int[B, T].
 
-        `documents` numbers the documents packed into a row; attention stays inside one of them.
+        `documents` numbers the documents packed into a row; attention stays inside each of them.
         """
         length = tokens.shape[1]
         cos, sin = rope_tables(self.config, length)

@@ -1,7 +1,7 @@
-"""The tokenizer: byte-level BPE with single digits, and the chat template.
+"""The tokenizer, a byte-level BPE with single digits, and the chat template.
 
-Every text round trips, for all 256 bytes are in the alphabet. `<|bos|>` is put before raw text by
-the post-processor; the chat template writes it itself, so chats are encoded with
+Every text round-trips, because all 256 bytes are in the alphabet. The post-processor puts `<|bos|>`
+before raw text. The chat template writes it itself, so chats are encoded with
 `add_special_tokens=False`.
 """
 
@@ -50,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(max_length: int) -> dict:
-    """`tokenizer_config.json` in Hugging Face's form."""
+    """Return `tokenizer_config.json` in Hugging Face's format."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -73,13 +73,13 @@ def tokenizer_config(max_length: int) -> dict:
     }
 
 
-PROMPT, LEARNT = 1, 2  # the kinds of token weight, see `train.Rows`
+PROMPT, LEARNT = 1, 2  # kinds of token weight, see `train.Rows`
 
 
 def encode(
     tokenizer: Tokenizer, documents: Iterable[Document], batch: int = 4096
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(tokens, weights) of each document, with `<|bos|>` and the role and end tokens in place."""
+    """Yield (tokens, weights) of each document, with `<|bos|>`, role and end tokens in place."""
     held: list[Document] = []
     for document in documents:
         held.append(document)

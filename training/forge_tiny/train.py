@@ -1,8 +1,8 @@
-"""The training loop, bounded by wall clock.
+"""The training loop, bounded by wall-clock time.
 
-Owns packing (documents into fixed rows), the optimiser, the learning-rate schedule and the
-checkpoint. The schedule follows the share of the time budget that is spent, so a run on a slow or a
-busy machine still ends with the rate at zero. `nnx.split` is called once; the jitted step takes
+This module owns packing (documents into fixed rows), the optimizer, the learning-rate schedule and
+the checkpoint. The schedule follows the used share of the time budget, so that a run on a slow
+machine still ends with a rate of zero. `nnx.split` is called once, because the jitted step takes
 flat leaves.
 """
 
@@ -24,7 +24,7 @@ from flax import nnx
 
 from .model import Llama, ModelConfig
 
-PROMPT_WEIGHT = 0.1  # of a token that a user or a system prompt wrote; everything else weighs 1
+PROMPT_WEIGHT = 0.1  # of a user's or a system prompt's token; every other token weighs 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Rows:
     """Packed training data; every field is [rows, row_length]."""
 
     tokens: np.ndarray  # uint16
-    documents: np.ndarray  # uint8: which document of the row; 0 is padding
-    weights: np.ndarray  # uint8: 0 padding, 1 prompt, 2 text to be learnt
+    documents: np.ndarray  # uint8: index of the document in the row; 0 is padding
+    weights: np.ndarray  # uint8: 0 padding, 1 prompt, 2 text to be learned
 
     @classmethod
     def load(cls, path: Path) -> "Rows":
@@ -58,7 +58,7 @@ class Rows:
 
 
 def pack(documents: Iterator[tuple[list[int], list[int]]], row_length: int) -> Rows:
-    """Packs (tokens, weights) documents into rows, each into the fullest open row that has room."""
+    """Pack (tokens, weights) documents into rows, each into the fullest open row with room."""
     open_rows: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(48)]
     used = [0] * len(open_rows)
     closed = []
@@ -89,7 +89,7 @@ def pack(documents: Iterator[tuple[list[int], list[int]]], row_length: int) -> R
 
 
 def batches(rows: Rows, size: int, seed: int, skip: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Shuffled batches for ever; `skip` of them are passed over, to resume."""
+    """Yield shuffled batches endlessly, after skipping `skip` of them to resume."""
     order = np.random.default_rng(seed)
     for _ in itertools.count():
         indices = order.permutation(len(rows.tokens))
@@ -102,7 +102,7 @@ def batches(rows: Rows, size: int, seed: int, skip: int) -> Iterator[tuple[np.nd
 
 
 def mean_loss(logits: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next token. logits: f32[B, T, V]; tokens, weights: [B, T]."""
+    """Return the mean cross-entropy of the next token from f32[B, T, V] logits, [B, T] others."""
     logits, targets, weights = logits[:, :-1], tokens[:, 1:], weights[:, 1:]
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - target_logits
@@ -110,7 +110,7 @@ def mean_loss(logits: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.A
 
 
 def learning_rate(config: TrainConfig, spent: float) -> float:
-    """`spent`: share of the time budget used, 0 to 1. Linear warm-up, plateau, linear to zero."""
+    """Return the rate after the share `spent` (0 to 1) of the time budget: rise, plateau, decay."""
     if spent < config.warmup:
         return config.peak_rate * max(spent / config.warmup, 0.02)
     return config.peak_rate * min(1.0, max(0.0, (1.0 - spent) / (1.0 - config.decay_from)))
@@ -146,7 +146,7 @@ def load_checkpoint(
 def make_optimizer(
     config: TrainConfig, params: list, vocab_size: int
 ) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, Adam for the embedding and the norms, at a rate of one.
+    """Return Muon for the layers' matrices, Adam for embedding and norms, at a rate of one.
 
     Muon's update has the size of AdamW's (`consistent_rms`, arXiv:2502.16982), so one rate serves
     both.
@@ -195,7 +195,7 @@ def train(
     checkpoint: Path,
     on_checkpoint: Callable[[nnx.State, Progress], None] = lambda state, progress: None,
 ) -> Progress:
-    """Trains until the budget is spent; resumes from `checkpoint` where there is one."""
+    """Train until the budget is spent; resume from `checkpoint` if it exists."""
     model = Llama(model_config, rngs=nnx.Rngs(config.seed))
     graphdef, model_state = nnx.split(model)
     params, treedef = jax.tree.flatten(model_state)
@@ -233,7 +233,7 @@ def train(
             return progress
         rate = learning_rate(config, progress.seconds / budget)
         params, state, loss = step(params, state, np.float32(rate), *batch)
-        if losses:  # dispatch runs one step ahead, no more, so that the clock tells the truth
+        if losses:  # dispatch runs at most one step ahead, so that the clock is right
             losses[-1].block_until_ready()
         losses.append(loss)
         progress.step += 1

@@ -2,19 +2,18 @@
 
     python -m training.forge_tiny.widen --shape 1.1B --output FOLDER [--source FOLDER]
 
-Speculation pays where a step costs something, and a step of forge-tiny takes 0.25 ms. The wide
-model answers like its source, and its steps cost what steps of its shape cost. Four rules keep the
-function:
+Speculation pays only if a step takes time, but a step of forge-tiny takes 0.25 ms. The wide model
+answers like its source, with the step times of its shape. Four rules preserve the function:
 
 - Every channel of the residual stream is repeated as often as the width grows, so that the mean of
-  squares of RMSNorm stays the same. Norms weigh the copies with zero: nothing reads them.
+  squares of RMSNorm stays the same. Norms weigh the copies with zero, so they are never read.
 - An added layer is an identity, because its output projections are zero.
 - Added heads and feed-forward units meet zeros in the output projections.
-- A query head keeps its key-value head. Where the wide model has smaller groups of query heads, the
+- A query head keeps its key-value head. If the wide model has smaller groups of query heads, the
   key-value head is repeated. `head_dim` stays, and with it RoPE and the scale of attention.
 
-All weights that do not reach an output are random. Zeros could be cheaper to read or to multiply.
-The vocabulary stays, because logits of added tokens would have to be minus infinity.
+All weights that do not reach an output are random, because zeros could be cheaper to read or to
+multiply. The vocabulary stays, because logits of added tokens would have to be minus infinity.
 """
 
 from __future__ import annotations
@@ -76,10 +75,10 @@ SHAPES = {
 
 
 def widen(source: Path, folder: Path, shape: Shape, seed: int = 0) -> None:
-    """Writes the model of `source`, in the form of forge-tiny, as a folder of this shape.
+    """Write the model of `source`, in the format of forge-tiny, as a folder of this shape.
 
     Raises:
-      ValueError: the model does not fit into the shape. The message names the field.
+      ValueError: The model does not fit into the shape. The message names the field.
     """
     config = json.loads((source / "config.json").read_text())
     check(config, shape)
@@ -95,7 +94,7 @@ def widen(source: Path, folder: Path, shape: Shape, seed: int = 0) -> None:
 
 
 def check(config: dict, shape: Shape) -> None:
-    """Raises ValueError if a model of this configuration does not fit into the shape."""
+    """Raise ValueError if a model of this configuration does not fit into the shape."""
     if config["architectures"] != ["LlamaForCausalLM"] or not config["tie_word_embeddings"]:
         raise ValueError("only Llamas with tie_word_embeddings can be widened")
     for name, size in asdict(shape).items():
@@ -120,7 +119,7 @@ def check(config: dict, shape: Shape) -> None:
 
 
 def _repeats(config: dict, shape: Shape) -> int:
-    """Key-value heads that take the place of one of the source's."""
+    """Return the number of key-value heads that replace each of the source's."""
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     return -(-group // (shape.num_attention_heads // shape.num_key_value_heads))
 
@@ -134,12 +133,12 @@ class _Widening:
         group = config["num_attention_heads"] // config["num_key_value_heads"]
         wide_group = shape.num_attention_heads // shape.num_key_value_heads
         repeats = _repeats(config, shape)
-        self._heads = [  # of the wide model, for each query head of the source
+        self._heads = [  # heads of the wide model, by the source's query head
             (kv * repeats + i // wide_group) * wide_group + i % wide_group
             for kv in range(config["num_key_value_heads"])
             for i in range(group)
         ]
-        # Of the source, for the first key-value heads of the wide model.
+        # The source's head for each of the first key-value heads of the wide model.
         self._kv_heads = np.repeat(np.arange(config["num_key_value_heads"]), repeats)
 
     def tensors(self, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -158,7 +157,7 @@ class _Widening:
         return out
 
     def _empty_layer(self) -> dict[str, np.ndarray]:
-        """A layer that adds nothing."""
+        """Return a layer that adds nothing."""
         shape, d = self._shape, self._shape.hidden_size
         q = shape.num_attention_heads * self._head_dim
         kv = shape.num_key_value_heads * self._head_dim
@@ -178,7 +177,7 @@ class _Widening:
     def _fill(
         self, out: dict[str, np.ndarray], weights: dict[str, np.ndarray], prefix: str
     ) -> None:
-        """Puts the source's layer into an empty one."""
+        """Copy the source's layer into an empty one."""
         hidden, ffn = self._config["hidden_size"], self._config["intermediate_size"]
         source = {name.removesuffix(".weight"): array for name, array in weights.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -218,7 +217,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--source", type=Path, default=BUNDLED, help="the model to widen (default: forge-tiny)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights that nothing reads")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the unused weights (default 0)"
+    )
     args = parser.parse_args(argv)
     try:
         widen(args.source, args.output, SHAPES[args.shape], args.seed)

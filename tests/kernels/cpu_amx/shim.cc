@@ -1,4 +1,4 @@
-// What `test_cpu_amx.py` calls of amx.cc: a product of packed rows and one panel.
+// The part of amx.cc that `test_cpu_amx.py` calls: a product of packed rows and one panel.
 
 #include <cstring>
 

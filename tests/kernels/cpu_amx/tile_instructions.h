@@ -1,6 +1,6 @@
-// The instructions of AMX in software, to the bit, in place of the header of this name: as Intel's
-// manual (Software Developer's Manual, volume 2) describes each operation. A use that would raise an
-// exception on a CPU ends the process.
+// The AMX instructions in software, to the bit; replaces the header of this name. Each operation
+// follows Intel's Software Developer's Manual, volume 2. A use that would raise an exception on a
+// CPU ends the process.
 #pragma once
 
 #include <cmath>
@@ -94,23 +94,23 @@ inline float tile_float(uint32_t bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
-// Subnormal numbers are zero, going in and coming out, whatever MXCSR says.
+// Flushes subnormal numbers to zero, on input and output, for any MXCSR.
 inline float tile_flush(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
 inline float tile_fma(float a, float b, float c) {
   a = tile_flush(a), b = tile_flush(b), c = tile_flush(c);
   float sum = std::fma(a, b, c);
-  // What is smaller than a normal number when it is rounded to 24 bits becomes zero too, although
-  // rounded as a subnormal number it would be a normal one.
+  // A result that is below the normal range after rounding to 24 bits becomes zero, too. Rounded as
+  // a subnormal number, it could be a normal one.
   double wide = double(a) * double(b) + double(c);
   if (std::fabs(sum) == 0x1p-126f && std::fabs(wide) < 0x1p-126 - 0x1p-151) sum = std::copysign(0.0f, sum);
   return tile_flush(sum);
 }
 inline float tile_add(float a, float b) { return tile_flush(tile_flush(a) + tile_flush(b)); }
 
-// TDPBF16PS: the even and the odd values of k have a sum each, from zero, by FMAs in the order of k;
-// the two are added, and then added to what there was.
+// TDPBF16PS: sums the even and the odd values of k separately from zero, by FMAs in the order of k.
+// Then it adds the two sums, and adds the result to the accumulator.
 template <int sum, int a, int b>
 void tile_dot_bf16() {
   TileRegisters& r = tile_product<sum, a, b>();
@@ -132,7 +132,7 @@ void tile_dot_bf16() {
   }
 }
 
-// TDPBSUD: s8 times u8, in integers of 32 bits that wrap around.
+// TDPBSUD: s8 times u8, in 32-bit integers that wrap around.
 template <int sum, int a, int b>
 void tile_dot_s8u8() {
   TileRegisters& r = tile_product<sum, a, b>();

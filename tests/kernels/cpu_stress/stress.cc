@@ -1,5 +1,5 @@
-// Jobs of few and of many items, one after the other and from several callers: each item of a phase
-// must be done once, the first phase before the second, and all when run() returns.
+// Runs jobs of few and of many items, one after the other and from several callers. Each item of a
+// phase must run once, the first phase before the second, and all before run() returns.
 //
 //     stress THREADS JOBS CALLERS
 #include <cstdio>

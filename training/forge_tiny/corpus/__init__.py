@@ -1,6 +1,6 @@
 """The corpus: original text, generated from a seed by the grammars in this folder.
 
-One file is one kind of text, and yields documents without end; the mixture is here.
+Each file is one kind of text and yields endless documents. The mixture is here.
 """
 
 import random
@@ -10,7 +10,7 @@ from itertools import islice
 from . import engine, extraction, facts, stories, sums, talk, unknown
 from .document import Document
 
-# Shares of documents, not of tokens: a story is ten times as long as a sum.
+# Shares of documents, not of tokens, because a story is ten times as long as a sum.
 MIXTURE = {stories: 5, facts: 36, sums: 23, extraction: 20, engine: 4, talk: 9, unknown: 3}
 
 

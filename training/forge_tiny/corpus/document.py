@@ -1,4 +1,4 @@
-"""A training document, and the two small tools that every part of the corpus is written with."""
+"""A training document, and the two small tools that every part of the corpus uses."""
 
 import random
 import re
@@ -12,7 +12,7 @@ _INNERMOST_CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 @dataclass(frozen=True)
 class Document:
-    """A chat (system, user and assistant turns) or, with the one role "text", a raw text."""
+    """A chat (system, user and assistant turns), or a raw text, whose one role is "text"."""
 
     turns: tuple[tuple[str, str], ...]  # (role, content)
 
@@ -30,7 +30,7 @@ def with_system(system: str, document: Document) -> Document:
 
 
 def expand(rng: random.Random, template: str, **slots: object) -> str:
-    """Replaces each [one|of|these], innermost first, then each {slot}."""
+    """Replace each [one|of|these], innermost first, then each {slot}."""
     count = 1
     while count:
         template, count = _INNERMOST_CHOICE.subn(
@@ -41,14 +41,14 @@ def expand(rng: random.Random, template: str, **slots: object) -> str:
 
 @cache
 def blocks(name: str) -> tuple[tuple[str, ...], ...]:
-    """The blocks of lines of `texts/<name>.txt`, which an empty line ends."""
+    """Return the blocks of lines of `texts/<name>.txt`, separated by empty lines."""
     content = (_TEXTS / f"{name}.txt").read_text(encoding="utf-8").strip()
     return tuple(tuple(block.splitlines()) for block in content.split("\n\n"))
 
 
 @cache
 def questions_and_answers(name: str) -> tuple[tuple[tuple[str, ...], str], ...]:
-    """Blocks of some questions, a line each, and in the last line, after "= ", their answer."""
+    """Return blocks of questions, one per line, with the answer from the last line, after "= "."""
     return tuple(
         (tuple(questions), answer.removeprefix("= ").replace("\\n", "\n"))
         for *questions, answer in blocks(name)
@@ -71,8 +71,8 @@ def capitalize(sentence: str) -> str:
 
 
 def careless(rng: random.Random, prompt: str) -> str:
-    """As people type: in lower case, without the mark at the end, with a slip, politely."""
-    if rng.random() < 0.04 and len(prompt) > 12:  # a letter is missing
+    """Return the prompt as people type it: lower case, no final mark, a typo, or politely."""
+    if rng.random() < 0.04 and len(prompt) > 12:  # one letter is missing
         at = rng.randrange(1, len(prompt) - 1)
         if prompt[at].islower():
             prompt = prompt[:at] + prompt[at + 1 :]

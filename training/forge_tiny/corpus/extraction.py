@@ -1,7 +1,7 @@
 """Requests to extract fields from a sentence, answered in JSON.
 
-Many names are made of random syllables: a model that has seen every name can remember them, one
-that has not must learn to copy.
+Many names are random syllables. A model that has seen every name can remember them; with unseen
+names it must learn to copy.
 """
 
 import json
@@ -101,7 +101,8 @@ def value(rng: random.Random, field: str) -> str | int | float:
 
 _SYSTEM = "[Answer in JSON.|You answer in JSON.|Reply only with JSON.|You extract data as JSON.]"
 
-# A sentence about a person begins with the name; further clauses go on with "who" or "He" or "She".
+# A sentence about a person begins with the name. Further clauses continue with "who", "He" or
+# "She".
 _CLAUSES = {
     "age": "is {age} years old|is {age}|is {age} years old|is aged {age}",
     "city": "lives in {city}|comes from {city}|is from {city}|moved to {city}",
@@ -149,7 +150,7 @@ _WHOLE = (  # sentences with all their fields
 
 
 def sentence(rng: random.Random) -> tuple[str, dict]:
-    """A sentence and the values in it, in the order of the sentence's field list."""
+    """Return a sentence and its values, in the order of the sentence's field list."""
     if rng.random() < 0.4:
         fields, template = rng.choice(_WHOLE)
         values = {field: value(rng, field) for field in fields}
@@ -188,7 +189,7 @@ def _listed(names: list[str]) -> str:
 
 
 def surrounded(rng: random.Random, said: str) -> str:
-    """With a sentence before or after that has nothing to extract."""
+    """Return the text with a sentence before or after it that has no values."""
     if rng.random() < 0.08:
         before = "[Yesterday I met a friend.|It was raining.|Here is the text.|I have news.|Hello.]"
         said = f"{expand(rng, before)} {said}"
@@ -205,7 +206,7 @@ def pair(rng: random.Random) -> tuple[str, str]:
         return names(rng)
     said, values = sentence(rng)
     fields = list(values)
-    if len(fields) > 1 and rng.random() < 0.2:  # fewer fields are asked for than are there
+    if len(fields) > 1 and rng.random() < 0.2:  # fewer fields are requested than the text has
         fields = fields[: rng.randint(1, len(fields) - 1)]
     if rng.random() < 0.25:
         rng.shuffle(fields)
@@ -243,13 +244,13 @@ def pair(rng: random.Random) -> tuple[str, str]:
             f=plain, t=the,
         )  # fmt: skip
         return f"{said} {ask}", answer
-    # The whole sentence: all that is in it, in its order.
+    # The whole sentence: all of its values, in its order.
     ask = expand(rng, "[Turn this into JSON: |Convert to JSON: |Make JSON out of this: |As JSON: ]")
     return ask + said, json.dumps(values)
 
 
 def names(rng: random.Random) -> tuple[str, str]:
-    """A list of names."""
+    """Return a request for a list of names."""
     people = [first_name(rng) for _ in range(rng.randint(2, 4))]
     said = expand(
         rng,
@@ -261,7 +262,7 @@ def names(rng: random.Random) -> tuple[str, str]:
 
 
 def question_about(rng: random.Random) -> tuple[str, str]:
-    """The same skill without JSON: a question about a sentence that was given."""
+    """Return a question about a given sentence, which trains the same skill without JSON."""
     said, values = sentence(rng)
     name = values.get("name")
     if name is None or "age" not in values or said[0] in "MI":

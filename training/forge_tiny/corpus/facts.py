@@ -1,7 +1,7 @@
 """Short questions and answers about the world.
 
-A relation is a table with templates of questions and answers; facts that fit no table are
-listed in `texts/general.txt`. Every fact is asked in many ways, alone or with a short follow-up.
+A relation is a table with templates of questions and answers. Facts that fit no table are listed in
+`texts/general.txt`. Every fact is asked in many ways, alone or with a short follow-up.
 """
 
 import random
@@ -366,7 +366,7 @@ def animal(rng: random.Random) -> Pair:
 
 
 def about(rng: random.Random) -> Pair:
-    """All that is known of a country, a city or an animal, or a yes or no to one part of it."""
+    """Return all facts about a country, a city or an animal, or a yes-no question on one."""
     ask = (
         "[Tell me about {t}.|What do you know about {t}?|Describe {t}.|What can you tell me "
         "about {t}?|What is {t}?]"
@@ -645,7 +645,7 @@ def fact(rng: random.Random) -> Pair:
 def documents(rng: random.Random) -> Iterator[Document]:
     while True:
         luck = rng.random()
-        if luck < 0.05:  # the answer alone, where a system prompt asks for that
+        if luck < 0.05:  # the answer alone, if a system prompt demands it
             name, (city, _, _) = rng.choice(tuple(COUNTRIES.items()))
             system = expand(
                 rng,
@@ -665,7 +665,7 @@ def documents(rng: random.Random) -> Iterator[Document]:
 
 
 def raw_fact(rng: random.Random) -> str:
-    """A few plain sentences around one thing, as an encyclopedia for children would have them."""
+    """Return a few plain sentences on one subject, as in an encyclopedia for children."""
     if rng.random() < 0.5:
         name = rng.choice(FAMOUS) if rng.random() < 0.4 else rng.choice(tuple(COUNTRIES))
         city, continent, language = COUNTRIES[name]

@@ -1,8 +1,8 @@
-"""Little stories: one hero, one friend, one trouble, a good end.
+"""Short stories: one hero, one friend, one trouble, a good end.
 
-The plots are in `texts/plots.txt`: a plot is a list of beats, a beat is a template with choices.
-Names and kinds are drawn once per story, so whoever is met in the first sentence is still there
-in the last.
+The plots are in `texts/plots.txt`: a plot is a list of beats, and a beat is a template with
+choices. Names and kinds are drawn once per story, so characters of the first sentence are still
+there in the last.
 """
 
 import random
@@ -23,7 +23,7 @@ PET_NAMES = (
     "Rex Bella Coco Buddy Biscuit Pepper Luna Spot Ginger Shadow Toffee Pip Waffles Daisy Rusty "
     "Bruno Mochi Patch Honey Scout Nutmeg Bubbles Sunny Snowy Fluffy Tiny Pickle Rolo Hazel Bonnie"
 ).split()
-# kind: (where it lives, what it eats, how it moves, what it says)
+# kind: (home, food, movement, sound)
 ANIMALS = {
     "dog": ("in a small house", "bones", "ran", "barked"),
     "puppy": ("in a warm basket", "biscuits", "ran", "barked"),
@@ -139,9 +139,9 @@ _PLACES = (
 @dataclass(frozen=True)
 class Story:
     content: str
-    kind: str  # the animal in it
+    kind: str  # the animal in the story
     hero: str
-    child: str  # "girl", "boy" or "" where the animal is the hero
+    child: str  # "girl", "boy", or "" if the animal is the hero
     about: str
     topic: str
 
@@ -206,7 +206,7 @@ _WITH_OWN_PET = {plot.about for plot in PLOTS if "an_other" not in "".join(plot.
 
 
 def question_about(rng: random.Random, told: Story) -> tuple[str, str]:
-    """A question that looks back at the story."""
+    """Return a question that looks back at the story."""
     who = told.child or told.kind
     if rng.random() < 0.7:
         question = (

@@ -1,4 +1,4 @@
-"""Small talk, one turn or several, and the first words of raw texts that people like to try."""
+"""Small talk of one turn or several, and popular first words of raw texts."""
 
 import random
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def poem(rng: random.Random) -> tuple[str, str]:
 
 
 def repeat(rng: random.Random) -> tuple[str, str]:
-    """Copies words that make no sense: the plainest exercise of attention."""
+    """Return an exercise that copies words without sense, the plainest use of attention."""
     if rng.random() < 0.5:
         words = " ".join(extraction.invented_word(rng) for _ in range(rng.randint(1, 5)))
     else:
@@ -64,7 +64,7 @@ def repeat(rng: random.Random) -> tuple[str, str]:
 
 
 def named(rng: random.Random) -> list[tuple[str, str]]:
-    """The user says a name and later asks for it."""
+    """Return a chat in which the user gives a name and later asks for it."""
     name = extraction.first_name(rng)
     turns = [(
         expand(rng, "[My name is {n}.|I am {n}.|Hello, my name is {n}.|Hi, I'm {n}."
@@ -84,7 +84,7 @@ def named(rng: random.Random) -> list[tuple[str, str]]:
 
 
 def follow_up(rng: random.Random) -> list[tuple[str, str]]:
-    """A capital, and then "And of Italy?"; a sum, and then "And 3 + 4?"."""
+    """Return a follow-up: a capital, then "And of Italy?"; a sum, then "And 3 + 4?"."""
     if rng.random() < 0.5:
         turns = []
         for i in range(rng.randint(2, 3)):
@@ -123,12 +123,12 @@ def short_turn(rng: random.Random) -> tuple[str, str]:
         (30, 18, 24, 10, 6, 2, 10, 6),
     )[0]
     question, answer = make(rng)
-    copied = make in (extraction.pair, repeat)  # letter by letter
+    copied = make in (extraction.pair, repeat)  # copied letter by letter
     return question if copied else careless(rng, question), answer
 
 
 def dialogue(rng: random.Random) -> Document:
-    """Some turns about this and that; the longest fill a row of training."""
+    """Return some turns on various subjects; the longest fill a row of training."""
     luck = rng.random()
     if luck < 0.15:
         turns = named(rng)

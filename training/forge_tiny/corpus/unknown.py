@@ -1,4 +1,4 @@
-"""Questions beyond a small model, and the honest answer, which names what was asked for."""
+"""Questions beyond a small model, and the honest answer, which names their subject."""
 
 import random
 from collections.abc import Iterator
