@@ -3,8 +3,8 @@
     python -m benchmarks.chart [--output FILE]
 
 The newest `peers` report of each model shape is used. A bar is the median, over rounds, of the
-throughput of forge-jax over that of another engine with the same weights, in bfloat16. Its whisker
-spans the lowest and the highest round.
+throughput of forge-jax over that of another engine with the same weights, in bfloat16. Whiskers
+span the lowest and the highest round.
 """
 
 from __future__ import annotations
@@ -36,34 +36,24 @@ COLUMNS = (
 )
 
 WIDTH, HEIGHT = 880, 400
-LEFT, TOP, BOTTOM = 56, 92, 336  # of the plots
-PLOT, GAP = 380, 44  # widths of a plot, and of the space between two
-BAR, SPACE = 24, 4  # widths of a bar, and of the space between the bars of a group
-MOST = 3.0  # the top of the vertical axis
+# Of the plots:
+LEFT, TOP, BOTTOM = 56, 92, 336
+PLOT_WIDTH, GAP = 380, 44
+BAR_WIDTH, BAR_GAP = 24, 4
+MAX_RATIO = 3.0
 
-STYLE = """
-  .surface { fill: #ffffff; }
-  .text { fill: #1f2328; }
-  .muted { fill: #59636e; }
-  .grid { stroke: #d1d9e0; }
-  .parity { stroke: #59636e; stroke-dasharray: 5 3; }
-  .whisker { stroke: #1f2328; }
-  .peer0 { fill: #2a78d6; }
-  .peer1 { fill: #d9822b; }
-  text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
-  .title { font-size: 17px; font-weight: 600; }
-  .value { font-size: 11px; }
-  @media (prefers-color-scheme: dark) {
-    .surface { fill: #0d1117; }
-    .text { fill: #f0f6fc; }
-    .muted { fill: #9198a1; }
-    .grid { stroke: #30363d; }
-    .parity { stroke: #9198a1; }
-    .whisker { stroke: #f0f6fc; }
-    .peer0 { fill: #4493f8; }
-    .peer1 { fill: #e0964a; }
-  }
-"""
+FONT = 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif'
+# Class, property, and its value with a light and with a dark background.
+COLORS = (
+    ("surface", "fill", "#ffffff", "#0d1117"),
+    ("text", "fill", "#1f2328", "#f0f6fc"),
+    ("muted", "fill", "#59636e", "#9198a1"),
+    ("grid", "stroke", "#d1d9e0", "#30363d"),
+    ("parity", "stroke", "#59636e", "#9198a1"),
+    ("whisker", "stroke", "#1f2328", "#f0f6fc"),
+    ("peer0", "fill", "#2a78d6", "#4493f8"),
+    ("peer1", "fill", "#d9822b", "#e0964a"),
+)
 
 
 @dataclass(frozen=True)
@@ -113,15 +103,29 @@ def chart(reports: dict[str, dict[str, Any]]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title caption">',
-        f"<style>{STYLE}</style>",
+        f"<style>{_style()}</style>",
         f'<rect class="surface" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
         _text(LEFT, 30, "Throughput of forge-jax relative to other engines", "text title", "title"),
         *_legend(),
     ]
     for index, (shape, report) in enumerate(reports.items()):
-        parts += _plot(LEFT + index * (PLOT + GAP), SHAPES[shape], runs_of(report))
+        parts += _plot(LEFT + index * (PLOT_WIDTH + GAP), SHAPES[shape], runs_of(report))
     parts += [_text(LEFT, HEIGHT - 14, caption, "muted value", "caption"), "</svg>"]
     return "\n".join(parts) + "\n"
+
+
+def _style() -> str:
+    light, dark = (
+        "\n".join(f".{row[0]} {{ {row[1]}: {row[column]} }}" for row in COLORS) for column in (2, 3)
+    )
+    sizes = (
+        f"text {{ font: 13px {FONT} }}",
+        ".title { font-size: 17px; font-weight: 600 }",
+        ".value { font-size: 11px }",
+        ".parity { stroke-dasharray: 5 3 }",
+    )
+    rules = (*sizes, light, "@media (prefers-color-scheme: dark) {", dark, "}")
+    return "\n" + "\n".join(rules) + "\n"
 
 
 def _legend() -> Iterator[str]:
@@ -134,26 +138,26 @@ def _legend() -> Iterator[str]:
 
 def _plot(left: float, title: str, runs: Sequence[Run]) -> Iterator[str]:
     yield _text(left, TOP - 12, title, "text")
-    for tick in range(int(MOST) + 1):
+    for tick in range(int(MAX_RATIO) + 1):
         kind = "parity" if tick == 1 else "grid"
         y = _y(tick)
-        yield f'<line class="{kind}" x1="{left}" x2="{left + PLOT}" y1="{y}" y2="{y}"/>'
+        yield f'<line class="{kind}" x1="{left}" x2="{left + PLOT_WIDTH}" y1="{y}" y2="{y}"/>'
         yield _text(left - 8, y + 4, f"{tick}x", "muted value", anchor="end")
-    step = PLOT / len(COLUMNS)
+    step = PLOT_WIDTH / len(COLUMNS)
     for column, (name, workload, figure) in enumerate(COLUMNS):
         middle = left + (column + 0.5) * step
         yield _text(middle, BOTTOM + 18, name, "text", anchor="middle")
         for index, peer in enumerate(PEERS):
-            x = middle + (index - len(PEERS) / 2) * (BAR + SPACE) + SPACE / 2
+            x = middle + (index - len(PEERS) / 2) * (BAR_WIDTH + BAR_GAP) + BAR_GAP / 2
             yield from _bar(x, bar(runs, peer, workload, figure), index)
     decodes = left + step * (len(COLUMNS) - 1) / 2
     yield _text(decodes, BOTTOM + 34, "decode, concurrent requests", "muted", anchor="middle")
 
 
 def _bar(x: float, values: Bar, index: int) -> Iterator[str]:
-    top, middle = _y(values.median), x + BAR / 2
+    top, middle = _y(values.median), x + BAR_WIDTH / 2
     yield (
-        f'<rect class="peer{index}" x="{x:.1f}" y="{top}" width="{BAR}" '
+        f'<rect class="peer{index}" x="{x:.1f}" y="{top}" width="{BAR_WIDTH}" '
         f'height="{BOTTOM - top:.1f}" rx="2"/>'
     )
     yield (
@@ -165,7 +169,7 @@ def _bar(x: float, values: Bar, index: int) -> Iterator[str]:
 
 
 def _y(ratio: float) -> float:
-    return round(BOTTOM - (BOTTOM - TOP) * ratio / MOST, 1)
+    return round(BOTTOM - (BOTTOM - TOP) * ratio / MAX_RATIO, 1)
 
 
 def _text(

@@ -24,4 +24,4 @@ def test_bars_have_the_medians_of_the_report(reports, shape, peer):
         column = title if title == "prefill" else f"decode {title}"
         bar = chart.bar(chart.runs_of(report), peer, workload, figure)
         assert bar.median == pytest.approx(medians[column])
-        assert bar.low <= bar.median <= bar.high < chart.MOST
+        assert bar.low <= bar.median <= bar.high < chart.MAX_RATIO
