@@ -36,6 +36,7 @@ def complete(url: str, subject: str, ended: threading.Event) -> None:
         body = {
             "messages": [{"role": "user", "content": f"Tell me a story about {subject}."}],
             "seed": seed,
+            "ignore_eos": True,
         }
         request = urllib.request.Request(
             f"{url}/v1/chat/completions",
