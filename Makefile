@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: help serve test test-all test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures figures train-forge-tiny clean
+.PHONY: help serve test test-all test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures page-pictures figures train-forge-tiny clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ site: .venv-docs/.docs ## build the documentation site in ./site
 
 pictures: .venv/.dev .venv-pictures/.pictures ## render the pictures of docs/profiling.md with TensorBoard and headless Chromium
 	.venv-pictures/bin/python -m tests.browser.profile_pictures $(ARGS)
+
+page-pictures: .venv/.serve .venv-browser/.driver ## take the README's pictures of the page with headless Chromium
+	.venv-browser/bin/python -m tests.browser.page_pictures $(ARGS)
 
 figures: .venv/.dev ## generate the tables of docs/models.md from the tests
 	$(BIN)/python tests/figures.py

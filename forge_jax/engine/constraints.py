@@ -170,7 +170,7 @@ class Constraints:
         return self.hold_up([seq for seq in seqs if seq.num_pending > 0], len(seqs))
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
-        """Return True if a third of `of` (default: `len(seqs)`) sequences need the host's tokens."""
+        """Return True if a third of `of` sequences (default: `len(seqs)`) wait for the host."""
         blocked = sum(seq.needs_host_token and seq in self.held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
