@@ -77,7 +77,6 @@ def assemble_fake(
     """Assemble a fake engine. The configuration's limits apply; its model is ignored.
 
     Args:
-      step_time_s: of one step.
       tokenizer: replaces `fake_tokenizer`; it needs an EOS token.
       next_token: (tokens so far, seed) -> token; replaces random words.
       has_text: if False, the engine has no tokenizer and no template, as some model folders.
