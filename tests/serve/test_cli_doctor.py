@@ -220,7 +220,7 @@ def test_a_folder_that_others_can_write_to_is_no_cache(tmp_path):
 def test_few_open_files_are_noted():
     few = {"open_files": 256, "open_files_at_most": 1024}
     [note] = machine.limit_faults(few)
-    assert isinstance(note, Issue) and note.level == "note" and "1024 files" in note.what
+    assert isinstance(note, Issue) and note.level == "note" and "only 1024 open files" in note.what
 
 
 def test_a_timeout_that_cannot_be_is_one_line(capsys):
