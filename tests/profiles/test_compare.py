@@ -172,7 +172,7 @@ def test_command_reports_errors(places, tmp_path, capsys):
         return line
 
     (tmp_path / "nothing").mkdir()
-    assert "nothing: there is no trace" in said(tmp_path / "nothing", places[1])
+    assert "nothing contains no trace" in said(tmp_path / "nothing", places[1])
     assert "nowhere does not exist" in said(places[0], tmp_path / "nowhere")
     assert "--percent must be a number of at least 0, not -1.0" in said(*places, "--percent", "-1")
     assert "--us must be a number of at least 0, not nan" in said(*places, "--us", "nan")

@@ -220,7 +220,7 @@ def test_cache_folder_writable_by_others_is_reported(tmp_path):
 def test_low_open_file_limit_is_reported():
     few = {"open_files": 256, "open_files_at_most": 1024}
     [note] = machine.limit_faults(few)
-    assert isinstance(note, Issue) and note.level == "note" and "1024 files" in note.what
+    assert isinstance(note, Issue) and note.level == "note" and "only 1024 open files" in note.what
 
 
 def test_invalid_timeout_fails_with_one_line(capsys):

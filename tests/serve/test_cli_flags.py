@@ -130,7 +130,7 @@ def test_values_of_other_engines_are_rejected():
         ("--swap-space 4", "--swap-space has no counterpart: preempted sequences are recomputed"),
         ("--pipeline-parallel-size 2", "use --tensor-parallel"),
         ("--kv-cache-memory-bytes 9", "use --num-blocks"),
-        ("--quantization awq", "--quantization: awq: a quantized checkpoint needs no flag"),
+        ("--quantization awq", "--quantization: awq: the method is in the checkpoint's config"),
         ("--kv-cache-dtype fp8_e5m2", "use fp8"),
         ('--speculative-config {"method":"eagle"}', "must be ngram, suffix, draft_model"),
         ("--spec-method eagle3", "--spec-method: the method must be ngram, suffix, draft_model"),
@@ -252,7 +252,7 @@ def test_config_file_accepts_every_flag_and_field(tmp_path):
         ('dtype = "bfloat"', "must be one of auto, bfloat16, float16, float32, not 'bfloat'"),
         ("api-key = [1]", "api-key: must be a string or a list of strings"),
         ("swap-space = 4", "swap-space: has no counterpart: preempted sequences"),
-        ('quantization = "gptq"', "gptq: a quantized checkpoint needs no flag"),
+        ('quantization = "gptq"', "gptq: the method is in the checkpoint's config.json"),
         (
             "tensor-parallel = 1\ntensor_parallel_size = 2",
             "are the same option: set only one of them",

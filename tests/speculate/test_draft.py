@@ -608,7 +608,7 @@ def test_both_caches_shrink_together():
         ({"draft_verification": "rejection"}, "set speculation, or remove it"),
         (
             {"draft_verification": "rejection", "speculation": "ngram", "deterministic": True},
-            'use draft_verification="coupled", or leave deterministic=True out',
+            'use draft_verification="coupled", or remove deterministic=True',
         ),
         ({"draft_verification": "both"}, "draft_verification must be one of coupled, rejection"),
     ],

@@ -110,7 +110,7 @@ def test_added_tokens_of_the_config_are_added_with_their_flags(write_folder):
     ("added", "message"),
     [
         ([], "must be an object"),
-        ({"x": {"content": "a"}}, "an id that is none: 'x'"),
+        ({"x": {"content": "a"}}, "an invalid id: 'x'"),
         ({"9" * 40: {"content": "a"}}, "an invalid id"),
         ({"331": "a"}, "must contain tokens"),
         ({"331": {"content": ""}}, "must contain tokens"),
