@@ -203,8 +203,7 @@ def figures(scenario: Scenario, tally: Tally) -> dict[str, Any]:
 
 
 def cpu_figures(pid: int, begin: CpuTimes, end: CpuTimes, tally: Tally) -> dict[str, Any]:
-    """Return the server's CPU seconds: the event loop is its main thread, the engine its busiest
-    other.
+    """Return the server's CPU seconds; the event loop is its main thread, the engine the busiest other.
 
     Threads that start or end meanwhile are not counted; none does under load.
     """
