@@ -1,3 +1,1 @@
-"""Benchmarks, each a module to run, such as `python -m benchmarks.smoke`. See
-`benchmarks/README.md`.
-"""
+"""Benchmarks, each a module to run, such as `python -m benchmarks.smoke`; see README.md."""

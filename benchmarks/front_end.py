@@ -203,10 +203,10 @@ def figures(scenario: Scenario, tally: Tally) -> dict[str, Any]:
 
 
 def cpu_figures(pid: int, begin: CpuTimes, end: CpuTimes, tally: Tally) -> dict[str, Any]:
-    """Return the server's CPU seconds: the event loop is its main thread, the engine its busiest
-    other.
+    """Return the CPU seconds of the server's threads.
 
-    Threads that start or end meanwhile are not counted; none does under load.
+    The event loop is the main thread, and the engine the busiest other one. Threads that start or
+    end meanwhile are not counted; none does under load.
     """
     spent = {
         thread: tuple(b - a for a, b in zip(begin.threads_s[thread], times, strict=True))

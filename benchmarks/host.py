@@ -407,9 +407,7 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
 
 
 def process_cpu(steps: int) -> list[Report]:
-    """Measure a server process's CPU in percent of a core: idle, and with streams at 10 ms per
-    step.
-    """
+    """Measure a server's CPU in percent of a core: idle, and with streams at 10 ms per step."""
     found = []
     for name, arguments in (
         ("fake device", ["--fake", "--fake-step-time-ms", f"{1e3 * STEP_TIME_S:.0f}"]),

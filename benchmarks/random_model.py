@@ -7,8 +7,8 @@ dense model does not depend on its values, so nothing has to be downloaded.
 
 The vocabulary is made for measuring. After three special tokens and the 256 bytes, every token is a
 space and some letters. A text therefore has as many tokens as spaces, and any prompt can be given
-as text or as ids. The output rows of the special tokens and the bytes are zero.
-Greedy decoding therefore never ends, and each sampled token is visible in the text.
+as text or as ids. The output rows of the special tokens and the bytes are zero. Greedy decoding
+therefore never ends, and each sampled token is visible in the text.
 """
 
 from __future__ import annotations

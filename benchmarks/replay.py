@@ -128,7 +128,7 @@ class Outcome:
     device: VirtualDevice
     scheduler: Scheduler
     virtual_s: float  # from the first arrival to the last token
-    queue_peak: int  # largest number of waiting sequences after a schedule
+    queue_peak: int  # largest number of waiting sequences after scheduling a step
     blocks_peak: int  # in use
 
 
@@ -175,8 +175,7 @@ def play(
 ) -> Outcome:
     """Serve all requests, `rate` times as fast as they came.
 
-    If `itl_target_s` is above 0, steps with decoding sequences have an inter-token latency
-    target.
+    If `itl_target_s` is above 0, steps with decoding sequences have an inter-token latency target.
 
     Like the engine, this runs one step ahead: step t + 1 is scheduled and dispatched while t runs,
     and then t is read. A request that arrives in between is in step t + 2 at the earliest.
@@ -400,9 +399,7 @@ def _about(
 
 
 def _seen_before(entries: Sequence[TraceEntry], requests: Sequence[Arrival]) -> int:
-    """Return prompt tokens in leading blocks of earlier prompts, which an infinite cache would
-    save.
-    """
+    """Count prompt tokens in leading blocks of earlier prompts, which an infinite cache saves."""
     seen: set[int] = set()
     total = 0
     for entry, request in zip(entries, requests, strict=True):

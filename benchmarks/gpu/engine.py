@@ -19,9 +19,7 @@ PEER_S, ALL_S = 100.0, 200.0
 
 
 def engine(tiny: bool) -> dict[str, Any]:
-    """Return the output tokens/s of both, prompts included, and their ratio; also with an fp8
-    cache.
-    """
+    """Return both output tokens/s, prompts included, and their ratio; also with an fp8 cache."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begin_s = time.perf_counter()

@@ -1,8 +1,8 @@
 """Upper bounds of a machine: bytes over measured bandwidth, operations over measured peak.
 
 A step takes at least the time for its bytes and at least the time for its operations, whichever is
-longer. Only work that every engine must do is counted. A step reads each matrix
-and the context's keys and values once, and computes every product once.
+longer. Only work that every engine must do is counted. A step reads each matrix and the context's
+keys and values once, and computes every product once.
 """
 
 from __future__ import annotations

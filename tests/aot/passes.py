@@ -3,8 +3,8 @@
     python tests/aot/passes.py [--only TEXT] [--cublas] [--layers N] [--output FILE]
 
 A kernel's bytes are a lower bound: for a gather or slice the size of the result, for a scatter the
-written part. The lower bound of a part counts each array that crosses its border
-once: its inputs from other parts, and its outputs for other parts.
+written part. The lower bound of a part counts each array that crosses its border once: its inputs
+from other parts, and its outputs for other parts.
 
 Matrix products are listed but not counted, because XLA selects their kernels by measuring. The
 cache that attention reads is not counted either, because its size depends on the contexts.

@@ -1,9 +1,8 @@
 """Malicious bodies, derived from the structs of the protocol.
 
-A case is a path and the bytes of a body. `cases` gives a fixed sequence for a
-seed. It shuffles every field of every endpoint with every odd value, and bodies that are malformed
-as a whole.
-Their texts contain `SENTINEL`, so that an answer which repeats part of a body is detected.
+A case is a path and the bytes of a body. `cases` gives a fixed sequence for a seed. It shuffles
+every field of every endpoint with every odd value, and bodies that are malformed as a whole. Their
+texts contain `SENTINEL`, so that an answer which repeats part of a body is detected.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Each seed draws its own limits and a random subset of troubles:
 - failing dispatches and reads, recovery of a few sequences first, late results
 - a clock that jumps in both directions
 
-The fake device checks the content of every KV slot.
-`Simulation.check` checks the state of scheduler and pool, and `_check_order` the order of service.
-Each output is compared with the fake device's continuation of the prompt alone.
+The fake device checks the content of every KV slot. `Simulation.check` checks the state of
+scheduler and pool, and `_check_order` the order of service. Each output is compared with the fake
+device's continuation of the prompt alone.
 
 Some requests have a grammar. For the scheduler this means only that each next token depends on the
 one before. Here the grammar is a rule that the fake device receives as masks.
@@ -19,9 +19,9 @@ a random position. They are for random sequences, and may be longer than there i
 
 Some requests have their hidden states pooled, and the device counts each position once.
 
-Waiting is bounded in two ways. While there are troubles, the last rank is preempted. No sequence
-is admitted before one of a better rank, or before an earlier one beyond the aging bound. After
-they stop, see `_longest_stretch`.
+Waiting is bounded in two ways. While there are troubles, only the sequence of the last rank is
+preempted. No sequence is admitted before one of a better rank, or before an earlier one beyond the
+aging bound. After they stop, see `_longest_stretch`.
 """
 
 from __future__ import annotations
