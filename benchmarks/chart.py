@@ -35,7 +35,7 @@ COLUMNS = (
     ("prefill", "prefill", PREFILL_RATE),
 )
 
-WIDTH, HEIGHT = 880, 400
+WIDTH, HEIGHT = 880, 414
 # Of the plots:
 LEFT, TOP, BOTTOM = 56, 92, 336
 PLOT_WIDTH, GAP = 380, 44
@@ -96,13 +96,12 @@ def chart(reports: dict[str, dict[str, Any]]) -> str:
     assert len(machines) == 1, "the reports come from different machines or days"
     ((cpu, cores, date),) = machines
     vllm = reports["M"]["packages"]["vllm"][0].replace("==", " ")
-    caption = (
-        f"{cpu}, {cores} cores, {date}, {vllm}. bfloat16, 128 tokens in and 64 out; prefill: 512 "
-        "tokens. Median of the rounds; lines: lowest and highest."
-    )
+    machine = f"{cpu}, {cores} cores, {date}, {vllm}. Bars: median of the rounds. "
+    machine += "Lines: lowest and highest round."
+    workload = "bfloat16. Decode: prompts of 128 tokens, 64 output tokens. Prefill: 512 tokens."
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title caption">',
+        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title machine workload">',
         f"<style>{_style()}</style>",
         f'<rect class="surface" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
         _text(LEFT, 30, "Throughput of forge-jax relative to other engines", "text title", "title"),
@@ -110,7 +109,11 @@ def chart(reports: dict[str, dict[str, Any]]) -> str:
     ]
     for index, (shape, report) in enumerate(reports.items()):
         parts += _plot(LEFT + index * (PLOT_WIDTH + GAP), SHAPES[shape], runs_of(report))
-    parts += [_text(LEFT, HEIGHT - 14, caption, "muted value", "caption"), "</svg>"]
+    parts += [
+        _text(LEFT, HEIGHT - 26, machine, "muted value", "machine"),
+        _text(LEFT, HEIGHT - 11, workload, "muted value", "workload"),
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
 
 

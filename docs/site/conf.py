@@ -1,16 +1,21 @@
-"""Builds the documents into a site: `make site`. They are written to be read on GitHub as well.
+"""Sphinx configuration of the documentation site: `make site`.
 
-Source is the repository's root, so that links between README, docs and benchmarks are what they are
-there. The front page is README; the order of the others stands here, for nothing of it is in them.
+The source is the repository's root, so that links between README, docs and benchmarks work on
+GitHub and in the site. The front page is README. `CONTENTS` groups the pages by role, because the
+pages themselves have no order.
 """
+
+from __future__ import annotations
 
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
+# Pages of docs/, or from the repository's root with a leading slash.
 CONTENTS = {
-    "Start": ["quickstart", "recipes", "cli", "faq", "troubleshooting"],
-    "Serve": [
+    "Start": ["quickstart", "recipes", "features", "faq", "troubleshooting"],
+    "Operate": [
+        "cli",
         "configuration",
         "http",
         "page",
@@ -20,32 +25,34 @@ CONTENTS = {
         "security",
         "threat-model",
     ],
-    "Use": [
+    "Research": [
         "python",
-        "batch",
-        "evaluation",
+        "site/api",
+        "engine",
+        "continuous-batching",
+        "paged-kv",
+        "tokenizers",
+        "kv-cache",
         "speculation",
         "lora",
-        "kv-cache",
         "parallel",
-        "profiling",
     ],
-    "Models": ["models", "model-files", "adding-a-model"],
-    "Understand": ["architecture", "decisions", "testing", "benchmarks", "comparisons"],
-    "Project": ["roadmap", "stability", "dependencies", "log"],
+    "Profile": ["profiling", "benchmarks", "/benchmarks/README", "comparisons"],
+    "Evaluate": ["evaluation", "batch", "models", "model-files"],
+    "Extend": [
+        "architecture",
+        "adding-a-model",
+        "decisions",
+        "testing",
+        "/training/forge_tiny/README",
+        "/CONTRIBUTING",
+    ],
+    "Project": ["roadmap", "stability", "dependencies", "log", "/SECURITY", "/CHANGELOG"],
 }
-BESIDE = [
-    "benchmarks/README",
-    "training/forge_tiny/README",
-    "CONTRIBUTING",
-    "SECURITY",
-    "CHANGELOG",
-]
 
 project = "forge-jax"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-include_patterns = ["README.md", "docs/*.md", *(f"{page}.md" for page in BESIDE)]
 html_theme = "furo"
 html_title = "forge-jax"
 html_show_copyright = False
@@ -54,10 +61,33 @@ html_theme_options = {"navigation_with_keys": True}
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
+# The API reference, docs/site/api.rst. Docstrings have single backticks around code.
+default_role = "code"
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True  # members list the attributes of data classes too
+# Annotations name types of jax, numpy and private modules, which have no page here.
+nitpick_ignore_regex = [("py:.*", ".*")]
 
-def _contents(captions: dict[str, list[str]]) -> str:
+
+def _source(page: str) -> str:
+    return page[1:] if page.startswith("/") else f"docs/{page}"
+
+
+SOURCES = {caption: [_source(page) for page in pages] for caption, pages in CONTENTS.items()}
+include_patterns = ["README.md", "docs/*.md", "docs/site/api.rst"]
+include_patterns += [
+    f"{page}.md" for pages in SOURCES.values() for page in pages if not page.startswith("docs/")
+]
+
+
+def _contents() -> str:
     parts = []
-    for caption, pages in captions.items():
+    for caption, pages in SOURCES.items():
         lines = "\n".join(f"/{page}" for page in pages)
         parts.append(f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}\n```\n")
     return "\n" + "\n".join(parts)
@@ -65,9 +95,7 @@ def _contents(captions: dict[str, list[str]]) -> str:
 
 def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
-        folders = {caption: [f"docs/{page}" for page in CONTENTS[caption]] for caption in CONTENTS}
-        folders["Project"] += BESIDE
-        source[0] += _contents(folders)
+        source[0] += _contents()
 
 
 def _front_page(app: Sphinx, error: Exception | None) -> None:
