@@ -173,7 +173,7 @@ def test_adapter_in_use_is_not_unloaded(both, folders):
 def test_failed_adapter_load_changes_nothing(both, folders, tmp_path):
     before = both.loras
     for name, path, named in (
-        ("a", folders["b"], "loaded already"),
+        ("a", folders["b"], "already loaded"),
         ("c", folders["b"], "all 2 LoRA adapter slots are in use"),
         ("..", folders["b"], "the name of a LoRA adapter"),
     ):
@@ -300,7 +300,7 @@ def test_speculation_does_not_change_an_adapters_output(
         ({"lora": ("=x",)}, "NAME=FOLDER"),
         ({"lora": ("a b=x",)}, "NAME=FOLDER"),
         ({"lora": "a=x"}, "tuple"),
-        ({"lora": ("a=x", "a=y")}, "one name"),
+        ({"lora": ("a=x", "a=y")}, "two adapters have this name"),
         ({"lora": ("a=x", "b=y"), "max_loras": 1}, "max_loras must"),
         ({"max_loras": 65}, "max_loras must"),
         ({"max_lora_rank": 0}, "max_lora_rank must"),

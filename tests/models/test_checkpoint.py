@@ -113,7 +113,7 @@ def test_all_tensor_errors_are_named_before_any_data_is_read(folder, tensors, mo
         read(folder)
     assert "model.layers.2.self_attn.k_proj.weight is missing" in str(caught.value)
     assert "model.norm.weight has shape (63,), not (64,)" in str(caught.value)
-    assert "lm_head.weight is int8, which is not supported" in str(caught.value)
+    assert "lm_head.weight has type int8, which is not supported" in str(caught.value)
 
 
 @pytest.mark.parametrize("form", [None, "bf16", "int4"])
@@ -263,7 +263,7 @@ def test_missing_experts_are_named_in_the_stored_form(tmp_path):
     gone = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     del stored[gone]
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"its config: tensor {gone} is missing$"):
+    with pytest.raises(CheckpointError, match=f"its config.json: tensor {gone} is missing$"):
         load_weights(model, tmp_path, progress=False)
 
 

@@ -602,7 +602,7 @@ def test_sharded_folder_is_written_without_the_devices_and_needs_them(goldens, t
     for device, q in enumerate(np.split(weights_of(model)[Q0], 2)):
         stored = np.fromfile(out / WEIGHTS / "layers.0.attention.qkv.weight" / "0.0.0", np.float32)
         assert np.array_equal(np.split(stored, 2)[device][: q.size], q.ravel())
-    with pytest.raises(ConfigError, match=r"draft_model .* converted for 2 devices, and a"):
+    with pytest.raises(ConfigError, match=r"draft_model .* converted for 2 devices, but a"):
         LLM(str(model), speculation="draft", draft_model=str(out))
     other = tmp_path / "other"
     assert cli.main(["convert", str(model), str(other), "--tensor-parallel", "3"]) == 1

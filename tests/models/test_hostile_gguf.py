@@ -49,20 +49,20 @@ def header(
 HUGE = struct.pack("<Q", 2**63)
 ALIGN = entry("general.alignment", U32, struct.pack("<I", 3))
 FILES = {
-    "empty": (b"", "it has 0 bytes"),
+    "empty": (b"", "it has only 0 bytes"),
     "another file": (b"GGML" + bytes(64), "does not begin with GGUF"),
     "version 0": (header(version=0), "its version must be from 1 to 3, got 0"),
     "version 4": (header(version=4), "its version must be from 1 to 3, got 4"),
     "big-endian": (header(version=3 << 24), "it is big-endian"),
     "tensors without end": (header(num_tensors=2**62), "it declares 4611686018427387904 tensors"),
     "entries without end": (header(num_entries=2**62), "4611686018427387904 entries"),
-    "fewer entries": (header(num_entries=9), "a key|cut short|stands twice"),
+    "fewer entries": (header(num_entries=9), "a key|cut short|appears twice"),
     "fewer tensors": (header(num_tensors=900), "cut short|stands twice|dimensions"),
     "a long key": (
         header([string("k", 2**40)], num_entries=1),
         "a key declares 1099511627776 bytes",
     ),
-    "a key twice": (header([entry("k", U32, bytes(4))] * 2), "the key 'k' stands twice"),
+    "a key twice": (header([entry("k", U32, bytes(4))] * 2), "the key 'k' appears twice"),
     "a key of no text": (header([string(b"\xff")], num_entries=1), "a key is not UTF-8"),
     "a long text": (header([entry("k", STRING, HUGE)]), "the value of 'k' declares"),
     "a text that is cut": (header([entry("k", STRING, string("x", 500))]), "it is truncated"),
@@ -95,7 +95,7 @@ FILES = {
         "ends after the end of the file",
     ),
     "an unknown kind": (header((), [tensor(kind=77)]), "the tensor 'x' is of type 77"),
-    "half a block": (header((), [tensor(kind=8, shape=(33,))]), "rows of 33 elements; Q8_0 needs"),
+    "half a block": (header((), [tensor(kind=8, shape=(33,))]), "rows of 33 elements, but Q8_0 needs"),
     "an odd offset": (header((), [tensor(offset=4)]), "the tensor 'x' is not aligned to 32 bytes"),
     "beyond the end": (header((), [tensor(offset=96)]), "'x' ends after the end of the file"),
     "an offset that overflows": (
@@ -106,7 +106,7 @@ FILES = {
         header((), [tensor(shape=(16,)), tensor("y", (8,), offset=32)]),
         "the tensor 'y' overlaps another",
     ),
-    "a tensor twice": (header((), [tensor(), tensor(offset=32)]), "the tensor 'x' stands twice"),
+    "a tensor twice": (header((), [tensor(), tensor(offset=32)]), "the tensor 'x' appears twice"),
 }
 
 
@@ -196,7 +196,7 @@ def test_header_with_a_flipped_bit_is_read_or_rejected(whole, file):
             b"blk.9.ffn_up.weight",
             r"layers\.4\.mlp\.up_proj\.weight is miss",
         ),
-        (b"blk.4.ffn_up.weight", b"blk.4.ffn_ux.weight", "'blk.4.ffn_ux.weight' belongs to no"),
+        (b"blk.4.ffn_up.weight", b"blk.4.ffn_ux.weight", "'blk.4.ffn_ux.weight' is not part of any"),
         (b"token_embd.weight", b"token_embX.weight", "the tensor token_embd.weight is missing"),
         (
             b"tokenizer.ggml.scores",
@@ -219,7 +219,7 @@ def test_missing_keys_are_named(whole, file, old, new, match):
         ("block_count", 2**31, "llama.block_count must be an integer from 1 to 1024"),
         ("attention.head_count", 0, "llama.attention.head_count must be an integer from 1"),
         ("attention.head_count", 7, "head_dim|rope.dimension_count"),
-        ("attention.head_count_kv", 3, "num_key_value_heads must be a divisor|no pairs in 3 heads"),
+        ("attention.head_count_kv", 3, "num_key_value_heads must be a divisor|cannot be split into pairs in 3 heads"),
         ("feed_forward_length", 2**31 - 1, "intermediate_size must be an integer"),
         ("feed_forward_length", 173, r"has shape \(172, 64\), not \(173, 64\)"),
         ("context_length", 0, "llama.context_length must be an integer from 1"),

@@ -134,7 +134,7 @@ def test_compressed_tensors_configs_are_read():
 
 def test_older_section_name_is_read():
     assert read({k: v for k, v in W8A8.items() if k != "quant_method"}, "compression_config")
-    with pytest.raises(ModelError, match="compression_config must be left out"):
+    with pytest.raises(ModelError, match="compression_config must be omitted"):
         read_quantization(HFConfig({"quantization_config": W8A8, "compression_config": W8A8}))
 
 

@@ -97,7 +97,7 @@ def test_cache_dtype_is_the_models_float32_or_8_bits():
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype="bfloat16", progress=False)
     assert forge_jax.new_kv(loaded, 2, 8, jnp.float32)[0].dtype == jnp.float32
     assert forge_jax.new_kv(loaded, 2, 8, "int8")[0].data.dtype == jnp.int8
-    with pytest.raises(ValueError, match="bfloat16, float32, fp8 or int8, not float16"):
+    with pytest.raises(ValueError, match="bfloat16, float32, fp8 or int8, got float16"):
         forge_jax.new_kv(loaded, 2, 8, jnp.float16)
 
 

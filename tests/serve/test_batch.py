@@ -300,7 +300,7 @@ def test_changed_input_is_rejected(tmp_path, capsys):
     batch(source, target)
     write(source, [{"id": "q0", "prompt": "another"}, *prompts(2)[1:]])
     assert cli.main(["batch", str(source), str(target), *FAKE]) == 1
-    assert "this answers a line 1 that" in capsys.readouterr().err
+    assert "this response belongs to a line 1 that" in capsys.readouterr().err
 
 
 def test_input_that_changes_during_the_run_is_rejected(tmp_path):

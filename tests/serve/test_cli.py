@@ -337,7 +337,7 @@ def test_smoke_benchmark_reports_a_missing_server_in_one_line():
             cwd=Path(__file__).parents[2],
         )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"no server that is ready at {url}: ")
+    assert done.stderr.startswith(f"no server is ready at {url}: ")
     assert done.stderr.count("\n") == 1
 
 

@@ -64,7 +64,7 @@ def test_server_is_measured_with_its_key(url, capsys, tmp_path):
         (["--concurrency", "1,x"], "--concurrency must be numbers from 1 to"),
         (["--concurrency", "0"], "--concurrency must be numbers from 1 to"),
         (["--requests", "0"], "--requests must be at least 1, not 0"),
-        (["--input-len", "4000", "--output-len", "200"], "more than the context of 4096 tokens"),
+        (["--input-len", "4000", "--output-len", "200"], "exceeds the context of 4096 tokens"),
         (["--url", "http://127.0.0.1:9"], "--fake: only for an engine in this process"),
         (["--api-key-file", "x"], "--api-key-file requires --url"),
     ],

@@ -265,7 +265,7 @@ def test_piped_stdin_is_the_message_and_stdout_the_answer(server):
     assert server.keys == [None]
     silent = run("chat", "--url", server.url, input="\n")
     assert (silent.returncode, silent.stdout) == (1, "")
-    assert silent.stderr == "forge-jax: error: there is no message on stdin\n"
+    assert silent.stderr == "forge-jax: error: stdin has no message: pipe text to it\n"
 
 
 @pytest.mark.parametrize(
