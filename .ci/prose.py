@@ -218,7 +218,7 @@ def _python(path: str, source: str) -> Iterator[Text]:
         yield from _docstring(path, expression.lineno, text)
     yield from _messages(path, tree, docstrings)
     comments = [
-        (token.start[0], token.string.lstrip("#").strip())
+        (token.start[0], token.string.lstrip("#").strip(), not token.line.lstrip().startswith("#"))
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
         and not re.match(r"#\s*(?:noqa|type:|pyright|!|fmt:)", token.string)
@@ -264,22 +264,27 @@ def _comments(path: str, source: str, mark: str) -> Iterator[Text]:
     found = []
     for number, line in enumerate(source.splitlines(), 1):
         if re.match(rf"\s*{mark}", line) or re.search(rf"\s{mark} ", line):
-            text = line.split(mark, 1)[1].strip()
-            if not text.startswith(("!", "NOLINT")):
-                found.append((number, text))
+            before, _, text = line.partition(mark)
+            if not text.strip().startswith(("!", "NOLINT")):
+                found.append((number, text.strip(), bool(before.strip())))
     yield from _joined(path, found)
 
 
-def _joined(path: str, comments: Iterable[tuple[int, str]]) -> Iterator[Text]:
-    """Return comments on adjacent lines as one text."""
+def _joined(path: str, comments: Iterable[tuple[int, str, bool]]) -> Iterator[Text]:
+    """Return comments on adjacent lines as one text.
+
+    Args:
+      comments: line, text, and True if code precedes the comment, which is then a text of its own.
+    """
     gathered: list[str] = []
     start = last = -1
-    for number, text in comments:
-        if number != last + 1 or not text:
-            if gathered:
-                yield Text(path, start, "comment", _plain(" ".join(gathered)))
-            gathered, start = [], number
+    for number, text, trailing in comments:
+        if gathered and (number != last + 1 or not text or trailing):
+            yield Text(path, start, "comment", _plain(" ".join(gathered)))
+            gathered.clear()
         if text:
+            if not gathered:
+                start = number
             gathered.append(text)
         last = number
     if gathered:

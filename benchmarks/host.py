@@ -235,10 +235,10 @@ def _fake_parts(*, step_time_s: float) -> tuple[EngineParts, _PackingDevice]:
     """Return a fake engine with room for all sequences, whose device packs its inputs."""
     config = EngineConfig.from_options(num_blocks=32_768, block_size=16)
     parts = assemble_fake(config, step_time_s=step_time_s, max_model_len=4096, check=False)
-    fake = parts.core._device
+    fake = parts.core.device
     assert isinstance(fake, FakeDevice)
     device = _PackingDevice(fake, config, max_blocks=4096 // 16)
-    parts.core._device = device
+    parts.core.device = device
     return parts, device
 
 
@@ -349,7 +349,7 @@ def real_step(steps: int) -> list[Report]:
 def _measure_step(parts: EngineParts, num_sequences: int, steps: int) -> Report:
     reports.progress(f"decode of {num_sequences} sequences on forge-tiny")
     core, steps = parts.core, min(steps, 300)
-    runner: Any = core._device
+    runner: Any = core.device
     for i in range(num_sequences):
         params = SamplingParams(max_tokens=steps + 120, temperature=0.8, ignore_eos=True)
         core.add(

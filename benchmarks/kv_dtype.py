@@ -23,6 +23,7 @@ from benchmarks import report as reports
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import KVDType
+from forge_jax.testing import core_of
 from forge_serve.bench.metrics import median
 from training.forge_tiny.corpus import documents
 from training.forge_tiny.tokenizer import encode
@@ -66,7 +67,7 @@ def compare(engines: dict[str, LLM], args: argparse.Namespace) -> dict[str, Any]
     rows = []
     for kv_dtype, llm in engines.items():
         lost = exact - (exact if kv_dtype == "auto" else log_likelihoods(llm, texts))
-        shape = llm._core._device.options.kv_shape  # type: ignore[attr-defined]
+        shape = core_of(llm).device.options.kv_shape  # type: ignore[attr-defined]
         rows.append(
             {
                 "kv_dtype": kv_dtype,
@@ -80,7 +81,7 @@ def compare(engines: dict[str, LLM], args: argparse.Namespace) -> dict[str, Any]
         )
     return {
         "model": args.model,
-        "dtype": str(engines["auto"]._core._device.model.dtype),  # type: ignore[attr-defined]
+        "dtype": str(core_of(engines["auto"]).device.model.dtype),  # type: ignore[attr-defined]
         "scored_tokens": len(exact),
         "sequences": SEQUENCES,
         "rounds": args.rounds,

@@ -37,6 +37,7 @@ from benchmarks.load import write_gguf
 from forge_jax import LLM
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import GGUFWeights, Rounding
+from forge_jax.testing import core_of
 from forge_serve.bench.metrics import median
 
 PLAIN = "none"
@@ -81,7 +82,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows.append(
             {
                 "quantization": kind,
-                "bytes": llm._core._device.model.param_bytes,  # type: ignore[attr-defined]
+                "bytes": core_of(llm).device.model.param_bytes,  # type: ignore[attr-defined]
                 **perplexity(exact, lost),
                 **({} if decoded is None else _beside(decoded, exact - lost)),
                 "tokens_per_s": median(speed[kind]),

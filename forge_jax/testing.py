@@ -34,6 +34,9 @@ from forge_jax.schedule.plan import (
 if TYPE_CHECKING:
     import jax
 
+    from forge_jax.engine.core import EngineCore
+    from forge_jax.engine.thread import Engine
+    from forge_jax.llm import LLM
     from forge_jax.models.decoder import Model
 
 _MASK = 2**64 - 1
@@ -469,13 +472,13 @@ def failing_steps(core: Any, fails: Callable[[StepPlan, str], bool]) -> Iterator
     Args:
       fails: as for `FailingDevice`.
     """
-    device, unrecoverable = core._device, core.unrecoverable
-    core._device = failing = FailingDevice(device, fails)
+    device, unrecoverable = core.device, core.unrecoverable
+    core.device = failing = FailingDevice(device, fails)
     core.unrecoverable = (AssertionError,)
     try:
         yield failing
     finally:
-        core._device, core.unrecoverable = device, unrecoverable
+        core.device, core.unrecoverable = device, unrecoverable
 
 
 def drafts_always_pay(policy: Any) -> None:
@@ -497,6 +500,15 @@ def not_a_number(dtype: Any) -> float:
 
 
 # ---- tiny models -------------------------------------------------------------------------------
+
+
+def core_of(engine: LLM | Engine) -> EngineCore:
+    """Return the loop of an engine in this process: its scheduler, device and statistics.
+
+    The core is private API and may change in any release. The thread of an `Engine` uses it too, so
+    only read from it while requests run.
+    """
+    return engine._core  # pyright: ignore[reportPrivateUsage]
 
 
 def tiny_model(**changes: Any) -> Model:

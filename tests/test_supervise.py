@@ -22,6 +22,7 @@ from forge_jax.engine.streams import WaitingQueue
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, RequestError
 from forge_jax.host import supervise
+from forge_jax.testing import core_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "forge_jax", ROOT / "serve" / "forge_serve", ROOT / "kernels" / "forge_kernels"]
@@ -236,7 +237,7 @@ async def engine():
 async def test_error_in_the_engine_thread_fails_the_engine(engine, place, monkeypatch, caplog):
     stream = engine.submit([1], LONG, request_id="a")
     await anext(stream)
-    monkeypatch.setattr(engine._core, place, planted)
+    monkeypatch.setattr(core_of(engine), place, planted)
     engine._thread.send(Stop() if place == "drain" else Abort("somebody"))
     end = await end_of(stream)
     assert end.finish_reason == "error" and isinstance(end.error, EngineError)

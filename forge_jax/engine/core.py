@@ -153,7 +153,7 @@ class EngineCore:
         self.step_sequences = 0  # over all steps
         self.max_step_sequences = 0
         self.watcher = Watcher(scheduler, clock)
-        self._device = device
+        self.device = device
         self._one_step_ahead = one_step_ahead
         self.unrecoverable = unrecoverable
         self._texts = TextOutput(tokenizer, scheduler, self.constraints)
@@ -309,7 +309,7 @@ class EngineCore:
         dispatched_s = self._clock()
         try:
             with span("dispatch"):
-                pending = self._device.dispatch(plan)
+                pending = self.device.dispatch(plan)
         except Exception as error:
             raise _StepFailed(plan, error) from error
         step = _InFlight(plan, pending, self._in_flight is None, dispatched_s)
@@ -325,7 +325,7 @@ class EngineCore:
             if self._tick.before_wait is not None:
                 self._tick.before_wait()
             with span("read"):
-                result = self._device.read(step.pending)
+                result = self.device.read(step.pending)
             self.phases.end("read")
             if self.scheduler.budget is not None:
                 self.scheduler.budget.record(step.plan, step.dispatched_s, self._clock())
@@ -376,7 +376,7 @@ class EngineCore:
         self.num_recoveries += 1
         seqs = self.scheduler.sequences_of(plan)
         self._in_flight = None
-        self._device.reset()
+        self.device.reset()
         if self.speculator is not None:
             self.speculator.reset()
         self.scheduler.recover()

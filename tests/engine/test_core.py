@@ -45,7 +45,7 @@ def test_tick_raises_unrecoverable_device_errors(one_step_ahead):
         raise AssertionError("a check of the device")
 
     checked = core(one_step_ahead=one_step_ahead)
-    checked._device.dispatch = fail
+    checked.device.dispatch = fail
     checked.add(Request(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
     with pytest.raises(AssertionError, match="a check of the device"):
         checked.tick()
@@ -90,7 +90,7 @@ def test_phases_of_every_step_are_timed():
 @pytest.mark.parametrize("options", [{}, {"speculation": "ngram"}, {"one_step_ahead": False}])
 def test_deferred_work_runs_while_the_device_computes(options):
     engine, done = core(**options), []
-    device = engine._device
+    device = engine.device
     dispatch, read = device.dispatch, device.read
     device.dispatch = lambda plan: done.append("dispatch") or dispatch(plan)
     device.read = lambda pending: done.append("read") or read(pending)

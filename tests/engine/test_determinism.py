@@ -37,7 +37,7 @@ from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.options import DETERMINISTIC_GPU_OPTIONS, RunnerOptions
 from forge_jax.step.runner import Runner
 from forge_jax.step.step_shapes import step_shapes
-from forge_jax.testing import not_a_number, random_leaves, tiny_model
+from forge_jax.testing import core_of, not_a_number, random_leaves, tiny_model
 from forge_kernels.attention import api as attention_api
 from forge_kernels.attention import xla as xla_attention_file
 
@@ -529,7 +529,7 @@ def test_gpu_options_exist_in_this_xla():
 def test_bundled_model_is_batch_invariant_and_has_a_fingerprint(kernels):
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "kernels": kernels}
     llm = LLM("forge-tiny", deterministic=True, **options)
-    steps = [name for name in llm._core._device.compiled() if "[" in name]
+    steps = [name for name in core_of(llm).device.compiled() if "[" in name]
     assert steps == ["mixed[64]"]
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, logprobs=20, ignore_eos=True)
     mine, others = "Once upon a time", [f"Tell me {i} stories. " * (i + 1) for i in range(9)]

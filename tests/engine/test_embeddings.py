@@ -9,6 +9,7 @@ import pytest
 
 from forge_jax import LLM, SamplingParams, load, new_kv
 from forge_jax.errors import ContextLengthError, RequestError
+from forge_jax.testing import core_of
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 150, 256)
 POOLINGS = ("last", "mean")
@@ -65,7 +66,7 @@ def exact(stories) -> LLM:
 
 
 def test_pooling_compiles_nothing_before_the_first_call(llm):
-    device: Any = llm._core._device
+    device: Any = core_of(llm).device
     llm.generate(["a"], SamplingParams(max_tokens=2), progress=False)
     assert not [name for name in device.compiled() if name.startswith("pool")]
     llm.embed(["a"], progress=False)
@@ -92,7 +93,7 @@ def test_cached_prefix_does_not_change_the_vector(llm, reference):
 
 def test_preempted_prompts_are_pooled_from_their_beginning(llm, reference, monkeypatch):
     """Each long prompt is preempted once, between two of its chunks, among outputs."""
-    scheduler, preempted = llm._core.scheduler, set()
+    scheduler, preempted = core_of(llm).scheduler, set()
     schedule = scheduler.schedule
 
     def preempt_and_schedule(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from forge_jax import Engine, SamplingParams
 from forge_jax.config import BatchConfig, CacheConfig, EngineConfig
 from forge_jax.errors import ContextLengthError, EngineError, NumericalError, RequestError
+from forge_jax.testing import core_of
 from forge_jax.text import Tokenizer
 
 
@@ -36,7 +37,7 @@ async def settled(engine, *, steps: int = 2) -> None:
     """Wait until the engine is idle, which must take at most `steps` steps."""
     begin = engine.stats().steps
     for _ in range(400):
-        if not engine._core.has_work:
+        if not core_of(engine).has_work:
             break
         await asyncio.sleep(0.005)
     assert engine.stats().num_used_blocks == 0
@@ -104,7 +105,7 @@ async def test_unservable_requests_are_rejected_at_submit(engine):
 
 
 async def test_numerical_fault_fails_only_one_request(engine):
-    engine._core._device._fault = lambda scheduled: scheduled.seq_key[0] == "bad"
+    core_of(engine).device._fault = lambda scheduled: scheduled.seq_key[0] == "bad"
     good = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="good")
     bad = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="bad")
     (texts, reasons), updates = await asyncio.gather(read(good), anext(bad))
@@ -126,14 +127,14 @@ async def test_updates_are_batched_but_the_last_one_is_not_delayed(interval_s, i
 
 async def test_updates_before_a_failure_are_delivered():
     engine = Engine.fake()
-    tick, left = engine._core.tick, iter(range(10))
+    tick, left = core_of(engine).tick, iter(range(10))
 
     def failing(before_wait):
         if next(left, None) is None:
             raise MemoryError
         return tick(before_wait)
 
-    engine._core.tick = failing
+    core_of(engine).tick = failing
     engine.news_interval_s = 3600.0
     engine.start()
     stream = engine.submit([1], SamplingParams(max_tokens=50), request_id="r")
@@ -147,7 +148,7 @@ async def test_failed_engine_reports_to_every_stream(engine, caplog):
     def fail(*plan):
         raise RuntimeError("the device is gone")
 
-    engine._core._device.dispatch = engine._core._device.reset = fail
+    core_of(engine).device.dispatch = core_of(engine).device.reset = fail
     stream = engine.submit([1], SamplingParams(max_tokens=20), request_id="r")
     deltas = await anext(stream)
     assert isinstance(deltas[0].error, EngineError)
@@ -258,12 +259,12 @@ def test_faulty_offline_prompt_does_not_cost_the_others():
     llm = LLM.from_parts(
         assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=100, check=True)
     )
-    llm._core._device._fault = lambda scheduled: scheduled.seq_key[0] == "llm-2"
+    core_of(llm).device._fault = lambda scheduled: scheduled.seq_key[0] == "llm-2"
     params = SamplingParams(max_tokens=5)
     outputs = llm.generate([[1], [2], [3]], params, progress=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert isinstance(outputs[1].outputs[0].error, NumericalError)
-    llm._core._device._fault = lambda scheduled: True
+    core_of(llm).device._fault = lambda scheduled: True
     with pytest.raises(NumericalError):
         list(llm.stream([4], params))
 
@@ -315,7 +316,7 @@ async def test_engine_thread_death_ends_its_streams():
         raise Panic
 
     engine = Engine.fake()
-    engine._core._device.dispatch = dispatch
+    core_of(engine).device.dispatch = dispatch
     engine.start()
     stream = engine.submit([1], SamplingParams(max_tokens=20), request_id="r")
     assert (await read(stream))[1] == {0: "error"}

@@ -5,6 +5,7 @@ import pytest
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.testing import core_of
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -57,9 +58,9 @@ def test_prompt_scores_match_hugging_face(llm, golden):
 
 
 def test_greedy_tokens_match_hugging_face_after_preemption(llm, golden):
-    before = llm._core.scheduler.num_preemptions
+    before = core_of(llm).scheduler.num_preemptions
     together = llm.generate(golden["input_ids"].tolist(), GREEDY, progress=False)
-    assert llm._core.scheduler.num_preemptions > before
+    assert core_of(llm).scheduler.num_preemptions > before
     assert [list(o.outputs[0].token_ids) for o in together] == golden["greedy_ids"].tolist()
     for prompt, preempted in zip(golden["input_ids"].tolist(), together, strict=True):
         [alone] = llm.generate(prompt, GREEDY, progress=False)

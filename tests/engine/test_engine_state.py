@@ -27,6 +27,7 @@ from forge_jax.telemetry.engine_state import (
     Capture,
     EngineState,
 )
+from forge_jax.testing import core_of
 
 PROMPT = list(range(1, 60))  # 4 blocks of 16, of which 3 are full
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -96,7 +97,7 @@ async def test_engine_state_shows_owners_and_fate_of_blocks(kind):
 
 async def test_steps_are_recorded_from_the_first_look_on():
     engine = Engine.fake(step_time_s=0.001)
-    watcher = engine._core.watcher
+    watcher = core_of(engine).watcher
     engine.start()
     stream = engine.submit(PROMPT, LONG, request_id="a")
     await until_read(stream)
@@ -114,7 +115,7 @@ async def test_steps_are_recorded_from_the_first_look_on():
 
 async def test_recording_stops_when_unwatched(monkeypatch):
     engine = Engine.fake(step_time_s=0.001)
-    watcher = engine._core.watcher
+    watcher = core_of(engine).watcher
     engine.start()
     stream = engine.submit(PROMPT, LONG, request_id="a")
     await engine.look()

@@ -11,6 +11,7 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.engine.builder import choose_budget, choose_device, choose_kernels
 from forge_jax.errors import ConfigError
+from forge_jax.testing import core_of
 from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
@@ -79,10 +80,10 @@ def same_tokens(a: list[list[int]], b: list[list[int]]) -> int:
 
 def test_cpu_kernels_are_the_default_and_can_be_disabled(make_llm):
     by_default, plain = make_llm(), make_llm(kernels="xla")
-    assert by_default._core._device.model.packings
-    assert by_default._core._device.options.implementation == "cpu"
-    assert not plain._core._device.model.packings
-    assert plain._core._device.options.implementation == "auto"
+    assert core_of(by_default).device.model.packings
+    assert core_of(by_default).device.options.implementation == "cpu"
+    assert not core_of(plain).device.model.packings
+    assert core_of(plain).device.options.implementation == "auto"
 
 
 def test_greedy_texts_match_plain_xla(make_llm):
@@ -96,13 +97,13 @@ def test_greedy_texts_match_plain_xla(make_llm):
 @pytest.mark.quick_cases(1)
 def test_quantized_models_answer(make_llm, quantization):
     llm = make_llm(quantization=quantization)
-    packings = llm._core._device.model.packings
+    packings = core_of(llm).device.model.packings
     assert packings["layers.0.mlp.down.weight"].format == quantization
     assert packings["head.weight"].format == "int8"
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     [answer] = llm.chat([chat], SamplingParams(max_tokens=30, temperature=0), progress=False)
     assert "Paris" in answer.text
-    sizes = make_llm()._core._device.model.param_bytes, llm._core._device.model.param_bytes
+    sizes = core_of(make_llm()).device.model.param_bytes, core_of(llm).device.model.param_bytes
     assert sizes[1] < {"int8": 0.53, "int4": 0.36}[quantization] * sizes[0]
 
 
@@ -110,7 +111,7 @@ def test_missing_kernels_fall_back_to_xla_with_one_warning(no_kernels, caplog):
     with caplog.at_level(logging.WARNING):
         llm = LLM("forge-tiny", **OPTIONS)
         assert choose("forge-tiny").attention == "auto"
-    runner = llm._core._device
+    runner = core_of(llm).device
     assert runner.options.implementation == "auto" and not runner.model.packings
     warnings = [
         record.getMessage() for record in caplog.records if "kernels" in record.getMessage()
@@ -132,7 +133,7 @@ def test_missing_kernels_fall_back_to_xla_with_one_warning(no_kernels, caplog):
 @pytest.mark.slow
 def test_xla_multiplies_quantized_weights_without_kernel_support(quantization, options):
     llm = LLM("forge-tiny", quantization=quantization, **OPTIONS, **options)
-    model, device = llm._core._device.model, llm._core._device
+    model, device = core_of(llm).device.model, core_of(llm).device
     assert {format.scheme.values for format in model.in_format(QuantizedFormat).values()} == {
         quantization
     }
@@ -145,7 +146,7 @@ def test_xla_multiplies_quantized_weights_without_kernel_support(quantization, o
 @pytest.mark.slow
 def test_quantization_without_a_compiler_uses_plain_xla(no_kernels):
     llm = LLM("forge-tiny", quantization="int8", **OPTIONS)
-    model = llm._core._device.model
+    model = core_of(llm).device.model
     assert model.in_format(QuantizedFormat) and not model.packings
 
 
@@ -178,7 +179,9 @@ def test_unsupported_head_size_uses_xla_attention_with_a_warning(stories, caplog
     with caplog.at_level(logging.WARNING):
         llm = LLM(stories, dtype="bfloat16", **OPTIONS)
     assert "attention in plain XLA, without the CPU kernels: the head dim must be" in caplog.text
-    assert llm._core._device.model.packings and llm._core._device.options.implementation == "auto"
+    assert (
+        core_of(llm).device.model.packings and core_of(llm).device.options.implementation == "auto"
+    )
     [output] = llm.generate("Once upon a time", GREEDY, progress=False)
     assert output.text.startswith(", there was a little girl named Lily.")
 

@@ -24,7 +24,7 @@ from forge_jax.engine.sizes import Residents, Sizes
 from forge_jax.errors import ConfigError
 from forge_jax.models.kv import element_dtype
 from forge_jax.step.kv_cache import GIB, KVShape, coarse, kv_shape
-from forge_jax.testing import failing_steps, tiny_model
+from forge_jax.testing import core_of, failing_steps, tiny_model
 from forge_kernels import cpu
 from forge_kernels.attention import QuantizedKV
 from forge_kernels.attention import api as attention_api
@@ -146,7 +146,7 @@ def test_default_cache_on_a_cpu_is_1024_tokens_per_sequence(seqs, free_gib, gib,
 @pytest.mark.slow
 def test_batches_prefix_hits_and_failures_do_not_change_bits(make_llm, kv_dtype):
     llm = make_llm(kv_dtype)
-    core = llm._core
+    core = core_of(llm)
     alone = [
         llm.generate(prompt, params, progress=False)[0].outputs
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -168,7 +168,7 @@ def test_fingerprint_depends_on_the_kv_dtype(make_llm):
 def test_cpu_kernels_attend_over_the_8_bit_cache(make_llm, kv_dtype, caplog):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
-    runner = make_llm(kv_dtype)._core._device
+    runner = core_of(make_llm(kv_dtype)).device
     assert runner.options.implementation == "cpu" and runner.options.sampler == "cpu"
     config = EngineConfig.from_options(kv_dtype=kv_dtype)
     with caplog.at_level(logging.INFO):
@@ -179,7 +179,7 @@ def test_cpu_kernels_attend_over_the_8_bit_cache(make_llm, kv_dtype, caplog):
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 def test_step_updates_the_cache_arrays_in_place(make_llm, kv_dtype):
     """Includes the scales: nothing is allocated twice."""
-    runner = make_llm(kv_dtype)._core._device
+    runner = core_of(make_llm(kv_dtype)).device
     [step] = [each for name, each in runner.compiled().items() if "[" in name]
     assert step.memory_analysis().alias_size_in_bytes >= runner.options.kv_shape.total_bytes
 
@@ -188,7 +188,7 @@ def test_step_updates_the_cache_arrays_in_place(make_llm, kv_dtype):
 def test_contiguous_8_bit_blocks_give_the_same_story(stories):
     options = {"max_num_seqs": 2, "max_model_len": 128, "deterministic": True}
     llm = LLM(stories, kv_dtype="int8", kv_cache="contiguous", **options)
-    assert llm._core._device.state.kv[0].shape[3] == 128
+    assert core_of(llm).device.state.kv[0].shape[3] == 128
     greedy = SamplingParams(max_tokens=12, temperature=0)
     [output] = llm.generate("Once upon a time", greedy, progress=False)
     assert output.text.startswith(", there was a little girl")

@@ -16,6 +16,7 @@ import pytest
 from forge_jax import LLM, SamplingParams
 from forge_jax.errors import ConfigError, ContextLengthError, RequestError
 from forge_jax.step import slots
+from forge_jax.testing import core_of
 from forge_jax.text import ChatTemplate, Tokenizer
 from forge_kernels.sampling.api import IN_PROMPT
 
@@ -53,7 +54,7 @@ def one(llm: LLM, prompt=PROMPT, **params):
 
 
 def used_blocks(llm: LLM) -> int:
-    return llm._core.scheduler.pool.num_used
+    return core_of(llm).scheduler.pool.num_used
 
 
 def test_trained_model_tells_its_story(llm):
@@ -93,7 +94,7 @@ def test_preemption_does_not_change_the_output(make_llm, llm):
     roomy = [llm.generate(p, params, progress=False)[0] for p in prompts]
     for got, expected in zip(tight.generate(prompts, params, progress=False), roomy, strict=True):
         assert_same(got, expected)
-    assert tight._core.scheduler.num_preemptions > 0
+    assert core_of(tight).scheduler.num_preemptions > 0
     assert used_blocks(tight) == 0
 
 
@@ -208,11 +209,11 @@ def test_penalties_survive_preemption_and_prefix_hits(make_llm, llm):
     tight = make_llm(num_blocks=12, max_model_len=160)
     params = SamplingParams(max_tokens=60, temperature=0, frequency_penalty=0.6, logprobs=0)
     prompts = [PROMPT, "The dog", "One day", "A big red ball", "Lily", "Tom", "Sue", "My mom"]
-    before = tight._core.scheduler.num_preemptions
+    before = core_of(tight).scheduler.num_preemptions
     roomy = [llm.generate(p, params, progress=False)[0] for p in prompts]
     for got, expected in zip(tight.generate(prompts, params, progress=False), roomy, strict=True):
         assert_same(got, expected)
-    assert tight._core.scheduler.num_preemptions > before
+    assert core_of(tight).scheduler.num_preemptions > before
 
 
 def test_min_tokens_suppresses_the_eos_token(llm):
@@ -308,7 +309,7 @@ def test_prompt_that_can_never_fit_is_rejected_by_field(llm):
     with pytest.raises(RequestError) as bias:
         one(llm, max_tokens=1, logit_bias={512: 1.0})
     assert bias.value.param == "logit_bias"
-    assert not llm._core.has_work
+    assert not core_of(llm).has_work
 
 
 def test_nothing_compiles_after_the_engine_is_ready(llm):

@@ -23,7 +23,7 @@ from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, LostAdapterError, ModelError, RequestError
 from forge_jax.schedule.request import LoraRef, Request, cache_name
 from forge_jax.step.runner import Runner
-from forge_jax.testing import failing_steps
+from forge_jax.testing import core_of, failing_steps
 
 PROMPT = "Once upon a time, there was a little"
 LONG = list(range(100, 160))
@@ -95,7 +95,7 @@ def test_loading_and_unloading_adapters_compiles_nothing(llm, folders):
     llm.unload_lora("b")
     run(llm, [PROMPT])
     assert llm._parts.compilations() == before
-    assert "set_adapter" in llm._core._device.compiled()
+    assert "set_adapter" in core_of(llm).device.compiled()
 
 
 def computed(llm) -> dict[str, set[str]]:
@@ -105,14 +105,14 @@ def computed(llm) -> dict[str, set[str]]:
             for path in re.findall(r'op_name="([^"]*)"', executable.as_text())
             for part in path.split("/")
         }
-        for name, executable in llm._core._device.compiled().items()
+        for name, executable in core_of(llm).device.compiled().items()
     }
 
 
 @pytest.mark.slow
 def test_engine_without_adapters_has_no_adapter_state(stories, llm):
     with LLM(stories, **OPTIONS) as plain:
-        runner = plain._core._device
+        runner = core_of(plain).device
         assert "set_adapter" not in runner.compiled() and "lora" not in runner.settings
         assert runner.state.slots.lora is None
         assert len(runner.state.leaves) == len(runner.model.leaves)
@@ -131,7 +131,7 @@ def test_blocks_are_never_shared_between_adapters(both, folders):
     def cached(lora):
         return run(both, [LONG], SamplingParams(max_tokens=1), lora=lora)[0].num_cached_tokens
 
-    both._core.scheduler.pool.reset()
+    core_of(both).scheduler.pool.reset()
     for lora in ("a", None, "b"):
         assert cached(lora) == 0
     for lora in ("a", None, "b"):
@@ -260,13 +260,13 @@ def answers(llm) -> list[tuple]:
 def test_preempted_request_keeps_its_adapter(stories, exact_options, expected):
     with LLM(stories, **exact_options | {"num_blocks": 11, "max_model_len": 128}) as tight:
         assert answers(tight) == expected
-        assert tight._core.scheduler.num_preemptions > 0
+        assert core_of(tight).scheduler.num_preemptions > 0
 
 
 @pytest.mark.slow
 def test_adapters_survive_a_failed_step(exact, expected):
     """Lost device arrays, which are recreated, are covered, too."""
-    calls, core, device = itertools.count(1), exact._core, exact._core._device
+    calls, core, device = itertools.count(1), core_of(exact), core_of(exact).device
     before = core.num_recoveries
     with failing_steps(core, lambda plan, where: next(calls) % 25 == 0):
         assert answers(exact) == expected
@@ -287,7 +287,7 @@ def test_speculation_does_not_change_an_adapters_output(
     with LLM(stories, **exact_options, **speculation) as guessing:
         for _ in range(2):
             assert answers(guessing) == expected
-        assert guessing._core.speculator.stats().num_accepted_tokens > 0
+        assert core_of(guessing).speculator.stats().num_accepted_tokens > 0
 
 
 # ---- options -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.errors import NumericalError
 from forge_jax.models.kv import KV
 from forge_jax.schedule.plan import StepPlan, StepResult
-from forge_jax.testing import not_a_number
+from forge_jax.testing import core_of, not_a_number
 
 PROMPTS = [
     f"Once upon a time there was a {animal} " * 4 for animal in ("dog", "cat", "bird", "fox")
@@ -30,11 +30,11 @@ class Poisoner:
     """A device that fills all KV of the blocks named by `which` with NaN before each step."""
 
     def __init__(self, llm: LLM, which: Callable[[StepPlan], set[int]]):
-        core = llm._core
-        self.runner: Any = core._device
+        core = core_of(llm)
+        self.runner: Any = core.device
         self.poisoned = 0
         self._which = which
-        core._device = self
+        core.device = self
         kv = self.runner.state.kv
         mask = jax.ShapeDtypeStruct((kv[0].shape[0],), jnp.bool_)
         shapes = jax.tree.map(lambda k: jax.ShapeDtypeStruct(k.shape, k.dtype), kv)
@@ -79,7 +79,7 @@ def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
 def test_contents_of_free_blocks_do_not_matter(kind):
     llm = LLM("forge-tiny", **OPTIONS, **kind)
     expected = answers(llm)
-    pool = llm._core.scheduler.pool
+    pool = core_of(llm).scheduler.pool
 
     def free(plan: StepPlan) -> set[int]:
         return {
@@ -91,7 +91,7 @@ def test_contents_of_free_blocks_do_not_matter(kind):
     poisoner = Poisoner(llm, free)
     assert answers(llm) == expected
     assert poisoner.poisoned > 500
-    assert llm._core.num_recoveries == 0
+    assert core_of(llm).num_recoveries == 0
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -100,7 +100,7 @@ def test_non_finite_row_is_isolated_and_not_cached(kv_dtype):
     llm = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)
     # Without `bad` in the batch and with empty caches, because the batch does not matter.
     expected = answers(llm)
-    core = llm._core
+    core = core_of(llm)
     prompt = "A quite different beginning of a story about a whale " * 3
     params = [*PARAMS[:3], SamplingParams(max_tokens=40, seed=9, ignore_eos=True)]
 
@@ -121,7 +121,7 @@ def test_non_finite_row_is_isolated_and_not_cached(kv_dtype):
     assert bad.finish_reason == "error" and isinstance(bad.error, NumericalError)
     assert core.num_recoveries == 0 and core.scheduler.pool.num_used == 0
     # Poisoned blocks are gone from the cache; only blocks registered before can be found.
-    core._device = core._device.runner
+    core.device = core.device.runner
     [again] = llm.generate([prompt], params[3:], progress=False)
     fresh = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)
     [clean] = fresh.generate([prompt], params[3:], progress=False)

@@ -16,7 +16,7 @@ from forge_jax.engine.fault_isolation import MAX_FAILURES
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, StepError
 from forge_jax.schedule.request import Request, Sequence
-from forge_jax.testing import FailingDevice
+from forge_jax.testing import FailingDevice, core_of
 
 Outcome = dict[tuple[str, int], tuple[tuple[int, ...], str, tuple, tuple, str | None]]
 
@@ -74,8 +74,8 @@ def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 12) -> Ou
 
 
 def failing(parts, fails) -> tuple[EngineCore, FailingDevice]:
-    device = FailingDevice(parts.core._device, fails)
-    parts.core._device = device
+    device = FailingDevice(parts.core.device, fails)
+    parts.core.device = device
     parts.core.unrecoverable = (AssertionError,)
     return parts.core, device
 
@@ -256,8 +256,8 @@ def bundled() -> LLM:
 def test_lost_device_array_is_recreated(bundled):
     """Covers a step that fails after it consumed its buffers, and one that runs out of memory."""
     expected = answers(bundled)
-    core = bundled._core
-    runner: Any = core._device
+    core = core_of(bundled)
+    runner: Any = core.device
     recovered = core.num_recoveries
     dispatch = runner.dispatch
     for lose in ("_kv", "_slots"):
@@ -281,14 +281,14 @@ def test_lost_device_array_is_recreated(bundled):
 def test_bundled_model_gives_the_same_bits_after_failures(bundled):
     expected = answers(bundled)
     rng = random.Random(4)
-    core = bundled._core
-    recovered, device = core.num_recoveries, core._device
+    core = core_of(bundled)
+    recovered, device = core.num_recoveries, core.device
     core, failing_device = failing(bundled._parts, lambda plan, where: rng.random() < 0.1)
     try:
         for _ in range(3):
             assert answers(bundled) == expected
     finally:
-        core._device = device
+        core.device = device
     assert core.num_recoveries - recovered == failing_device.num_failures > 5
     assert core.scheduler.pool.num_used == 0
 
@@ -297,12 +297,12 @@ def test_bundled_model_gives_the_same_bits_after_failures(bundled):
 def test_five_thousand_real_steps_survive_failures(bundled):
     rng = random.Random(5)
     expected = answers(bundled)
-    core = bundled._core
-    begun, device = core.num_steps, core._device
+    core = core_of(bundled)
+    begun, device = core.num_steps, core.device
     core, failing_device = failing(bundled._parts, lambda plan, where: rng.random() < 0.005)
     try:
         while core.num_steps - begun < 5_000:
             assert answers(bundled) == expected
     finally:
-        core._device = device
+        core.device = device
     assert failing_device.num_failures > 30

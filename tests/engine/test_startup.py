@@ -28,6 +28,7 @@ from forge_jax.step.options import compiler_options
 from forge_jax.step.step_shapes import first_shapes, step_limits, step_shapes
 from forge_jax.telemetry import compilations
 from forge_jax.telemetry.startup import StartupTimes
+from forge_jax.testing import core_of
 
 LATE = ["decode[4]", "decode[8]", "mixed[128]"]
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "dtype": "bfloat16"}
@@ -114,9 +115,9 @@ async def test_requests_run_before_and_while_executables_arrive(stories, held):
     stats = engine.stats()
     assert (stats.state, stats.healthy) == ("serving", True)
     assert "ready" not in stats.startup_seconds
-    limits = engine._core.scheduler.config
+    limits = core_of(engine).scheduler.config
     assert (limits.max_num_batched_tokens, limits.max_rows) == (64, 64)
-    assert not set(LATE) & set(engine._core._device.compiled())
+    assert not set(LATE) & set(core_of(engine).device.compiled())
 
     before = compilations.total()
     early = await outputs(engine, ODD, "early")
@@ -131,9 +132,9 @@ async def test_requests_run_before_and_while_executables_arrive(stories, held):
     held.released.set()
     await until_ready(engine)
     assert not meanwhile.done(), "they ran while executables were adopted"
-    limits = engine._core.scheduler.config
+    limits = core_of(engine).scheduler.config
     assert (limits.max_num_batched_tokens, limits.max_rows) == (128, 64)
-    assert set(LATE) < set(engine._core._device.compiled())
+    assert set(LATE) < set(core_of(engine).device.compiled())
     crossed = await meanwhile
 
     assert await outputs(engine, ODD, "late") == early
@@ -175,7 +176,7 @@ async def test_engine_stopped_early_stops_compiling(stories, held):
     await engine.stop()
     held.released.set()
     assert engine.stats().state == "stopped"
-    assert not set(LATE) & set(engine._core._device.compiled())
+    assert not set(LATE) & set(core_of(engine).device.compiled())
 
 
 @pytest.mark.slow
@@ -235,7 +236,7 @@ def test_startup_phases_add_up_to_the_milestones():
 
 
 def needed_bytes(stories) -> int:
-    return LLM(str(stories), **OPTIONS)._core._device.memory_bytes()
+    return core_of(LLM(str(stories), **OPTIONS)).device.memory_bytes()
 
 
 @pytest.mark.slow
@@ -254,9 +255,9 @@ def test_cache_that_exceeds_xlas_figures_shrinks_once(stories, monkeypatch, capl
         llm = LLM(str(stories), **OPTIONS)
     assert "the KV cache is cut to" in caplog.text
     assert alive[0] == alive[1], "the first cache is gone before the second is made"
-    device = llm._core._device
+    device = core_of(llm).device
     assert device.memory_bytes() < needed
-    assert llm._core.scheduler.pool.num_blocks == device.state.kv[0].shape[0]
+    assert core_of(llm).scheduler.pool.num_blocks == device.state.kv[0].shape[0]
     [output] = llm.generate([[5] * 20], SamplingParams(max_tokens=3), progress=False)
     assert len(output.outputs[0].token_ids) == 3
 
@@ -284,7 +285,7 @@ def test_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, cap
     monkeypatch.setattr(Executables, "memory_bytes", memory_bytes)
     llm = LLM(str(stories), **OPTIONS)
     assert "mixed[128] needs" in caplog.text and "it is not used" in caplog.text
-    assert llm._core.scheduler.config.max_num_batched_tokens == 64
+    assert core_of(llm).scheduler.config.max_num_batched_tokens == 64
     [output] = llm.generate([[5] * 200], SamplingParams(max_tokens=3), progress=False)
     assert len(output.outputs[0].token_ids) == 3
 

@@ -88,11 +88,11 @@ def make_core(compiler):
         parts = assemble_fake(config, step_time_s=0.0, max_model_len=200, check=True)
         core = parts.core
         core.grammars = compiler
-        core._device._next_token = None  # every token is equally likely
+        core.device._next_token = None  # every token is equally likely
         if seed is not None:
             core.speculator = scripted(seed, outputs or {})
         if fails is not None:
-            core._device = FailingDevice(core._device, fails)
+            core.device = FailingDevice(core.device, fails)
         return core
 
     return make
@@ -436,7 +436,7 @@ def test_device_that_ignores_masks_is_detected(make_core, asked):
             return self._device.dispatch(replace(plan, masks=masks))
 
     core = make_core()
-    core._device = Careless(core._device)
+    core.device = Careless(core.device)
     entry = one(make_core, None, core=core, **asked)
     assert entry[3] == "error" and isinstance(entry[4], GrammarError)
 
@@ -471,7 +471,7 @@ def test_output_without_allowed_tokens_is_an_error(make_core, asked, causes, dra
 def test_disallowed_eos_is_never_sampled(make_core):
     def often_ending():
         core = make_core()
-        core._device._eos_token_id, core._device._eos_threshold = EOS, 2**30  # one in four
+        core.device._eos_token_id, core.device._eos_threshold = EOS, 2**30  # one in four
         return core
 
     ends = one(make_core, None, core=often_ending(), allowed_token_ids=(*LETTERS, EOS))
@@ -483,7 +483,7 @@ def test_disallowed_eos_is_never_sampled(make_core):
 @pytest.mark.parametrize(("asked", "waits"), [(LISTS[0], False), (LISTS[2], True)])
 def test_allowed_tokens_run_one_step_ahead_and_bad_words_do_not(make_core, asked, waits):
     core, unread, depths = make_core(), [], []
-    device = core._device
+    device = core.device
 
     class Watched:
         reset = device.reset
@@ -497,7 +497,7 @@ def test_allowed_tokens_run_one_step_ahead_and_bad_words_do_not(make_core, asked
             unread.pop(0)
             return device.read(pending)
 
-    core._device = Watched()
+    core.device = Watched()
     one(make_core, None, core=core, ignore_eos=True, **asked)
     assert (max(depths) == 0) is waits
 
@@ -511,8 +511,8 @@ def test_stop_string_ends_an_output_with_token_lists(make_core):
 
 def test_step_without_a_grammar_has_no_masks(make_core):
     core, seen = make_core(), []
-    dispatch = core._device.dispatch
-    core._device.dispatch = lambda plan: (seen.append(plan.masks), dispatch(plan))[1]
+    dispatch = core.device.dispatch
+    core.device.dispatch = lambda plan: (seen.append(plan.masks), dispatch(plan))[1]
     plain = SamplingParams(max_tokens=20, ignore_eos=True)
     bound = SamplingParams(max_tokens=20, structured_outputs=GRAMMARS["choice"][0])
     for i, params in enumerate((plain, bound, plain)):
@@ -526,7 +526,7 @@ def test_step_without_a_grammar_has_no_masks(make_core):
 @pytest.mark.parametrize(("num_free", "num_bound"), [(7, 1), (4, 4), (0, 8)])
 def test_few_masks_do_not_delay_others_and_many_are_awaited(make_core, num_free, num_bound):
     core, in_flight = make_core(prefix_cache=False), []
-    device, unread = core._device, []
+    device, unread = core.device, []
 
     class Watched:
         reset = device.reset
@@ -540,7 +540,7 @@ def test_few_masks_do_not_delay_others_and_many_are_awaited(make_core, num_free,
             unread.pop(0)
             return device.read(pending)
 
-    core._device = Watched()
+    core.device = Watched()
     free = SamplingParams(max_tokens=40, ignore_eos=True)
     bound = replace(free, structured_outputs=GrammarSpec.regex("[a-c]{200}"))
     for i in range(num_free + num_bound):

@@ -159,7 +159,11 @@ def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a finite"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
-        ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be a list of 4 zeros and ones"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 2, 1, 1]},
+            "no_rope_layers must be a list of 4 zeros and ones",
+        ),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a finite number above 0"),
         (
             "gemma3",

@@ -177,7 +177,11 @@ def test_every_eos_token_is_read(goldens, tmp_path):
         ("mixtral", lambda w: w.add_expert_shared_count(1), "llama.expert_shared_count is 1"),
         ("mixtral", lambda w: w.add_expert_gating_func(GATING.SIGMOID), "expert_gating_func is 2"),
         ("llama2", lambda w: w.add_uint16("split.count", 2), "split.count"),
-        ("llama2", lambda w: w.add_key_length(8), "llama.rope.dimension_count must be the head dim 8, got 16"),
+        (
+            "llama2",
+            lambda w: w.add_key_length(8),
+            "llama.rope.dimension_count must be the head dim 8, got 16",
+        ),
         (
             "llama2",
             lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),

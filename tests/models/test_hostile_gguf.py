@@ -95,7 +95,10 @@ FILES = {
         "ends after the end of the file",
     ),
     "an unknown kind": (header((), [tensor(kind=77)]), "the tensor 'x' is of type 77"),
-    "half a block": (header((), [tensor(kind=8, shape=(33,))]), "rows of 33 elements, but Q8_0 needs"),
+    "half a block": (
+        header((), [tensor(kind=8, shape=(33,))]),
+        "rows of 33 elements, but Q8_0 needs",
+    ),
     "an odd offset": (header((), [tensor(offset=4)]), "the tensor 'x' is not aligned to 32 bytes"),
     "beyond the end": (header((), [tensor(offset=96)]), "'x' ends after the end of the file"),
     "an offset that overflows": (
@@ -196,7 +199,11 @@ def test_header_with_a_flipped_bit_is_read_or_rejected(whole, file):
             b"blk.9.ffn_up.weight",
             r"layers\.4\.mlp\.up_proj\.weight is miss",
         ),
-        (b"blk.4.ffn_up.weight", b"blk.4.ffn_ux.weight", "'blk.4.ffn_ux.weight' is not part of any"),
+        (
+            b"blk.4.ffn_up.weight",
+            b"blk.4.ffn_ux.weight",
+            "'blk.4.ffn_ux.weight' is not part of any",
+        ),
         (b"token_embd.weight", b"token_embX.weight", "the tensor token_embd.weight is missing"),
         (
             b"tokenizer.ggml.scores",
@@ -219,7 +226,11 @@ def test_missing_keys_are_named(whole, file, old, new, match):
         ("block_count", 2**31, "llama.block_count must be an integer from 1 to 1024"),
         ("attention.head_count", 0, "llama.attention.head_count must be an integer from 1"),
         ("attention.head_count", 7, "head_dim|rope.dimension_count"),
-        ("attention.head_count_kv", 3, "num_key_value_heads must be a divisor|cannot be split into pairs in 3 heads"),
+        (
+            "attention.head_count_kv",
+            3,
+            "num_key_value_heads must be a divisor|cannot be split into pairs in 3 heads",
+        ),
         ("feed_forward_length", 2**31 - 1, "intermediate_size must be an integer"),
         ("feed_forward_length", 173, r"has shape \(172, 64\), not \(173, 64\)"),
         ("context_length", 0, "llama.context_length must be an integer from 1"),

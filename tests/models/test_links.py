@@ -136,7 +136,9 @@ def test_link_inside_the_folder_is_followed(folder, kind):
     (folder / name).symlink_to("below/target")
     (folder / "forge_jax.json").unlink()
     if kind == "shard":
-        with pytest.raises(CheckpointError, match=r"lists 'x' in shard\.safetensors, but it is not there"):
+        with pytest.raises(
+            CheckpointError, match=r"lists 'x' in shard\.safetensors, but it is not there"
+        ):
             read(folder)
     else:
         assert read(folder)

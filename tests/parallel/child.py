@@ -27,7 +27,7 @@ from forge_jax.models import build_model
 from forge_jax.models.kv import element_dtype
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh
-from forge_jax.testing import drafts_always_pay, failing_steps
+from forge_jax.testing import core_of, drafts_always_pay, failing_steps
 from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.partition import shard_spec
 from forge_kernels import cpu
@@ -192,7 +192,7 @@ def engine_on(shards, adapter):
         max_lora_rank=4,
         **SPECULATION[shards],
     )
-    core = llm._core
+    core = core_of(llm)
     if shards > 1:
         drafts_always_pay(core.speculator.policy)
 
@@ -211,7 +211,7 @@ def engine_on(shards, adapter):
     accepted = [output.outputs[0].num_accepted_tokens for output in outputs]
     assert tokens(PROMPTS[2], REQUESTS["greedy"]) == found["greedy"][2:], "company changes a text"
     cached = outputs[0].num_cached_tokens
-    runner = core._device
+    runner = core.device
     with failing_steps(core, lambda plan, where: plan.step % 10 == 0):
         answers = tokens(PROMPTS, REQUESTS["greedy"])
     assert answers == found["greedy"], "a step that raised changes it"

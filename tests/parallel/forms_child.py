@@ -32,7 +32,7 @@ from forge_jax.engine.builder import choose_device, choose_kernels, read_convert
 from forge_jax.errors import ForgeError
 from forge_jax.models import build_model
 from forge_jax.step.mesh import leaf_spec
-from forge_jax.testing import drafts_always_pay
+from forge_jax.testing import core_of, drafts_always_pay
 from forge_jax.tools.convert import convert
 from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
@@ -318,7 +318,7 @@ def rejection():
             **options,
         )
         if options:
-            drafts_always_pay(llm._core.speculator.policy)
+            drafts_always_pay(core_of(llm).speculator.policy)
         each = found[shards] = {}
         for name in ("greedy", "drawn"):
             outputs = llm.generate(PROMPTS[:2], REQUESTS[name], progress=False)

@@ -22,6 +22,7 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
+from forge_jax.testing import core_of
 from forge_serve.batch import run as running_file
 from forge_serve.batch.errors import BatchFileError
 from forge_serve.batch.files import Input, Output
@@ -405,14 +406,14 @@ def test_engine_failure_ends_the_run_without_error_lines(tmp_path, capsys, monke
         # Slow steps, so that the first answers are written before the engine fails.
         config = EngineConfig.from_options(max_num_seqs=4)
         engine = Engine.fake(config=config, step_time_s=0.01)
-        tick, left = engine._core.tick, iter(range(20))
+        tick, left = core_of(engine).tick, iter(range(20))
 
         def failing(before_wait):
             if next(left, None) is None:
                 raise MemoryError
             return tick(before_wait)
 
-        engine._core.tick = failing
+        core_of(engine).tick = failing
         return engine
 
     monkeypatch.setattr(running_file, "load_engine", load)

@@ -15,6 +15,7 @@ from forge_jax.engine.fake import WORDS, assemble_fake
 from forge_jax.engine.thread import Engine
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
+from forge_jax.testing import core_of
 from forge_jax.text import Tokenizer
 from forge_serve.generation.generation import CompletionTokensDetails, PromptTokensDetails, Usage
 from forge_serve.generation.prompts import THREAD_FROM_CHARS, Prompt
@@ -202,7 +203,7 @@ async def test_logprob_of_minus_infinity_is_a_finite_number(server, monkeypatch)
     def impossible(rolling: int, token: int, count: int) -> TokenLogprobs:
         return TokenLogprobs(token, -math.inf, ((token, -math.inf),))
 
-    monkeypatch.setattr(server.engine._core._device, "_logprobs", impossible)
+    monkeypatch.setattr(core_of(server.engine).device, "_logprobs", impossible)
     body = {"prompt": "a", "max_tokens": 1, "logprobs": 1}
     logprobs = await _logprobs(server, body, stream=False)
     assert logprobs["token_logprobs"] == [-9999.0]

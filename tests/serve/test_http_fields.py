@@ -16,6 +16,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
+from forge_jax.testing import core_of
 from forge_serve.config import ServerConfig
 from forge_serve.http.sse import EventStream
 from forge_serve.openai import ignored_fields
@@ -88,13 +89,13 @@ async def test_logit_bias_min_tokens_and_eos_take_effect(start):
         assert len(choice["token_ids"]) >= 6
     # The fake device has no logits, so its inputs are checked.
     seen: list[Any] = []
-    dispatch = server.engine._core._device.dispatch
+    dispatch = core_of(server.engine).device.dispatch
 
     def spy(plan: Any) -> Any:
         seen.extend(admission.params for admission in plan.admissions)
         return dispatch(plan)
 
-    server.engine._core._device.dispatch = spy
+    core_of(server.engine).device.dispatch = spy
     for path, body in forms({**plain, "logit_bias": {"7": 2.5}}):
         await post(server, path, body)
     assert [params.logit_bias for params in seen] == [{7: 2.5}] * 2

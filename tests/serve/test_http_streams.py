@@ -14,6 +14,7 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
+from forge_jax.testing import core_of
 from forge_serve.http import sse as event_stream
 from forge_serve.http.sse import EventStream
 from forge_serve.http.timeouts import Timeouts
@@ -142,7 +143,7 @@ async def test_slow_reader_gets_everything_in_bounded_memory(start, buffered, mo
 
 async def test_failure_reaches_a_slow_reader_after_all_earlier_events(start, monkeypatch):
     server = await start(Engine.fake(max_model_len=8192), send_buffer=4096)
-    device = server.engine._core._device
+    device = core_of(server.engine).device
     monkeypatch.setattr(device, "_fault", lambda scheduled: scheduled.num_output == 1500)
     body = {**LONG, "max_tokens": 2000, "stream": True, "return_token_ids": True, "logprobs": 5}
     with _reader() as reader:
@@ -202,7 +203,7 @@ async def test_stalled_reader_times_out(start, caplog):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_mid_stream_failure_is_an_error(start, monkeypatch, stream):
     server = await start(Engine.fake())
-    device = server.engine._core._device
+    device = core_of(server.engine).device
     monkeypatch.setattr(device, "_fault", lambda scheduled: scheduled.num_output == 5)
     body = {**LONG, "stream": stream}
     if stream:
@@ -234,7 +235,7 @@ async def test_library_panic_costs_only_its_request(start, monkeypatch):
     assert status == 500 and answer["error"]["code"] == "internal_error"
     assert "secret" not in answer["error"]["message"]
     with monkeypatch.context() as patch:  # on the engine's thread
-        patch.setattr(server.engine._core, "add", panics)
+        patch.setattr(core_of(server.engine), "add", panics)
         status, answer = await server.post("/v1/completions", {"prompt": "a"})
     assert status == 503 and "secret" not in answer["error"]["message"]
     status, _ = await server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
@@ -267,7 +268,7 @@ async def test_unserializable_event_is_an_error_of_its_request(start, monkeypatc
 @pytest.mark.parametrize("stream", [True, False])
 async def test_failing_engine_ends_its_requests(start, monkeypatch, stream):
     server = await start(Engine.fake(step_time_s=0.01))
-    core, tick = server.engine._core, server.engine._core.tick
+    core, tick = core_of(server.engine), core_of(server.engine).tick
 
     def failing(before_wait: Any) -> Any:
         if core.num_steps > 8:

@@ -10,6 +10,7 @@ import pytest
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import RequestError
 from forge_jax.host import supervise
+from forge_jax.testing import core_of
 from forge_serve.config import ServerConfig
 from forge_serve.generation import generation
 from forge_serve.http import memory
@@ -157,7 +158,7 @@ async def test_engine_thread_failure_fails_the_server(start, monkeypatch, caplog
     async with asyncio.timeout(WAIT_S):
         while not engine.stats().num_running:
             await asyncio.sleep(0.001)
-    monkeypatch.setattr(engine._core, "tick", planted)
+    monkeypatch.setattr(core_of(engine), "tick", planted)
     status, error = await answer
     assert status == 503 and error["error"]["code"] == "engine_unavailable"
     assert await server.get("/health") == (503, {"status": "failed"})

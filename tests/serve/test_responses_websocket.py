@@ -21,6 +21,7 @@ from forge_jax.engine.streams import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.telemetry.log import JsonFormatter
+from forge_jax.testing import core_of
 from forge_serve.config import ServerConfig
 from forge_serve.http.timeouts import Timeouts
 from forge_serve.limits import Limits
@@ -435,7 +436,7 @@ async def test_mid_stream_failure_ends_only_the_response(start, monkeypatch):
     server = await start(Engine.fake())
     async with connected(server) as socket:
         first = (await socket.ask(store=False, max_output_tokens=2))["response"]
-        device = server.engine._core._device
+        device = core_of(server.engine).device
         with monkeypatch.context() as patched:
             patched.setattr(device, "_fault", lambda scheduled: scheduled.num_output == 5)
             await socket.send(create(store=False, previous_response_id=first["id"]))

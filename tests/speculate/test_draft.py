@@ -30,7 +30,7 @@ from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
 from forge_jax.speculate.draft_step import Row, draft_shapes, pack_params
 from forge_jax.step.kv_cache import KVShape
-from forge_jax.testing import drafts_always_pay, failing_steps, random_leaves, tiny_model
+from forge_jax.testing import core_of, drafts_always_pay, failing_steps, random_leaves, tiny_model
 
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128
 
@@ -475,18 +475,18 @@ def outputs(llm: LLM) -> list:
 @pytest.fixture(scope="module")
 def llm(stories) -> LLM:
     llm = LLM(str(stories), **SELF)
-    always_verify(llm._core)
+    always_verify(core_of(llm))
     return llm
 
 
 @pytest.mark.slow
 def test_self_draft_shares_the_models_first_layers(llm, stories):
-    core = llm._core
+    core = core_of(llm)
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     stats = core.speculator.stats()
     assert 0.05 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     drafter = core.speculator._drafter
-    target = dict(zip(core._device.model.names, core._device.state.leaves, strict=True))
+    target = dict(zip(core.device.model.names, core.device.state.leaves, strict=True))
     model = drafter._model
     assert all(
         leaf is target[name] for name, leaf in zip(model.model.names, model._leaves, strict=True)
@@ -499,9 +499,9 @@ def test_self_draft_shares_the_models_first_layers(llm, stories):
 
 def test_target_as_its_own_draft_model_is_always_accepted(stories):
     llm = LLM(str(stories), **OPTIONS, draft_model=str(stories))
-    always_verify(llm._core)
+    always_verify(core_of(llm))
     outputs(llm)
-    stats = llm._core.speculator.stats()
+    stats = core_of(llm).speculator.stats()
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 40
 
 
@@ -509,7 +509,7 @@ def test_target_as_its_own_draft_model_is_always_accepted(stories):
 def test_drafter_exception_ends_drafting_but_no_request(llm, monkeypatch, caplog):
     expected = outputs(llm)
     broken = LLM(llm._parts.name, **SELF)
-    always_verify(broken._core)
+    always_verify(core_of(broken))
     calls = []
 
     def draft(self, rows):
@@ -522,14 +522,14 @@ def test_drafter_exception_ends_drafting_but_no_request(llm, monkeypatch, caplog
     monkeypatch.setattr(DraftModel, "draft", draft)
     assert outputs(broken) == expected
     assert outputs(broken) == expected
-    assert len(calls) == 3 and broken._core.speculator.has_failed
+    assert len(calls) == 3 and core_of(broken).speculator.has_failed
     assert [r.message for r in caplog.records if r.levelno >= logging.ERROR] == [
         "the drafter failed: speculation is off from now on"
     ]
 
 
 def test_failed_steps_reset_the_draft_model(llm):
-    expected, core = outputs(llm), llm._core
+    expected, core = outputs(llm), core_of(llm)
     before, count = core.num_recoveries, iter(range(10**6))
     drafter = core.speculator._drafter
     resets, reset = [], drafter._model.reset
@@ -547,7 +547,7 @@ def test_failed_steps_reset_the_draft_model(llm):
 def test_rejection_drafting_survives_failures_and_ends_alone(stories, monkeypatch):
     options = OPTIONS | {"deterministic": False, "draft_verification": "rejection"}
     llm = LLM(str(stories), **options, draft_model=str(stories))
-    core = llm._core
+    core = core_of(llm)
     llm._parts.finish_compiling()
     always_verify(core)
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
@@ -565,12 +565,12 @@ def test_rejection_drafting_survives_failures_and_ends_alone(stories, monkeypatc
 
 
 def test_draft_model_counts_toward_the_memory(llm, stories, monkeypatch):
-    device, draft_model = llm._core._device, llm._core.speculator._drafter._model
+    device, draft_model = core_of(llm).device, core_of(llm).speculator._drafter._model
     needed = device.memory_bytes() + draft_model.kv_shape.total_bytes
-    num_blocks = llm._core.scheduler.pool.num_blocks
+    num_blocks = core_of(llm).scheduler.pool.num_blocks
     options = SELF | {"num_blocks": num_blocks}
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed)
-    assert LLM(str(stories), **options)._core.scheduler.pool.num_blocks == num_blocks
+    assert core_of(LLM(str(stories), **options)).scheduler.pool.num_blocks == num_blocks
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed - 1)
     with pytest.raises(ConfigError, match=r"at most [0-9]+ fit"):
         LLM(str(stories), **options)

@@ -66,7 +66,7 @@ def make_core(drafter=None, *, device=None, **options) -> EngineCore:
     parts = assemble_fake(config, step_time_s=0.0, max_model_len=160, check=True)
     core = parts.core
     if device is not None:
-        core._device = device(core._device)
+        core.device = device(core.device)
     if drafter is not None:
         one_step_ahead = config.batch.one_step_ahead
         core.speculator = Speculator(
@@ -154,7 +154,7 @@ class TimedDrafter:
 def timed_core(outputs, *, right: float, first_s: float, later_s: float):
     """Return an engine that measures virtual times."""
     core = make_core()
-    device = core._device = TimedDevice(core._device)
+    device = core.device = TimedDevice(core.device)
     oracle = Oracle(outputs, right=right, length=8)
     drafter = TimedDrafter(oracle, device, first_s=first_s, later_s=later_s)
     core.speculator = Speculator(OneByOne(drafter), max_draft_tokens=8, clock=lambda: device.now_s)
