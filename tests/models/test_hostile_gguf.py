@@ -57,12 +57,12 @@ FILES = {
     "tensors without end": (header(num_tensors=2**62), "it declares 4611686018427387904 tensors"),
     "entries without end": (header(num_entries=2**62), "4611686018427387904 entries"),
     "fewer entries": (header(num_entries=9), "a key|cut short|stands twice"),
-    "fewer tensors": (header(num_tensors=900), "cut short|stands twice|dimensions"),
+    "fewer tensors": (header(num_tensors=900), "truncated|appears twice|dimensions"),
     "a long key": (
         header([string("k", 2**40)], num_entries=1),
         "a key declares 1099511627776 bytes",
     ),
-    "a key twice": (header([entry("k", U32, bytes(4))] * 2), "the key 'k' stands twice"),
+    "a key twice": (header([entry("k", U32, bytes(4))] * 2), "the key 'k' appears twice"),
     "a key of no text": (header([string(b"\xff")], num_entries=1), "a key is not UTF-8"),
     "a long text": (header([entry("k", STRING, HUGE)]), "the value of 'k' declares"),
     "a text that is cut": (header([entry("k", STRING, string("x", 500))]), "it is truncated"),
@@ -106,7 +106,7 @@ FILES = {
         header((), [tensor(shape=(16,)), tensor("y", (8,), offset=32)]),
         "the tensor 'y' overlaps another",
     ),
-    "a tensor twice": (header((), [tensor(), tensor(offset=32)]), "the tensor 'x' stands twice"),
+    "a tensor twice": (header((), [tensor(), tensor(offset=32)]), "the tensor 'x' appears twice"),
 }
 
 
@@ -196,7 +196,7 @@ def test_a_header_with_a_flipped_bit_is_read_or_refused(whole, file):
             b"blk.9.ffn_up.weight",
             r"layers\.4\.mlp\.up_proj\.weight is miss",
         ),
-        (b"blk.4.ffn_up.weight", b"blk.4.ffn_ux.weight", "'blk.4.ffn_ux.weight' belongs to no"),
+        (b"blk.4.ffn_up.weight", b"blk.4.ffn_ux.weight", "'blk.4.ffn_ux.weight' is not part of"),
         (b"token_embd.weight", b"token_embX.weight", "the tensor token_embd.weight is missing"),
         (
             b"tokenizer.ggml.scores",

@@ -134,7 +134,7 @@ def test_compressed_tensors():
 
 def test_the_older_name_of_the_section():
     assert read({k: v for k, v in W8A8.items() if k != "quant_method"}, "compression_config")
-    with pytest.raises(ModelError, match="compression_config must be left out"):
+    with pytest.raises(ModelError, match="compression_config must be omitted"):
         read_quantization(HFConfig({"quantization_config": W8A8, "compression_config": W8A8}))
 
 
