@@ -56,7 +56,7 @@ FILES = {
     "big-endian": (header(version=3 << 24), "it is big-endian"),
     "tensors without end": (header(num_tensors=2**62), "it declares 4611686018427387904 tensors"),
     "entries without end": (header(num_entries=2**62), "4611686018427387904 entries"),
-    "fewer entries": (header(num_entries=9), "a key|cut short|stands twice"),
+    "fewer entries": (header(num_entries=9), "a key|truncated|appears twice"),
     "fewer tensors": (header(num_tensors=900), "truncated|appears twice|dimensions"),
     "a long key": (
         header([string("k", 2**40)], num_entries=1),
@@ -219,7 +219,11 @@ def test_what_is_missing_is_named(whole, file, old, new, match):
         ("block_count", 2**31, "llama.block_count must be an integer from 1 to 1024"),
         ("attention.head_count", 0, "llama.attention.head_count must be an integer from 1"),
         ("attention.head_count", 7, "head_dim|rope.dimension_count"),
-        ("attention.head_count_kv", 3, "num_key_value_heads must be a divisor|no pairs in 3 heads"),
+        (
+            "attention.head_count_kv",
+            3,
+            "num_key_value_heads must be a divisor|split into pairs in 3 heads",
+        ),
         ("feed_forward_length", 2**31 - 1, "intermediate_size must be an integer"),
         ("feed_forward_length", 173, r"has shape \(172, 64\), not \(173, 64\)"),
         ("context_length", 0, "llama.context_length must be an integer from 1"),
