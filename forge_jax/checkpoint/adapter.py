@@ -317,7 +317,7 @@ def _pairs(
                     f"{made_for}"
                 )
             if tensor.dtype not in FLOATS:
-                raise CheckpointError(f"{where} has type {tensor.dtype}, which is not supported")
+                raise CheckpointError(f"{where} is {tensor.dtype}, which is not supported")
     return {name: modules[name] for name in names}
 
 

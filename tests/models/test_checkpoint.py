@@ -263,7 +263,7 @@ def test_missing_experts_are_named_in_the_stored_form(tmp_path):
     gone = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     del stored[gone]
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"its config.json: tensor {gone} is missing$"):
+    with pytest.raises(CheckpointError, match=rf"its config\.json: tensor {gone} is missing$"):
         load_weights(model, tmp_path, progress=False)
 
 

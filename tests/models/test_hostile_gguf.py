@@ -56,8 +56,8 @@ FILES = {
     "big-endian": (header(version=3 << 24), "it is big-endian"),
     "tensors without end": (header(num_tensors=2**62), "it declares 4611686018427387904 tensors"),
     "entries without end": (header(num_entries=2**62), "4611686018427387904 entries"),
-    "fewer entries": (header(num_entries=9), "a key|cut short|appears twice"),
-    "fewer tensors": (header(num_tensors=900), "cut short|stands twice|dimensions"),
+    "fewer entries": (header(num_entries=9), "a key|truncated|appears twice"),
+    "fewer tensors": (header(num_tensors=900), "truncated|appears twice|dimensions"),
     "a long key": (
         header([string("k", 2**40)], num_entries=1),
         "a key declares 1099511627776 bytes",

@@ -106,7 +106,7 @@ def float_faults(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
     if found.shape != part.shape:
         faults.append(f"tensor {part.name} has shape {found.shape}, not {part.shape}")
     if found.dtype not in FLOATS:
-        faults.append(f"tensor {part.name} has type {found.dtype}, which is not supported")
+        faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
     return faults
 
 
