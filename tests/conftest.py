@@ -3,6 +3,7 @@
 import gc
 import inspect
 import json
+import os
 import re
 import shutil
 import signal
@@ -19,6 +20,11 @@ FIXTURES = Path(__file__).parent / "fixtures"
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "tests"  # `make clean` removes it
 
+# Neither types nor ranks promote implicitly, here and in the processes that tests start.
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # A shell starts background commands with SIGINT ignored, and their children inherit that. Ctrl-C
 # would not reach the tested commands.
