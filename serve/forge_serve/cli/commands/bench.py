@@ -95,7 +95,9 @@ def add_to(commands: Commands) -> None:
         epilog=EPILOG,
     )
     add_model(parser)
-    parser.add_argument("--json", action="store_true", help="write one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="write one JSON object instead of a table"
+    )
     add_sections(parser, {"measurement": BenchFlags}, all_essential=True)
     add_engine(parser)
     parser.set_defaults(run=run)
