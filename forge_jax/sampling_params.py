@@ -2,6 +2,9 @@
 
 # Values are checked at run time because callers may not use a type checker.
 
+# Values are checked at run time because callers may not use a type checker.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

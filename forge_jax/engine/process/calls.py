@@ -131,7 +131,7 @@ def _settle[T](future: asyncio.Future[T], result: T | None, error: WireError | N
     if error is not None:
         future.set_exception(error.error())
     else:
-        future.set_result(result)  # a result is set if there is no error
+        future.set_result(result)  # type: ignore[arg-type]  # set if there is no error
 
 
 def _fail(future: asyncio.Future[Any], error: ForgeError) -> None:
