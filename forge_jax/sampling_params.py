@@ -1,8 +1,6 @@
 """A request's sampling parameters: frozen, and validated on construction."""
 
 # Values are checked at run time because callers may not use a type checker.
-
-# Values are checked at run time because callers may not use a type checker.
 # pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
