@@ -362,7 +362,7 @@ def _drafts_before(
     num_before: jax.Array,  # i32[R], drafts of the row's sequence up to the row's own token
 ) -> jax.Array:
     """Return i32[R, max_drafts]: drafts that count as a row's output, padded with PADDING."""
-    back = jnp.arange(shape.max_drafts)
+    back = jnp.arange(shape.max_drafts)[None]
     index = jnp.maximum(m.row_token[:, None] - back, 0)
     return jnp.where(back < num_before[:, None], tokens[index], PADDING)
 

@@ -33,7 +33,8 @@ class Block:
 def pages() -> list[str]:
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
     found += ROOT.glob("training/*/README.md")
-    return sorted(str(page.relative_to(ROOT)) for page in found)
+    names = sorted(str(page.relative_to(ROOT)) for page in found)
+    return [name for name in names if not name.startswith(".")]  # such as .pytest_cache
 
 
 def blocks(page: str) -> Iterator[Block]:

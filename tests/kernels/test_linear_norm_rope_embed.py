@@ -78,7 +78,7 @@ def test_rms_norm_rounds_before_it_multiplies_by_the_weight():
     x, weight = normal(3, 64, dtype=jnp.bfloat16), normal(64, dtype=jnp.bfloat16)
     x32 = np.asarray(x, np.float32)
     quotient = x32 / np.sqrt((x32 * x32).mean(axis=-1, keepdims=True) + 1e-5)
-    expected = jnp.asarray(quotient, jnp.bfloat16) * weight
+    expected = jnp.asarray(quotient, jnp.bfloat16) * weight[None]
     np.testing.assert_array_equal(rms_norm(x, weight, 1e-5), expected)
     exact = rms_norm(jnp.asarray(x32), weight.astype(jnp.float32), 1e-5)
     np.testing.assert_allclose(exact, quotient * np.asarray(weight, np.float32), rtol=1e-5)

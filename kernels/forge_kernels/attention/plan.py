@@ -291,23 +291,25 @@ def _sums(g: Geometry, tiles: _QueryTiles, line: _Line, slices: _Slices) -> jax.
     """Return the slices that add up to each slice of the output: `Plan.sums`."""
     of_tile, within = slices.tile, slices.within
     heads = jnp.arange(g.kv_heads)[:, None]
-    here = heads * g.num_slices + jnp.arange(g.num_slices)
+    here = heads * g.num_slices + jnp.arange(g.num_slices)[None]
     if g.uniform:
         stride = jnp.broadcast_to(tiles.slices[of_tile], here.shape)
         parts = jnp.broadcast_to(line.splits[of_tile], here.shape)
-        there = line.partial0[of_tile] + heads * (stride * parts) + within
-        first_item = line.item0[of_tile] + heads * parts
+        there = line.partial0[of_tile][None] + heads * (stride * parts) + within[None]
+        first_item = line.item0[of_tile][None] + heads * parts
     else:
-        unit, count = line.start[of_tile] + heads * tiles.count[of_tile], tiles.count[of_tile]
+        count = tiles.count[of_tile][None]
+        unit = line.start[of_tile][None] + heads * count
         first_cta, last_cta = unit // line.per_cta, (unit + count - 1) // line.per_cta
         parts = last_cta - first_cta + 1
         stride = jnp.full(here.shape, g.tile_slices)
         first_item = first_cta * 2 + 1
-        there = g.kv_heads * g.num_slices + first_item * stride + within
+        there = g.kv_heads * g.num_slices + first_item * stride + within[None]
     source = jnp.where(parts > 1, there, here)
     first_item = jnp.where(parts > 1, first_item, 0)
     row = jnp.broadcast_to(within * SLICE, here.shape)
-    sums = jnp.stack([source, stride, parts * slices.used, first_item, row], axis=-1)
+    parts = parts * slices.used[None]
+    sums = jnp.stack([source, stride, parts, first_item, row], axis=-1)
     return sums.reshape(-1, Sum.COLUMNS)
 
 
@@ -318,8 +320,8 @@ def _pack(g: Geometry, tiles: _QueryTiles, slices: _Slices, cu_q_lens: jax.Array
     row = jnp.arange(g.num_slices * SLICE) - tiles.slice0[of_tile] * SLICE
     token = cu_q_lens[tiles.seq[of_tile]] + tiles.offset[of_tile] + row // g.group
     exists = (jnp.repeat(slices.used, SLICE) > 0) & (row < tiles.num_tokens[of_tile] * g.group)
-    query_row = token * g.heads + heads * g.group + row % g.group
-    return jnp.where(exists, query_row, g.tokens * g.heads).reshape(-1)
+    query_row = (token * g.heads + row % g.group)[None] + heads * g.group
+    return jnp.where(exists[None], query_row, g.tokens * g.heads).reshape(-1)
 
 
 def _unpack(
@@ -338,7 +340,7 @@ def _unpack(
     query_head = jnp.arange(g.heads)
     head_row = (query_head // g.group) * (g.num_slices * SLICE) + query_head % g.group
     nowhere = g.kv_heads * g.num_slices * SLICE
-    return jnp.where((visible > 0)[:, None], head_row + row[:, None], nowhere)
+    return jnp.where((visible > 0)[:, None], head_row[None] + row[:, None], nowhere)
 
 
 def _passed(ends: jax.Array, index: jax.Array) -> jax.Array:

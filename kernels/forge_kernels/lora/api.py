@@ -31,5 +31,5 @@ def lora(x: jax.Array, a: jax.Array, b: jax.Array, place: jax.Array) -> jax.Arra
             f"shapes do not match: x {x.shape}, a {a.shape}, b {b.shape}, place {place.shape}"
         )
     inner = linear(x, a.reshape(places * rank, inputs))
-    own = place[:, None] == 1 + jnp.arange(places * rank) // rank
+    own = place[:, None] == (1 + jnp.arange(places * rank) // rank)[None]
     return linear(jnp.where(own, inner, 0), b.reshape(len(b), places * rank))

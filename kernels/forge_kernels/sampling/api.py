@@ -234,7 +234,8 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     padded = jnp.pad(logits, padding, constant_values=-jnp.inf)
     _, chosen = jax.lax.top_k(padded.reshape(rows, chunks, CHUNK).max(axis=2), count)
     chosen = jnp.sort(chosen.astype(jnp.int32), axis=1)  # keeps tokens in their order
-    ids = (chosen[:, :, None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)).reshape(rows, -1)
+    within = jnp.arange(CHUNK, dtype=jnp.int32)[None, None]
+    ids = (chosen[:, :, None] * CHUNK + within).reshape(rows, -1)
     row = jnp.arange(rows)[:, None]
     some = logits.at[row, ids].get(mode="fill", fill_value=-jnp.inf)
     top, place = jax.lax.top_k(some, count)
