@@ -113,7 +113,7 @@ def test_all_tensor_errors_are_named_before_any_data_is_read(folder, tensors, mo
         read(folder)
     assert "model.layers.2.self_attn.k_proj.weight is missing" in str(caught.value)
     assert "model.norm.weight has shape (63,), not (64,)" in str(caught.value)
-    assert "lm_head.weight has type int8, which is not supported" in str(caught.value)
+    assert "lm_head.weight is int8, which is not supported" in str(caught.value)
 
 
 @pytest.mark.parametrize("form", [None, "bf16", "int4"])

@@ -60,7 +60,7 @@ def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:
       logits: f32[R, V].
       masks: i32[R, ceil(V / 32)]; token t is bit t % 32 of word t // 32.
     """
-    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
     allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]] != 0
     return jnp.where(allowed, logits, -jnp.inf)
 

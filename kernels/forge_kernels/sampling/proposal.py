@@ -69,7 +69,7 @@ def propose(
 
     sound = (jnp.isfinite(probability).all(axis=1) & (token < vocab_size))[:, None]
     token = jnp.clip(token, 0, vocab_size - 1)
-    first = jnp.arange(ids.shape[1]) == 0
+    first = (jnp.arange(ids.shape[1]) == 0)[None]
     only = jnp.where(first, token[:, None], vocab_size)
     return Proposal(
         token, jnp.where(sound, ids, only), jnp.where(sound, probability, first.astype(jnp.float32))
