@@ -349,7 +349,10 @@ async def test_count_tokens_matches_the_usage(start):
     ("more", "named"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "are user, assistant, system"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "must be one of user, assistant, system",
+        ),
         (
             {"messages": [{"role": "system", "content": [{"type": "tool_addition"}]}]},
             "messages[0].content[0]",

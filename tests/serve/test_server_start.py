@@ -251,7 +251,7 @@ def test_options_ignored_by_the_fake_device_are_named(caplog):
     config = EngineConfig.from_options(model="org/model", dtype="float32", max_model_len=99)
     server.warn_of_ignored(config)
     [message] = caplog.messages
-    assert message.endswith("it ignores MODEL, --dtype")
+    assert message.endswith("ignores MODEL, --dtype")
     caplog.clear()
     server.warn_of_ignored(EngineConfig())
     assert caplog.messages == []

@@ -44,11 +44,16 @@ def forward(config: dict, weights: dict, tokens: jax.Array) -> jax.Array:
 
     def norm(x, name):
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-        return x / jnp.sqrt(mean_square + config["rms_norm_eps"]) * weights[name]
+        return (
+            x
+            / jnp.sqrt(mean_square + config["rms_norm_eps"])
+            * weights[name].astype(jnp.float32)[None]
+        )
 
     def rope(x):  # f32[T, heads, D]
         frequencies = config["rope_theta"] ** (-jnp.arange(0, D, 2) / D)
-        angles = jnp.arange(T)[:, None, None] * jnp.concatenate([frequencies, frequencies])
+        frequencies = jnp.concatenate([frequencies, frequencies])[None, None]
+        angles = jnp.arange(T, dtype=jnp.float32)[:, None, None] * frequencies
         half = jnp.concatenate([-x[..., D // 2 :], x[..., : D // 2]], axis=-1)
         return x * jnp.cos(angles) + half * jnp.sin(angles)
 
@@ -61,7 +66,7 @@ def forward(config: dict, weights: dict, tokens: jax.Array) -> jax.Array:
         v = linear(h, f"{layer}.self_attn.v_proj.weight").reshape(T, kv_heads, D)
         k, v = (jnp.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) / D**0.5
-        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
+        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool))[None], scores, -jnp.inf)
         attended = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v)
         x = x + linear(attended.reshape(T, heads * D), f"{layer}.self_attn.o_proj.weight")
         h = norm(x, f"{layer}.post_attention_layernorm.weight")

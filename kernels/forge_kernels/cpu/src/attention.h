@@ -8,7 +8,7 @@
 // on its own query and keys. Its place in an item, other rows and the number of threads do not matter.
 //
 // Keys outside a row's range get the weight 0. A key that no row of an item attends to is replaced by
-// zeros, and so is its value, because the cache may contain NaN there.
+// zeros, and so is its value: the cache may contain NaN there.
 #pragma once
 
 #include <algorithm>

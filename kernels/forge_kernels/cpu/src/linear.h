@@ -5,6 +5,7 @@
 //   int8  u8 [N/32, K/4, 32, 4]  value + 128, and f32[N] scales
 //   int4  u8 [N/32, K/32, 8, 64] two values + 8 per byte, and f16[K/32, N] scales (groups of 32)
 //   blocks u8[N/32, K/size, bytes] of `size` values of 32 columns, as in GGUF's types (`Blocks`)
+//
 // N is padded to 32, and K to 2, 4 and 32, with zeros.
 //
 // Values of blocks become the bfloat16 numbers of the first format, in registers. They are multiplied
