@@ -46,7 +46,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "experts": "experts",
         },
     ),
-    "rounded": ("weights", {"nats": "KL, nats", "same": "same likeliest token"}),
+    "rounded": ("weights", {"nats": "KL, nats", "same": "same most likely token"}),
 }
 
 Noted = dict[str, dict[str, dict[str, Any]]]  # table, row, column
