@@ -29,7 +29,7 @@ from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, add_configured, load_
 _NOTHING: frozenset[int] = frozenset()
 _UNKNOWN_CHAR = "\U0010fff0"  # private use, so in no vocabulary
 
-# Tokenizer files other than tokenizer.json: those of SentencePiece, tiktoken, GPT-2 and BERT.
+# Tokenizer files other than tokenizer.json, of SentencePiece, tiktoken, GPT-2 and BERT.
 OTHER_FORMS = (
     "tokenizer.model",
     "spiece.model",

@@ -285,7 +285,7 @@ def _token_id(metadata: Metadata, name: str) -> int | None:
 
 
 def _end_ids(metadata: Metadata) -> list[int]:
-    """Return all EOS token ids: those that the file declares and those that llama.cpp adds."""
+    """Return the EOS token ids that the file declares, and those that llama.cpp adds."""
     ids = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
     tokens = metadata.values.get("tokenizer.ggml.tokens")
     types = metadata.values.get("tokenizer.ggml.token_type")

@@ -98,12 +98,12 @@ class Launcher:
     """A launcher of successors of a first process.
 
     Attributes:
-      start: what a successor loads, without the adapters.
+      start: the start message of a successor, without adapters.
       limit_s: maximum seconds of a launch; None: only the watchdog limits it.
       timeout_s: seconds without a heartbeat after which a process counts as frozen; 0: never.
 
     Args:
-      start: what the first process loaded.
+      start: the start message of the first process.
       adapters: returns the adapters for a successor once no load is in progress; it blocks.
     """
 

@@ -41,8 +41,8 @@ class Quantization:
 
     Attributes:
       values: int8, FP8 (E4M3) or int4. FP8 is stored as its bits, because XLA:CPU would convert a
-        whole array to floats to read a part of it. int4 is from 0 to 15, two per byte. The low bits
-        have the first half of a group, the high bits the second.
+        whole array to floats to read a part of it. Values of int4 are from 0 to 15, two per byte.
+        The low bits have the first half of a group, the high bits the second.
       outputs: rows of the matrix.
       inputs: columns of the matrix.
       group: values of a row that share a scale; the last group may be shorter, except for int4.

@@ -7,8 +7,8 @@
 // are merged in order, whether one thread computes them or several. A row's bits therefore depend only
 // on its own query and keys. Its place in an item, other rows and the number of threads do not matter.
 //
-// Keys outside a row's range get the weight 0. If no row of an item attends to a key, the key and its
-// value are replaced by zeros, because the cache may contain NaN there.
+// Keys outside a row's range get the weight 0. If no row of an item attends to a key, zeros replace the
+// key and its value. The cache may contain NaN there.
 #pragma once
 
 #include <algorithm>

@@ -38,7 +38,7 @@ class SamplingFlags:
     )
     repetition_penalty: float | None = option(
         None,
-        "factor from 0.01 to 100; above 1, tokens of prompt and output become less likely; auto: 1",
+        "penalty for tokens of prompt and output, from 0.01 to 100 (above 1: less likely); auto: 1",
     )
     seed: int | None = option(None, "random seed: the same seed gives the same text; auto: random")
     stop: tuple[str, ...] = option(
