@@ -69,7 +69,7 @@ class EngineStats:
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]
     startup_seconds: dict[str, float]  # by phase, "serving" and "ready" since the start
-    step_token_budget: int  # token limit of the latest step with room for prompts
+    step_token_budget: int  # limit of the latest step with room for prompts
     expected_step_s: float | None  # of such a step; None: unknown
     speculation: SpeculationStats | None = None  # None: off
 

@@ -2,9 +2,9 @@
 
     python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--quick] [--output FILE]
 
-Prints a table. The exit code is 1 if a program spills registers or exceeds the shared memory. It
-is also 1 if a program copies a layer's cache or a matrix, needs several command buffers, or
-computes unrequested values.
+Prints a table. The exit code is 1 if a program spills registers, exceeds the shared memory,
+copies a layer's cache or a matrix, needs several command buffers, or computes unrequested
+values.
 """
 
 import deviceless  # first, because jax reads its settings at import  # isort: skip

@@ -1,7 +1,7 @@
 """Take the pictures of the page for the README: `make page-pictures`.
 
-Serves the bundled model, sends one question on the page, and takes a picture with the answer.
-Other requests run meanwhile, so that the engine view shows them. Needs the environment of
+Serves the bundled model, asks one question on the page, and takes a picture with the answer
+while other requests run, so that the engine view shows them. Needs the environment of
 `make test-browser`.
 """
 
