@@ -69,8 +69,8 @@ class EngineStats:
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]
     startup_seconds: dict[str, float]  # by phase, "serving" and "ready" since the start
-    step_token_budget: int  # token limit of the latest step that could take prompts
-    expected_step_s: float | None  # of such a step, None if unknown
+    step_token_budget: int  # limit of the latest step with room for prompts
+    expected_step_s: float | None  # of such a step; None: unknown
     speculation: SpeculationStats | None = None  # None: off
 
 

@@ -261,7 +261,7 @@ def table(program: list[Kernel], layers: int) -> str:
         ("each layer", last),
         ("layers, once", {p: r.less(last[p]) for p, r in first.items() if p in last}),
         ("once", rows(program, None)),
-        ("if asked for", rows(program, None, asked=True)),
+        ("on demand", rows(program, None, asked=True)),
     ):
         for row in parts.values():
             if row.kernels > 0:

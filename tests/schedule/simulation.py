@@ -75,7 +75,7 @@ class Expected:
     tokens: list[int]  # the whole continuation, up to its natural end
     reason: str  # the reason of that end
     stop_reason: int | str | None
-    stop_string_at: int | None  # the number of output tokens that contain the stop string
+    stop_string_at: int | None  # output tokens that contain the stop string
     known: list[int]  # the prompt and the output so far
     rank: tuple[int, int]  # by class and arrival, the first to be served first
     seen: int = 0

@@ -64,7 +64,7 @@ def repeat(rng: random.Random) -> tuple[str, str]:
 
 
 def named(rng: random.Random) -> list[tuple[str, str]]:
-    """Return a chat in which the user gives a name and later asks for it."""
+    """Return a chat that tests recall of a name that the user gave."""
     name = extraction.first_name(rng)
     turns = [(
         expand(rng, "[My name is {n}.|I am {n}.|Hello, my name is {n}.|Hi, I'm {n}."
