@@ -2,8 +2,8 @@
 
     python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--quick] [--output FILE]
 
-Prints a table. The exit code is 1 if a program fails a check: spilled registers, shared memory, copies
-of caches or matrices, command buffers, unrequested values.
+Prints a table. The exit code is 1 if a program fails a check: spilled registers, shared memory,
+copies of caches or matrices, command buffers, unrequested values.
 """
 
 import deviceless  # first, because jax reads its settings at import  # isort: skip
