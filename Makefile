@@ -51,11 +51,12 @@ soak: .venv/.dev ## run the long tests: leaks, millions of scheduler steps
 fuzz: .venv/.dev ## send the server 50,000 random requests; ARGS="--fuzz-seed N" for other ones
 	$(BIN)/python -m pytest -m fuzz --timeout 1200 -s tests/fuzz $(ARGS)
 
-lint: .venv/.dev ## check style, types and import contracts
+lint: .venv/.dev ## check style, types, import contracts and prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python .ci/prose.py
 
 format: .venv/.dev ## format the code and apply ruff's fixes
 	$(BIN)/ruff check --fix .

@@ -23,7 +23,7 @@ def prose():
 
 @pytest.fixture
 def rules(prose):
-    """Returns the rules that a file of this name and source breaks, with their lines."""
+    """Return a function from path and source to the broken rules with their lines."""
 
     def check(path: str, source: str) -> list[tuple[int, str]]:
         texts = prose.texts_of(path, source)
