@@ -65,7 +65,7 @@ format: .venv/.dev ## format the code and apply ruff's fixes
 docs: .venv/.dev ## generate docs/configuration.md and docs/cli.md
 	$(BIN)/python -m forge_serve.cli.reference
 
-site: .venv-docs/.docs ## build the documentation site in ./site
+site: .venv-docs/.docs ## build the documentation and the API reference in ./site
 	.venv-docs/bin/sphinx-build -q -E -n -W --keep-going -b html -c docs/site . site
 	@echo "built site/index.html"
 
@@ -145,9 +145,9 @@ $(NODE_CLIENTS)/node_modules/.clients: $(NODE_CLIENTS)/package.json
 	@.venv-pictures/bin/pip install --quiet --disable-pip-version-check -r tests/browser/pictures.txt
 	@touch $@
 
-.venv-docs/.docs: docs/site/requirements.txt
+.venv-docs/.docs: docs/site/requirements.txt pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
 	@echo "installing the documentation tools into .venv-docs"
 	@$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
+	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r docs/site/requirements.txt -e .
 	@touch $@
