@@ -7,6 +7,7 @@ pages themselves have no order.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -49,6 +50,9 @@ CONTENTS = {
     ],
     "Project": ["roadmap", "stability", "dependencies", "log", "/SECURITY", "/CHANGELOG"],
 }
+
+# README shows these with HTML, so Sphinx does not copy them.
+PICTURES = ("docs/page-light.png", "docs/page-dark.png")
 
 project = "forge-jax"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -102,6 +106,8 @@ def _front_page(app: Sphinx, error: Exception | None) -> None:
     if error is None:
         out = Path(app.outdir)
         (out / "index.html").write_text((out / "README.html").read_text())
+        for picture in PICTURES:
+            shutil.copy(Path(app.srcdir) / picture, out / picture)
 
 
 def setup(app: Sphinx) -> None:
