@@ -97,8 +97,8 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
     ),
     "start": (
         re.compile(
-            r"^(?:Of|As|Where|With|Without|By|Which|From|Also|So|And|But|Or|Has|Does|Is|Are|Nothing|Its"
-            r"|That|Those|Not) ",
+            r"^(?:Of|As|Where|With|Without|By|Which|From|Also|So|And|But|Or|Has|Does|Is|Are|Nothing"
+            r"|That|Those) ",
         ),
         "start with the subject or an imperative",
     ),
@@ -141,9 +141,9 @@ def hits_in(text: Text) -> Iterator[Hit]:
         if _NAME.match(text.text):
             yield Hit(text.path, text.line, "name", text.text)
         return
-    for sentence in _sentences(text.text):
+    for number, sentence in enumerate(_sentences(text.text)):
         for rule, (pattern, remedy) in RULES.items():
-            if rule in DOCSTRING_RULES and text.kind != "docstring":
+            if rule in DOCSTRING_RULES and (text.kind != "docstring" or number):
                 continue
             if (found := pattern.search(sentence)) and not _allowed(text.path, sentence):
                 yield Hit(text.path, text.line, rule, f"{found[0]!r} in: {sentence} [{remedy}]")

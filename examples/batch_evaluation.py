@@ -37,7 +37,7 @@ def is_right(answer: dict[str, Any], expected: str) -> bool:
 def evaluate(
     questions: list[dict[str, Any]], model: str, out: Path, flags: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """Return the answers in the order of the questions, and reuse those that `out` has."""
+    """Return the answers in the order of the questions. Reuse answers that are already in `out`."""
     source = out.with_suffix(".in.jsonl")
     source.write_text("".join(json.dumps(request(question)) + "\n" for question in questions))
     command = [sys.executable, "-m", "forge_serve", "batch", str(source), str(out), model, *flags]
@@ -48,7 +48,7 @@ def evaluate(
 
 
 def main(model: str = "forge-tiny", out: str | None = None, *flags: str) -> float:
-    """Print the accuracy by kind and overall, and return the latter."""
+    """Print the accuracy by question kind and overall. Return the overall accuracy."""
     questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         answers = evaluate(questions, model, Path(out or f"{folder}/out.jsonl"), flags)

@@ -1,4 +1,4 @@
-"""Gradient of a loss through the serving forward, compared with a forward without a cache.
+"""Compare the gradient through the serving forward pass with that of one without a KV cache.
 
     python examples/gradients.py [MODEL]
 
@@ -29,7 +29,7 @@ def next_token_loss(scores: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def paged_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
-    """Compute the loss with the serving forward and its paged cache."""
+    """Return the loss of the serving forward pass with its paged cache."""
     T = tokens.shape[0]
     num_blocks = -(-T // BLOCK_SIZE)
     positions = jnp.arange(T, dtype=jnp.int32)
@@ -89,7 +89,7 @@ def loss_and_gradient(
 
 
 def main(name: str = "forge-tiny") -> dict[str, float]:
-    """Print the gradients' norms for keys and values, and return the relative differences."""
+    """Print the gradient norms of key and value weights, and return the relative differences."""
     model = forge_jax.load(name, dtype="float32")
     spec = model.spec
     tokens = jax.random.randint(jax.random.key(0), (24,), 0, spec.vocab_size, jnp.int32)

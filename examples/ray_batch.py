@@ -3,7 +3,7 @@
     python examples/ray_batch.py IN.jsonl OUT [MODEL] [ACTORS]
 
 Each line of IN has a `prompt` and optional other fields. OUT is a folder of files whose lines also
-have `output` and `finish_reason`. On GPUs, each actor uses one.
+have `output` and `finish_reason`. Each actor uses one GPU if there is any.
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 MAX_TOKENS = 128
-BATCH_SIZE = 256  # rows per call of an engine, which runs as many of them at once as fit
+BATCH_SIZE = 256  # rows per call; the engine batches as many of them as fit
 
 
 class Generate:

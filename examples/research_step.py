@@ -1,4 +1,4 @@
-"""Greedy decoding with the pure functions, and the next token that each layer predicts.
+"""Decode greedily with the pure functions, and print the next token that each layer predicts.
 
     python examples/research_step.py [MODEL] [PROMPT]
 
@@ -22,7 +22,7 @@ NEW_TOKENS = 24
 
 
 def generate(model: LoadedModel, prompt: list[int], new_tokens: int) -> list[int]:
-    """Return the greedy continuation of `prompt`, with one step for it and one per new token."""
+    """Return the greedy continuation of `prompt`: one prefill step, then one step per token."""
     num_blocks = -(-(len(prompt) + new_tokens) // BLOCK_SIZE)
     kv = forge_jax.new_kv(model, num_blocks, BLOCK_SIZE)
     table = jnp.arange(num_blocks, dtype=jnp.int32)[None]  # one sequence: blocks 0, 1, 2, ...

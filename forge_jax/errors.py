@@ -1,7 +1,7 @@
 """The exceptions that forge-jax raises.
 
     ForgeError
-    ├── ConfigError            a flag or a field of EngineConfig is wrong
+    ├── ConfigError            a flag or a field of EngineConfig is invalid
     ├── ModelError             the model cannot be served
     │   ├── UnsupportedModelError   an architecture, RoPE type or option is not implemented
     │   └── CheckpointError         a file is missing, corrupt, or has the wrong tensors
@@ -22,15 +22,15 @@ Each message names the problem and the remedy. `assert` is for bugs in forge-jax
 class ForgeError(Exception):
     """The base class of all exceptions that forge-jax raises.
 
-    `str()` names options as Python arguments in the Python API. `on_command_line` is then the
-    message with options as flags. If it is None, `str()` has the flags itself.
+    In the Python API, `str(error)` names options as Python arguments, and `on_command_line` is the
+    same message with command-line flags. If it is None, `str(error)` already uses flags.
     """
 
     on_command_line: str | None = None
 
 
 class ConfigError(ForgeError):
-    """A wrong flag or field of `EngineConfig`."""
+    """An invalid flag or field of `EngineConfig`."""
 
 
 class ModelError(ForgeError):
@@ -89,4 +89,4 @@ class LostAdapterError(EngineError):
 
 
 class StepError(EngineError):
-    """A request whose steps fail every time. Other requests are unaffected."""
+    """A request that makes every step fail. Other requests are unaffected."""

@@ -40,7 +40,7 @@ class LLM:
     Args:
       model: a folder, a .gguf file, a Hugging Face id, or "forge-tiny", the bundled model.
       options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`. vLLM's
-        names for them are also accepted: `tensor_parallel_size=2`.
+        option names are also accepted: `tensor_parallel_size=2`.
 
     Raises:
       ModelError: if the model cannot be served. The message names the reason.
@@ -78,7 +78,7 @@ class LLM:
         self._lock = threading.Lock()  # held during a step; acquired before the adapters' own lock
 
     def close(self) -> None:
-        """Stop the threads and the process that compile grammars. Later grammars are rejected."""
+        """Stop the grammar compiler. Later requests with grammars are rejected."""
         if self._core.grammars is not None:
             self._core.grammars.close()
 
@@ -165,7 +165,7 @@ class LLM:
           unaffected.
 
         Raises:
-          RequestError: if a prompt or parameter cannot be served. No prompt has run then.
+          RequestError: if a prompt or parameter cannot be served. In this case, no prompt runs.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         return self._run([self._encode(p) for p in batch], batch, params, lora, progress)
@@ -190,7 +190,7 @@ class LLM:
           lora: as in `generate`.
 
         Raises:
-          RequestError: if a prompt cannot be served. No prompt has run then.
+          RequestError: if a prompt cannot be served. In this case, no prompt runs.
           ForgeError: the error that ended a request, for example hidden states that are not finite.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
@@ -236,9 +236,10 @@ class LLM:
     ) -> Iterator[Delta]:
         """Yield the deltas of one prompt (text, token ids or chat messages) as they are generated.
 
-        Several streams can be read in turn, also while `generate` runs and from other threads.
+        Several streams can be read concurrently, even from other threads or while `generate` runs.
 
-        Closing the iterator early aborts the request. A delta's error is raised after that delta.
+        Closing the iterator early aborts the request. If the request fails, its error is raised
+        after the last delta.
         """
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]

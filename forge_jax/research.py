@@ -67,12 +67,13 @@ def load(
     Args:
       model: "forge-tiny", a folder, a .gguf file, or a Hugging Face id. The leaves of a converted
         folder keep the layout they were written in, which may be packed for the CPU kernels.
-      dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
+      dtype: data type of weights and activations: "auto" (the checkpoint's), "bfloat16",
+        "float16" or "float32".
       revision: branch, tag or commit of a Hugging Face id.
       gguf_weights: how to hold the matrices of a GGUF file. "packed" keeps their blocks.
-        "packed-exact" also does, and does not round activations to int8, as "packed" does in a
-        converted folder that is packed. "decoded" converts the matrices to floats, which gradients
-        need.
+        "packed-exact" also keeps the blocks, but does not round activations to int8. In a converted
+        folder that is packed, "packed" rounds them. "decoded" converts the matrices to floats,
+        which gradients require.
       progress: show a progress bar on a terminal.
 
     Raises:
@@ -105,7 +106,7 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
     """Return an empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
 
     Args:
-      model: its spec gives the number of layers, K and D.
+      model: the model, which defines the number of layers, K (key/value heads) and D (head size).
       num_blocks: blocks per layer.
       block_size: tokens per block.
       dtype: float32, the model's dtype (default), "fp8" or "int8". On CPU, 16-bit types are stored
@@ -132,13 +133,28 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
 
 
 def forward(model: LoadedModel | Model, leaves: Leaves, kv: KV, *args: Any, **kwargs: Any) -> Any:
-    """Call `Model.forward`: (leaves, kv, tokens, positions, ...) -> (kv, hidden)."""
+    """Run one step of the model and return (kv, hidden).
+
+    Rows of several sequences are concatenated. A decode and a prompt chunk differ only in
+    `cu_q_lens`.
+
+    Args:
+      model: the model, as `load` returns it.
+      leaves: the weights, for example `LoadedModel.leaves`.
+      kv: the KV cache, as `new_kv` returns it.
+      args: tokens i32[T], positions i32[T], slot_mapping i32[T], block_tables i32[S, max_blocks],
+        kv_lens i32[S], cu_q_lens i32[S + 1] and num_seqs i32[].
+      kwargs: options such as `implementation` and `return_hidden_states`.
+
+    Returns:
+      (kv, hidden): hidden is dtype[T, d] after the final norm.
+    """
     built = model.model if isinstance(model, LoadedModel) else model
     return built.forward(leaves, kv, *args, **kwargs)
 
 
 def logits(model: LoadedModel | Model, leaves: Leaves, hidden: jax.Array) -> jax.Array:
-    """Return logits f32[B, V] of hidden states dtype[B, d], which include the final norm."""
+    """Return logits f32[B, V] for hidden states dtype[B, d] after the final norm."""
     built = model.model if isinstance(model, LoadedModel) else model
     return built.logits(leaves, hidden)
 
@@ -161,7 +177,7 @@ def decode_step(
     model))`.
 
     Args:
-      model: gives the architecture. The weights are `leaves`.
+      model: the architecture. Its own weights are ignored in favor of `leaves`.
       leaves: the weights, for example `LoadedModel.leaves`.
       kv: the KV cache, as `new_kv` returns it.
       tokens: i32[T], the sequences' new tokens, concatenated. T may exceed their number (padding).

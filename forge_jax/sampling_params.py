@@ -42,7 +42,7 @@ class Range:
 
 TOKEN_ID = Range(0, 2**31 - 1, whole=True)
 BIAS = Range(-100.0, 100.0)
-RANGES = {  # of the numeric fields
+RANGES = {  # allowed values of the numeric fields
     "n": Range(1, MAX_N, whole=True),
     "max_tokens": Range(0, 2**31 - 1, whole=True),
     "min_tokens": Range(0, 2**31 - 1, whole=True),
@@ -62,7 +62,7 @@ _MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt.
+    """The sampling parameters of one request.
 
     Presence and frequency penalties follow OpenAI and count output tokens only.
     `repetition_penalty` follows CTRL (arXiv:1909.05858) and counts prompt and output tokens.
@@ -90,7 +90,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
     # Most likely tokens to report per output token, 0 to 20. None: no logprobs at all.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for prompt tokens (`echo` with `logprobs`)
+    # The same for each prompt token. The completions API sets it from `echo` and `logprobs`.
+    prompt_logprobs: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
@@ -170,7 +171,7 @@ class SamplingParams:
 
     @property
     def held_tokens(self) -> int:
-        """Output tokens before which the sampler masks stop tokens; 0 if a grammar's masks do."""
+        """Number of output tokens for which the sampler masks stop tokens; 0 if a grammar does."""
         return 0 if self.constrained else self.min_tokens
 
     @property

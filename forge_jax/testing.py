@@ -105,14 +105,14 @@ class FakeDevice:
     plans. It stores every sequence, to check that preempted ones come back unchanged. If there is a
     `pool`, writes must go to blocks that are neither shared nor in the prefix cache.
 
-    If `check` is not set, a row costs O(1) for any context, for load tests of the server.
+    If `check` is not set, a row takes O(1) time for any context length. Use this for load tests.
 
     Steps run in the order of `dispatch`, each for `step_time_s`. `read` waits for the end of its
     step, as on a real device.
 
     Args:
       vocab_size: the exclusive upper bound of sampled tokens.
-      eos_probability: the probability of sampling it at each token.
+      eos_probability: the probability that a sampled token is the EOS token.
       next_token: (tokens, seed) -> token, instead of the hash. A row then costs O(context).
       step_time_s: the duration of a step in seconds.
       check: True to store and check the KV.

@@ -55,6 +55,8 @@ def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """Options of the model: checkpoint, data types, kernels and LoRA adapters."""
+
     model: str = option(
         "forge-tiny", "a folder, a .gguf file, a Hugging Face id, or forge-tiny", flag=None
     )
@@ -129,6 +131,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
+    """Options of the KV cache."""
+
     block_size: int | None = option(
         None, "tokens per KV cache block, a multiple of 8; auto: 64 on GPU, 16 on CPU"
     )
@@ -166,6 +170,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
+    """Options of the scheduler: batch size, prompt chunks and admission order."""
+
     max_num_seqs: int = option(
         256, "maximum number of sequences that run at the same time, 1 to 4096", essential=True
     )
@@ -210,6 +216,8 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
+    """Options of speculative decoding."""
+
     speculation: Speculation = option(
         "off",
         "speculative decoding: propose draft tokens and verify several in one step. "
@@ -239,6 +247,8 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
+    """Options of devices, compilation and the engine process."""
+
     backend: Literal["auto", "cuda", "cpu"] = option(
         "auto", "device type to run on; auto: a GPU if there is one, else the CPU", essential=True
     )
@@ -276,6 +286,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
+    """The configuration of an engine, in five sections."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -21,11 +21,11 @@ Run = Callable[[Callable[[], None]], None]  # calls a function between two steps
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedAdapter:
-    """An adapter that requests can use."""
+    """A loaded LoRA adapter, which requests can select by name."""
 
     ref: LoraRef
     path: str
-    digest: str  # of its files
+    digest: str  # hash of the adapter's files
     rank: int
 
     @property

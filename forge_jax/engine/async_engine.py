@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The counters, read without stopping the engine: two fields may be a step apart."""
+    """A snapshot of the engine's counters.
+
+    The engine keeps running while they are read, so two fields may be from different steps.
+    """
 
     state: State
     healthy: bool
@@ -77,15 +80,15 @@ class EngineStats:
 class AsyncEngine(ABC):
     """Requests in, streams out, on one event loop. Subclasses compute the requests.
 
-    Attributes that are None or 0 until the engine can serve are set by then.
+    Some attributes are None or 0 until the engine can serve.
 
     Attributes:
       limits: limits of every request.
-      adapters: the LoRA adapters; without slots if the engine was built for none.
+      adapters: the LoRA adapters. It has no slots if LoRA is disabled.
       lifecycle: the engine's state.
       streams: the open streams, and the requests that wait for their first token.
-      news_interval_s: how long a step's deltas may wait for those of later steps, in seconds.
-        Larger values wake the event loop less often. Use it for responses that are not streamed. An
+      news_interval_s: maximum time in seconds to hold a step's deltas, to deliver them together
+        with later ones. Larger values wake the event loop less often. Use it for responses that are not streamed. An
         engine in its own process delivers deltas at once.
 
     Args:
@@ -127,7 +130,7 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Take requests from now on."""
+        """Start accepting requests."""
 
     @abstractmethod
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -164,7 +167,7 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Abort a request, whose stream ends with finish reason "abort"."""
+        """Abort a request. Its stream ends with the finish reason "abort"."""
 
     @abstractmethod
     def _add(self, request: Request) -> None:
@@ -182,13 +185,13 @@ class AsyncEngine(ABC):
         return self.adapters.all()
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in PEFT's format, without a compilation. Requests continue meanwhile.
+        """Load a LoRA adapter in PEFT format without recompiling. Requests continue to run.
 
         Raises:
           RequestError: if the name is in use, no adapter slot is free, or the adapter does not fit
             the model.
-          OverloadedError: if the engine process died meanwhile. It restarts without the adapter.
-          EngineError: if the engine failed or was stopped meanwhile.
+          OverloadedError: if the engine process dies while loading. It restarts without the adapter.
+          EngineError: if the engine fails or is stopped while loading.
         """
         await asyncio.to_thread(self.adapters.load, name, path)
 
@@ -213,11 +216,11 @@ class AsyncEngine(ABC):
         check_request(request, self.limits, self.tokenizer)
 
     async def prepare(self, params: SamplingParams) -> None:
-        """Do the slow part of a later `submit` off the event loop: compile the grammar.
+        """Compile the request's grammar off the event loop, so that `submit` does not block.
 
         Raises:
           RequestError: if the grammar cannot be used.
-          OverloadedError: if it could not be compiled now.
+          OverloadedError: if the grammar cannot be compiled now: retry later.
         """
         if params.structured_outputs is not None and self.grammars is not None:
             await self.grammars.check_soon(params.structured_outputs)
@@ -237,13 +240,13 @@ class AsyncEngine(ABC):
 
         Args:
           prompt_token_ids: the prompt, within the model's vocabulary.
-          params: how to continue it.
+          params: the sampling parameters.
           request_id: unique among unfinished requests.
           priority: lower is served first, if the scheduling policy is "priority".
           cache_salt: only requests with the same salt share prefix cache blocks.
           pooling: return the prompt's pooled hidden states in the last delta's `pooled`, instead of
             an output. `max_tokens` must be 0.
-          lora: the name of a LoRA adapter. None: the base model.
+          lora: the name of a LoRA adapter, or None for the base model.
 
         Raises:
           RequestError: if the request can never be served. `param` names the field.
@@ -309,5 +312,8 @@ class AsyncEngine(ABC):
         self.streams.abort_all()
 
     def shed(self) -> bool:
-        """End the newest request without a token with an OverloadedError. False if none."""
+        """End the newest request that has no tokens yet, with an OverloadedError.
+
+        Return False if there is none.
+        """
         return self.streams.shed()

@@ -43,10 +43,11 @@ def last_deltas(
 
 
 class Stream:
-    """The deltas of one request, on the event loop that submitted it: iterate, or use `push_to`.
+    """The stream of one request's deltas. Iterate over it, or use `push_to`.
 
-    Each item is a list of deltas: one step's, or several steps' if the reader was slower than the
-    engine. The iteration ends when all `n` samples have finished.
+    Use it on the event loop that submitted the request. Each item is a list of deltas from one
+    step, or from several steps if the reader is slower than the engine. The iteration ends when all
+    `n` samples have finished.
     """
 
     def __init__(
@@ -85,9 +86,8 @@ class Stream:
     def push_to(self, receive: Callable[[list[Delta]], None]) -> None:
         """Call `receive` with each item as it arrives, on the event loop, instead of iterating.
 
-        This avoids waking a task for every step of every request. `receive` must be fast, because
-        the next request gets its deltas of the same step after it. If it raises, its request is
-        aborted.
+        This avoids waking a task for every step of every request. `receive` must return quickly,
+        because other requests wait for it. If it raises, the request is aborted.
         """
         self._receive = receive
         if self._deltas:
@@ -303,7 +303,7 @@ class StreamTable:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueLimits:
-    """Limits on requests that wait for their first token, in total. None: unlimited."""
+    """Limits on the total of all requests that wait for their first token. None: unlimited."""
 
     samples: int | None = None
     prompt_tokens: int | None = None

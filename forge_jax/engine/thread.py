@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine(AsyncEngine):
-    """An engine thread and the streams that it feeds."""
+    """An engine in a thread of this process, for asyncio programs. Create it with `load`."""
 
     def __init__(self, parts: EngineParts, queue_limits: QueueLimits | None = None):
         super().__init__(rng=parts.rng, clock=parts.clock, queue_limits=queue_limits)
@@ -96,7 +96,7 @@ class Engine(AsyncEngine):
         ready.
 
         Args:
-          startup: records the phases of the start. Default: from now on.
+          startup: the record of startup phases. Default: a new one.
 
         Raises:
           ModelError: if the model cannot be served. The message names the reason.

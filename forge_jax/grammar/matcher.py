@@ -18,11 +18,10 @@ SLOW_S = 5e-3  # wall time of a step's masks from which the next step times each
 
 
 class Matcher:
-    """The state of one output in its grammar. It is not thread-safe.
+    """The parser state of one output. Not thread-safe.
 
-    llguidance does not raise. A failed matcher permits only the end of the output, which would
-    truncate it. Therefore each call that may fail checks for an error and raises `GrammarError`.
-    The matcher must not be used afterwards.
+    Each method raises `GrammarError` if the matcher has failed. Do not use the matcher afterwards.
+    llguidance itself does not raise: a failed matcher would silently truncate the output.
 
     Attributes:
       spent_s: CPU time of its masks, as far as a `MaskPool` has measured it.

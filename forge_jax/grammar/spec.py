@@ -33,10 +33,11 @@ class GrammarSpec:
         output. A choice is a JSON list of strings. A grammar is in Lark or GBNF, which is
         recognized by its "::=".
       text: the grammar.
-      lenient: ignores unsupported keywords of a JSON schema, instead of rejecting the schema.
+      lenient: True to ignore unsupported keywords of a JSON schema instead of rejecting it.
       whitespace: a regular expression for whitespace between the tokens of JSON; "" for none. None
         allows only one space after a comma or a colon.
-      lead: Lark rules for a text before the output, one of which is `lead`; "" for no such text.
+      lead: Lark rules for text before the output, including a rule named `lead`. "" if there is
+        no such text.
     """
 
     kind: Kind
@@ -46,7 +47,7 @@ class GrammarSpec:
     lead: str = ""
 
     def behind(self, lead: str) -> GrammarSpec:
-        """Return the same grammar after a text that the rule `lead` of Lark rules allows."""
+        """Return a grammar for text that matches the Lark rules `lead`, then this grammar."""
         return replace(self, lead=lead)
 
     @classmethod
@@ -105,7 +106,7 @@ class GrammarSpec:
 
     @classmethod
     def structural_tag(cls, tag: Mapping[str, Any] | str) -> GrammarSpec:
-        """Return a grammar for free text in which triggers begin tags.
+        """Return a grammar for free text in which trigger strings start constrained tags.
 
         A JSON schema constrains the content of each tag. `tag` has one of two forms:
         `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}` or

@@ -16,7 +16,7 @@ class Delta:
     """An increment of sample `index` of a request.
 
     `text` contains whole characters and never part of a stop string. It may lag behind `token_ids`.
-    `prompt_logprobs` comes once; entry i belongs to prompt token i + 1.
+    One delta has `prompt_logprobs`, in which entry i is that of prompt token i + 1.
 
     The first delta has `num_cached_tokens` and `queue_s`, the seconds until the sample's first
     step. The last delta has a `finish_reason`, and an `error` if that is "error". It also has the
@@ -41,7 +41,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A finished sample. If the finish reason is "error", `error` is set and the output partial."""
+    """A finished sample. If it has an `error`, its output is partial."""
 
     index: int
     text: str
@@ -51,7 +51,7 @@ class Completion:
     stop_reason: int | str | None
     error: ForgeError | None = None
     num_draft_tokens: int = 0  # draft tokens that were verified
-    num_accepted_tokens: int = 0  # accepted ones, which are part of `token_ids`
+    num_accepted_tokens: int = 0  # draft tokens that were accepted; they are in `token_ids`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,9 +149,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The logprob of one token, and the most likely alternatives, best first.
+    """The logprob of one token, and the most likely alternatives in descending order.
 
-    `rank` is one more than the number of more likely tokens.
+    `rank` is 1 for the most likely token.
     """
 
     token_id: int

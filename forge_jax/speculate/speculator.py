@@ -70,7 +70,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationStats:
-    """Counters since the start."""
+    """Counters of speculative decoding since the engine started."""
 
     num_drafts: int  # verified drafts, one per sequence and step
     num_draft_tokens: int

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineProcess(AsyncEngine):
-    """An engine in another process, which `load` starts."""
+    """An engine in another process, which is replaced if it dies. Create it with `load`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class EngineProcess(AsyncEngine):
         """Start the process and load the model. Block until it can serve.
 
         Args:
-          log_format: of the process's log, which goes to the same stderr.
+          log_format: the format of the process's log, which is written to this process's stderr.
 
         Raises:
           ModelError: if the model cannot be served. The message names the reason.
