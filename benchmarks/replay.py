@@ -270,7 +270,7 @@ def _request(request_id: str, arrival: Arrival, arrival_s: float) -> schedule.Re
 # --- figures -----------------------------------------------------------------------------------
 
 
-def summarise(outcome: Outcome, slo: Slo) -> dict[str, Any]:
+def summarize(outcome: Outcome, slo: Slo) -> dict[str, Any]:
     """Return all figures of one replay, ready for JSON; every time is virtual."""
     served, device, scheduler = outcome.served, outcome.device, outcome.scheduler
     pool = scheduler.pool
@@ -438,7 +438,7 @@ def _played(
         f"{name}: {outcome.virtual_s:,.0f} s in {wall_s:.1f} s, {steps:,} steps of "
         f"{1e6 * wall_s / steps:.0f} us"
     )
-    return summarise(outcome, slo)
+    return summarize(outcome, slo)
 
 
 def markdown(report: dict[str, Any]) -> str:

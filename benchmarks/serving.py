@@ -27,7 +27,7 @@ from benchmarks.serving_process import serving
 from benchmarks.workloads import TraceEntry
 from forge_serve.bench.client import Server, run, run_async
 from forge_serve.bench.errors import BenchmarkError
-from forge_serve.bench.metrics import Slo, refusal, summarise
+from forge_serve.bench.metrics import Slo, refusal, summarize
 from forge_serve.bench.workload import WARM_UP, Sizes, Vocabulary, Workload
 
 Make = Callable[[int], Workload]  # from the index of a round
@@ -74,7 +74,7 @@ async def measure(
     if refused is not None:
         return entry | {"unsupported": refused}
     return entry | {
-        **summarise(done.measured, done.wall_s, slo),
+        **summarize(done.measured, done.wall_s, slo),
         "client_cpu_share": client_s / done.wall_s,
         "server": counted(before, after),
     }

@@ -20,7 +20,7 @@ from benchmarks import report as reports
 from benchmarks.serving_process import serving
 from forge_serve.bench.client import run_all
 from forge_serve.bench.errors import BenchmarkError
-from forge_serve.bench.metrics import summarise
+from forge_serve.bench.metrics import summarize
 
 PROMPTS = (
     "Tell me a story about a dog.",
@@ -80,7 +80,7 @@ def measure(url: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
     asyncio.run(run_all(url, bodies[:4]))  # opens connections and fills the page cache
     results, wall_s = asyncio.run(run_all(url, bodies))
     stats = _quiet_stats(url)
-    return {"max_tokens": max_tokens, **summarise(results, wall_s)} | {
+    return {"max_tokens": max_tokens, **summarize(results, wall_s)} | {
         "compilations_after_ready": stats["compilations_after_ready"],
         "blocks_in_use": stats["num_used_blocks"],
     }

@@ -175,7 +175,7 @@ class SamplingParams:
         return 0 if self.constrained else self.min_tokens
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """True if the sampler needs the counts of the sequence's earlier tokens."""
         return (
             self.presence_penalty != 0.0

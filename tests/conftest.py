@@ -51,7 +51,7 @@ def compilation_cache():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def how_much_xla_optimises(request: pytest.FixtureRequest):
+def how_much_xla_optimizes(request: pytest.FixtureRequest):
     """Set XLA's effort for `quick_compile` and `full_compile` modules.
 
     Other modules compile as for users, or quickly in `make test`.

@@ -39,14 +39,14 @@ def test_names_of_other_engines_are_arguments():
     ("options", "said"),
     [
         ({"max_num_seq": 1}, "no such option: max_num_seq; did you mean max_num_seqs?"),
-        ({"swap_space": 4}, "swap_space has no counterpart: preempted sequences are recomputed"),
+        ({"swap_space": 4}, "swap_space is not supported: preempted sequences are recomputed"),
         ({"tensor_parallel": 1, "tensor_parallel_size": 1}, "tensor_parallel are the same option"),
         ({"tp_size": 1, "tensor_parallel_size": 1}, "are the same option: set only one of them"),
         ({"enable_lora": True}, "enable_lora has no effect by itself: set lora or max_loras"),
         ({"speculative_config": "eagle"}, "speculative_config must be a JSON object"),
         (
             {"quantization": "awq"},
-            "quantization awq: the method is in the checkpoint's config.json",
+            "quantization awq: the checkpoint's config.json sets the method",
         ),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
         ({"dtype": "bfloat"}, "dtype must be one of .*, not 'bfloat'; did you mean bfloat16"),

@@ -41,9 +41,7 @@ def local(model: str) -> Path | None:
     if model == BUNDLED:
         folder = Path(str(importlib.resources.files("forge_jax.checkpoint"))) / "bundled" / BUNDLED
         if not (folder / "config.json").exists():
-            raise ModelError(
-                f"{BUNDLED} is not bundled with this installation: give a folder or a Hub id"
-            )
+            raise ModelError(f"{BUNDLED} is not bundled with this installation: pass another model")
         return folder
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -51,8 +49,7 @@ def local(model: str) -> Path | None:
     if model and path.exists():
         if path.suffix != GGUF_SUFFIX:
             raise ModelError(
-                f"{model} is not a {GGUF_SUFFIX} file: give one, or the folder that holds "
-                "config.json"
+                f"{model} is not a {GGUF_SUFFIX} file: pass one, or the folder with config.json"
             )
         return path
     if not HUB_ID.fullmatch(model):
@@ -88,7 +85,7 @@ def _only_gguf(folder: Path) -> Path | None:
     files = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if file.is_file())
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:10]) + (", ..." if files[10:] else "")
-        raise ModelError(f"{folder} has {len(files)} GGUF files: give one of them: {names}")
+        raise ModelError(f"{folder} has {len(files)} GGUF files: pass one of them ({names})")
     if not files:
         return None
     file_size(files[0], folder)  # rejects a link out of the folder
@@ -116,13 +113,13 @@ def _download(model: str, revision: str | None) -> Path:
         raise ModelError(f"{model} has no revision {revision!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"no model {model!r} on the Hugging Face Hub, and no folder of that name: check the "
+            f"no model {model!r} on the Hugging Face Hub, and no folder with that name: check the "
             f"spelling, or set HF_TOKEN if it is private{did_you_mean(model, _cached())}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{at} is not in the cache and the Hugging Face Hub cannot be reached: connect, or "
-            f"copy the model here and give its folder{did_you_mean(model, _cached())}"
+            f"{at} is not in the cache and the Hugging Face Hub cannot be reached: go online, or "
+            f"copy the model here and pass its folder{did_you_mean(model, _cached())}"
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{model!r} is not a Hugging Face id: {error}") from error

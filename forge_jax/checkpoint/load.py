@@ -84,7 +84,7 @@ def check_weights(model: Model, folder: Path) -> Checked:
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(
-            f"{folder} does not fit its config.json: " + "; ".join(faults[:5]) + more
+            f"{folder} does not match its config.json: " + "; ".join(faults[:5]) + more
         )
     return TensorReader(tensors, readers)
 

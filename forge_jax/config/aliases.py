@@ -176,18 +176,18 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kv_dtype": {"fp8_e4m3": "fp8"},
 }
 
-_CHECKPOINT = "the method is in the checkpoint's config.json: omit this option"
+_CHECKPOINT = "the checkpoint's config.json sets the method: omit this option"
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "quantization": dict.fromkeys(
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf"), _CHECKPOINT
     ),
-    "kv_dtype": {"fp8_e5m2": "8-bit floats are float8_e4m3fn here: use fp8"},
+    "kv_dtype": {"fp8_e5m2": "only float8_e4m3fn is supported: use fp8"},
 }
 
 IMPLIED = (
     Implied("enable_auto_tool_choice", "tool calls are parsed whenever a request has tools"),
     Implied("trust_remote_code", "code in a model's folder is never run"),
-    Implied("disable_log_stats", "statistics are not logged; they are at /metrics"),
+    Implied("disable_log_stats", "statistics are never logged: see /metrics"),
     Implied("enable_prompt_tokens_details", "usage always has the details"),
     Implied("enable_request_id_headers", "every response has X-Request-Id"),
     Implied(
@@ -227,8 +227,8 @@ REFUSED: Mapping[str, str] = {
     "rope_scaling": "edit config.json in a copy of the model's folder",
     "rope_theta": "edit config.json in a copy of the model's folder",
     "model_impl": "each model has only one implementation: omit this option",
-    "generation_config": "requests set sampling parameters; the file sets only EOS tokens",
-    "override_generation_config": "requests set the sampling parameters",
+    "generation_config": "only its EOS tokens are used: set sampling parameters in requests",
+    "override_generation_config": "set sampling parameters in requests",
     "compilation_config": "XLA compiles every step: see --compile-cache and --no-command-buffers",
     "optimization_level": "XLA compiles every step: see --compile-cache and --no-command-buffers",
     "max_cudagraph_capture_size": "see --no-command-buffers",
@@ -242,8 +242,8 @@ REFUSED: Mapping[str, str] = {
     "max_num_scheduled_tokens": "use --max-num-batched-tokens",
     "max_num_partial_prefills": "see --max-num-batched-tokens and --prefill-chunk-size",
     "max_logprobs": "the limit is fixed: omit this option",
-    "logprobs_mode": "logprobs are the model's, before temperature and penalties",
-    "logits_processors": "the server loads no code: see logit_bias in a request",
+    "logprobs_mode": "logprobs are always computed before temperature and penalties",
+    "logits_processors": "custom code is not loaded: use logit_bias in requests",
     "prefix_caching_hash_algo": "the hash is fixed: omit this option",
     "runner": "see --pooling",
     "limit_mm_per_prompt": _TEXT_ONLY,
@@ -311,6 +311,6 @@ def check_implied(names: Iterable[str], is_given: Callable[[str], bool]) -> None
 
 def _unknown(name: str, known: Collection[str]) -> str:
     if name in REFUSED:
-        return f"{name} has no counterpart: {REFUSED[name]}"
+        return f"{name} is not supported: {REFUSED[name]}"
     others = [alias.name for alias in ALIASES]
     return f"no such option: {name}{did_you_mean(name, [*known, *others])}"

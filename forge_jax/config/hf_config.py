@@ -29,7 +29,7 @@ class HFConfig:
         self._left_out = frozenset(defaults or ()) - frozenset(values)
 
     def error(self, name: str, want: str) -> ModelError:
-        missing = ", the default of a missing field" if name in self._left_out else ""
+        missing = ", the default because the field is missing" if name in self._left_out else ""
         return ModelError(
             f"{self.where}: {name} must be {want}, not {short_repr(self.values.get(name))}{missing}"
         )

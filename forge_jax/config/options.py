@@ -73,20 +73,20 @@ class ModelConfig:
     )
     gguf_weights: GGUFWeights = option(
         "packed",
-        'storage of a .gguf file\'s matrices. "packed" keeps 4 or 8 bits per weight and multiplies '
-        'integers, with activations rounded to int8. "packed-exact" does not round activations. '
-        '"decoded" converts the matrices to floats, which take more memory',
+        'storage of a .gguf file\'s matrices. "packed" keeps weights at 4 or 8 bits, rounds '
+        'activations to int8 and multiplies integers. "packed-exact" does not round activations. '
+        '"decoded" dequantizes the matrices to floats, which uses more memory',
     )
     kernels: Kernels = option(
         "auto",
-        'CPU kernels. "auto" uses the C++ kernels for the instruction set that was measured to be '
-        'the fastest. "xla" uses only XLA\'s own code. The name of an instruction set uses the C++ '
-        'kernels for it, and "amx" uses tiles wherever possible',
+        'CPU kernels. "auto" uses the C++ kernels for the instruction set that measured fastest. '
+        '"xla" uses only code that XLA generates. The name of an instruction set selects its C++ '
+        'kernels. "amx" uses AMX tiles wherever possible',
     )
     mmap: bool = option(
         False,
-        "on a CPU, map the weights of a converted folder from the page cache if they are in huge "
-        "pages there. Starts faster, but steps slow down if the system evicts the pages",
+        "on CPU, memory-map the weights of a converted folder if the page cache holds them in huge "
+        "pages. Startup is faster, but steps slow down if the system evicts the pages",
     )
     max_model_len: int | None = option(
         None,
@@ -96,12 +96,12 @@ class ModelConfig:
     )
     chat_template: str | None = option(
         None,
-        "Jinja chat template: a file, its text, or the name of one of the model's templates; "
-        "default: the model's",
+        "Jinja chat template: a file, the template text, or the name of one of the model's "
+        "templates; default: the model's own template",
     )
     deterministic: bool = option(
         False,
-        "return bit-identical results for a request in every batch composition and schedule; "
+        "return bit-identical results for a request, whatever the batch composition and schedule; "
         "slower",
     )
     pooling: Pooling = option(
@@ -117,16 +117,14 @@ class ModelConfig:
     )
     max_loras: int | None = option(
         None,
-        "number of LoRA adapters that can be loaded at the same time, at most 64. At least the "
-        "number of --lora adapters, which is the default (auto)",
+        "maximum number of LoRA adapters loaded at the same time, from the number of --lora "
+        "adapters to 64; auto: the number of --lora adapters",
     )
     max_lora_rank: int = option(
         16,
-        "largest rank of a LoRA adapter, 1 to 512; every adapter takes the memory of this rank",
+        "maximum LoRA rank, 1 to 512; each adapter uses the memory of an adapter of this rank",
     )
-    seed: int = option(
-        0, "seed of the random generator that draws a seed for each request without one"
-    )
+    seed: int = option(0, "random seed from which requests that set no seed get theirs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +147,9 @@ class CacheConfig:
     )
     memory_fraction: float = option(
         0.9,
-        "fraction of GPU memory to use, above 0 and at most 1. No effect on CPU, where the KV "
-        "cache has room for 1,024 tokens per sequence within 0.5 to 2 GiB; see --num-blocks",
+        "fraction of GPU memory to use, above 0 and at most 1. No effect on CPU: there, the KV "
+        "cache is sized for 1,024 tokens per sequence, but at least 0.5 and at most 2 GiB. To "
+        "change it, set --num-blocks",
         essential=True,
     )
     kv_cache: Literal["paged", "contiguous"] = option(
@@ -160,11 +159,13 @@ class CacheConfig:
     )
     prefix_cache: bool = option(
         True,
-        "do not share KV cache blocks between prompts with the same beginning",
+        "disable prefix caching: do not share KV cache blocks between prompts with the same prefix",
         flag="--no-prefix-cache",
     )
     eviction: Literal["lru", "fifo"] = option(
-        "lru", "cached block to evict first: the least recently used one, or the one cached first"
+        "lru",
+        "eviction policy of the prefix cache: least recently used block first (lru), or the block "
+        "cached first (fifo)",
     )
 
 
@@ -187,7 +188,7 @@ class BatchConfig:
     scheduling_policy: Policy = option(
         "fcfs",
         'order in which waiting requests are admitted: "fcfs" by arrival, "priority" by the '
-        'request\'s priority, "prefix" by the length of the cached prefix',
+        'request\'s priority, "prefix" by cached prefix, longest first',
     )
     one_step_ahead: bool = option(
         True,
@@ -209,8 +210,8 @@ class BatchConfig:
     )
     batching: Batching = option(
         "continuous",
-        '"continuous" admits requests as soon as there is room. "static" admits requests only '
-        "when none runs, as many as fit into one step",
+        '"continuous" admits requests as soon as there is room. "static" admits the next batch '
+        "only after all running requests finish, with as many requests as fit into one step",
     )
 
 
@@ -227,7 +228,8 @@ class SpeculationConfig:
     )
     max_draft_tokens: int = option(
         7,
-        "maximum number of draft tokens per sequence and step, 1 to 31; each step chooses how many",
+        "maximum number of draft tokens per sequence and step, 1 to 31; the actual number adapts "
+        "at each step",
     )
     draft_model: str | None = option(
         None,
@@ -236,7 +238,9 @@ class SpeculationConfig:
         essential=True,
     )
     draft_layers: int | None = option(
-        None, "number of layers of --draft-model self, at least 1; required with it"
+        None,
+        "number of the model's first layers that --draft-model self uses, at least 1; required "
+        "with --draft-model self",
     )
     draft_verification: Verification = option(
         "coupled",
@@ -252,11 +256,13 @@ class ParallelConfig:
     backend: Literal["auto", "cuda", "cpu"] = option(
         "auto", "device type to run on; auto: a GPU if there is one, else the CPU", essential=True
     )
-    device: int = option(0, "index of the (first) device, from 0")
+    device: int = option(
+        0, "index of the device, or of the first device with --tensor-parallel; from 0"
+    )
     tensor_parallel: int = option(
         1,
-        "number of devices, from --device on, that share the model; each has a part of every "
-        "matrix",
+        "number of consecutive devices, starting at --device, that share the model; each stores a "
+        "part of every matrix",
         essential=True,
     )
     command_buffers: bool = option(
@@ -266,8 +272,8 @@ class ParallelConfig:
     )
     compile_cache_dir: str | None = option(
         None,
-        "folder for compiled executables. Only trusted users may be able to write there, because "
-        "executables are run after they are read. Default: $JAX_COMPILATION_CACHE_DIR, or "
+        "folder for compiled executables. Restrict write access to trusted users, because cached "
+        "executables are loaded and run. Default: $JAX_COMPILATION_CACHE_DIR, or "
         "~/.cache/forge-jax/xla",
         flag="--compile-cache",
     )
@@ -278,8 +284,8 @@ class ParallelConfig:
     )
     engine_timeout_s: float = option(
         120.0,
-        "seconds without a heartbeat, or with work but no completed step, after which the process "
-        "of --engine-process is replaced. The range is 1 to 86400; 0: never",
+        "seconds without a heartbeat, or with pending work but no completed step, after which the "
+        "process of --engine-process is replaced, 1 to 86400; 0: never",
         flag="--engine-timeout",
     )
 
@@ -338,7 +344,7 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
         if self.parallel.compile_cache_dir is not None and not self.parallel.compile_cache:
             raise ConfigError(
-                "--compile-cache and --no-compile-cache exclude each other: remove one of them"
+                "--compile-cache and --no-compile-cache cannot be combined: remove one of them"
             )
         timeout_s = self.parallel.engine_timeout_s
         if timeout_s != 0.0 and not 1.0 <= timeout_s <= MAX_ENGINE_TIMEOUT_S:
@@ -454,18 +460,19 @@ def _check_draft_model(speculation: SpeculationConfig) -> None:
     if speculation.speculation == "draft":
         if model is None:
             raise ConfigError(
-                "--speculation draft needs a --draft-model: a folder, a Hugging Face id, or self"
+                "--speculation draft requires --draft-model: a folder, a .gguf file, a Hugging "
+                "Face id, or self"
             )
         if (model == SELF) != (layers is not None):
             raise ConfigError(
-                "--draft-model self needs --draft-layers"
+                "--draft-model self requires --draft-layers"
                 if model == SELF
-                else "--draft-layers is for --draft-model self only: remove it"
+                else "--draft-layers requires --draft-model self: remove it"
             )
         return
     for flag, value in (("--draft-model", model), ("--draft-layers", layers)):
         if value is not None:
-            raise ConfigError(f"{flag} is for --speculation draft only")
+            raise ConfigError(f"{flag} requires --speculation draft")
 
 
 def _check_verification(config: EngineConfig) -> None:
@@ -517,7 +524,9 @@ def _check_lora(model: ModelConfig) -> None:
             f"{MAX_LORAS}, not {places}"
         )
     if len(names) > MAX_LORAS:
-        raise ConfigError(f"--lora: at most {MAX_LORAS} adapters, not {len(names)}")
+        raise ConfigError(
+            f"--lora can be set at most {MAX_LORAS} times, but is set {len(names)} times"
+        )
     if not 1 <= model.max_lora_rank <= MAX_LORA_RANK:
         raise ConfigError(
             f"--max-lora-rank must be from 1 to {MAX_LORA_RANK}, not {model.max_lora_rank}"

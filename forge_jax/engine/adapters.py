@@ -98,7 +98,7 @@ class Adapters:
         with self._lock:
             if name not in self._loaded:
                 raise RequestError(
-                    f"there is no LoRA adapter of this name{did_you_mean(name, self._loaded)}",
+                    f"no LoRA adapter with this name is loaded{did_you_mean(name, self._loaded)}",
                     param="lora",
                 )
             return self._loaded[name].ref
@@ -168,20 +168,20 @@ class Adapters:
         with self._lock:
             if name not in self._loaded:
                 raise RequestError(
-                    f"there is no LoRA adapter of this name{did_you_mean(name, self._loaded)}",
+                    f"no LoRA adapter with this name is loaded{did_you_mean(name, self._loaded)}",
                     param="lora_name",
                 )
             count = self._num_requests_with(self._loaded[name].ref)
             if count:
                 raise RequestError(
-                    f"{count} requests use this LoRA adapter: unload it when they have ended",
+                    f"{count} requests use this LoRA adapter: retry after they finish",
                     param="lora_name",
                 )
             del self._loaded[name]
 
     def _check_places(self) -> None:
         if not self.places:
-            raise RequestError("this engine has no LoRA adapters: set --max-loras", param="lora")
+            raise RequestError("LoRA adapters are disabled: set --max-loras", param="lora")
 
     def _begin(self, name: str, ref: LoraRef | None) -> LoraRef:
         with self._lock:
@@ -192,7 +192,7 @@ class Adapters:
                 )
             if name in self._loaded or name in self._loading:
                 raise RequestError(
-                    "a LoRA adapter of this name is already loaded", param="lora_name"
+                    "a LoRA adapter with this name is already loaded", param="lora_name"
                 )
             if ref is not None:
                 self._loading[name] = ref

@@ -88,8 +88,8 @@ class AsyncEngine(ABC):
       lifecycle: the engine's state.
       streams: the open streams, and the requests that wait for their first token.
       news_interval_s: maximum time in seconds to hold a step's deltas, to deliver them together
-        with later ones. Larger values wake the event loop less often. Use it for responses that are not streamed. An
-        engine in its own process delivers deltas at once.
+        with later ones. Larger values wake the event loop less often. Use it for responses that
+        are not streamed. An engine in its own process delivers deltas at once.
 
     Args:
       rng: draws the seeds of requests that have none.
@@ -190,7 +190,8 @@ class AsyncEngine(ABC):
         Raises:
           RequestError: if the name is in use, no adapter slot is free, or the adapter does not fit
             the model.
-          OverloadedError: if the engine process dies while loading. It restarts without the adapter.
+          OverloadedError: if the engine process dies while loading. It restarts without the
+            adapter.
           EngineError: if the engine fails or is stopped while loading.
         """
         await asyncio.to_thread(self.adapters.load, name, path)
@@ -275,7 +276,7 @@ class AsyncEngine(ABC):
           ForgeError: as `submit`.
         """
         if not self.lifecycle.takes_requests:
-            raise EngineError(f"the engine takes no requests: it is {self.lifecycle.state}")
+            raise EngineError(f"the engine does not accept requests: it is {self.lifecycle.state}")
         if request.request_id in self.streams:
             raise RequestError("the request id is in use: choose another", param="request_id")
         self.streams.attach_loop()

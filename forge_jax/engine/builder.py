@@ -194,7 +194,7 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
         lora = _lora_shape(config)
         if lora is not None and record is not None and record.packed:
             raise ConfigError(
-                f"LoRA adapters: {folder} was converted with gates and ups packed together, which "
+                f"{folder} was converted with gate and up projections packed together, which LoRA "
                 "adapters do not support: serve the original model"
             )
         formats = dataclasses.replace(kernels.formats, lora=lora is not None)
@@ -273,12 +273,12 @@ def _log_sizes(design: _Design) -> None:
         sizes.kv.total_bytes / GIB,
         sizes.max_model_len,
         design.device,
-        "" if design.mesh is None else f" and {design.shards - 1} more, as much on each",
+        "" if design.mesh is None else f" and {design.shards - 1} more with the same sizes on each",
     )
     log_if_small(config, sizes)
     if draft is not None and sizes.draft_kv is not None:
         log.info(
-            "draft model %s: %s of weights of its own, KV cache of %.2f GiB",
+            "draft model %s: %s of additional weights, KV cache of %.2f GiB",
             config.speculation.draft_model,
             bytes_text(draft.param_bytes),
             sizes.draft_kv.total_bytes / GIB,
@@ -333,8 +333,8 @@ def choose_budget(
     if not target_ms:
         return None
     log.info(
-        "inter-token latency target of %g ms: while sequences decode, steps with prompts have "
-        "fewer tokens where full ones would take longer (%s)",
+        "inter-token latency target of %g ms: while sequences decode, prefill steps are shortened "
+        "to reach it (tokens per step: %s)",
         target_ms,
         "any number" if step_sizes is None else f"one of {', '.join(map(str, step_sizes))}",
     )
@@ -530,8 +530,8 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
         if wanted.quantization != "none":
             option = f"--quantization {wanted.quantization}"
         raise CheckpointError(
-            f"{option}: {folder} was converted with its matrices in blocks: omit the option, or "
-            "convert the original model again with it"
+            f"{option}: {folder} was converted with its matrices in GGUF blocks: omit the option, "
+            "or convert the original model again with the option"
         )
     return decoded(spec)
 
@@ -550,12 +550,12 @@ def choose_kernels(
       record: of a converted folder, whose matrices keep their formats.
 
     Raises:
-      ConfigError: if weights are quantised or packed but no kernel supports them.
+      ConfigError: if weights are quantized or packed but no kernel supports them.
     """
     quantization = config.model.quantization if record is None else record.quantization
     if quantization != "none" and spec.quantization is not None:
         raise ConfigError(
-            f"--quantization {quantization}: the checkpoint is already quantised "
+            f"--quantization {quantization}: the checkpoint is already quantized "
             f"({spec.quantization.method}, by {spec.quantization.where}): omit the flag"
         )
     dtype = resolve_dtype(spec, config.model.dtype)
@@ -563,14 +563,17 @@ def choose_kernels(
     if config.model.kernels == "xla":
         reason = "--kernels xla is set"
     elif device.platform != "cpu":
-        reason = f"it is for CPUs, not {device.platform}"
+        reason = f"the CPU kernels do not run on {device.platform}"
     elif dtype != "bfloat16":
-        reason = f"it is for bfloat16, not {dtype}: set --dtype bfloat16"
+        reason = f"the CPU kernels require bfloat16, not {dtype}: set --dtype bfloat16"
     elif not _has_cpu_kernels(config):
         reason = "the CPU kernels could not be built (see the log)"
     elif record is not None and not record.packed:
-        reason = f"{record.folder} has plain matrices: convert the original model here to use them"
-        log.warning("plain XLA, without the CPU kernels: %s", reason)
+        reason = (
+            f"{record.folder} is not packed for the CPU kernels. To use them, convert the original "
+            "model on this machine"
+        )
+        log.warning("using plain XLA: %s", reason)
     else:
         # int4 is too coarse for the vocabulary. A plain embedding has the fastest row lookup.
         formats = WeightFormats(
@@ -585,7 +588,7 @@ def choose_kernels(
         cached = element_dtype(config.cache.kv_dtype, dtype)
         no_attention = unsupported(spec.head_dim, cached, device.platform)
         if no_attention is not None:
-            log.warning("attention in plain XLA, without the CPU kernels: %s", no_attention)
+            log.warning("attention uses plain XLA, not the CPU kernels: %s", no_attention)
         return Kernels(formats=formats, attention="auto" if no_attention else "cpu", sampler="cpu")
     if record is not None and record.packed:
         raise ConfigError(
@@ -594,7 +597,7 @@ def choose_kernels(
         )
     if quantization == "none":
         return Kernels()
-    log.info("--quantization %s in plain XLA: %s", quantization, reason)
+    log.info("--quantization %s uses plain XLA: %s", quantization, reason)
     return Kernels(formats=WeightFormats(rounded=quantization))
 
 
@@ -635,8 +638,8 @@ def _choose_draft(
     spec = read_model_spec(config, folder)
     if spec.vocab_size != target.spec.vocab_size:
         raise ConfigError(
-            f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, and "
-            f"{config.model.model} one of {target.spec.vocab_size}: they must be the same"
+            f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, but "
+            f"{config.model.model} has {target.spec.vocab_size}: both sizes must be the same"
         )
     record = read_converted(config, folder)
     if record is not None and record.shards > 1:

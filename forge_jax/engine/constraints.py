@@ -320,7 +320,7 @@ class Constraints:
                     raise known
                 complete = held.stopped
                 if held.matcher is not None and seq.finish_reason == "stop" and not complete:
-                    raise GrammarError("the output ended before its grammar did")
+                    raise GrammarError("the output ended before its grammar was complete")
             except GrammarError as failure:
                 error, complete = self._dead_ends.get(seq, failure), True
             if complete:
@@ -332,9 +332,9 @@ class Constraints:
 
 def _too_slow(charge: _Charge) -> GrammarLimitError:
     return GrammarLimitError(
-        f"the grammar takes too long to follow: {charge.masks} masks took "
+        f"the grammar's token masks take too long: {charge.masks} masks took "
         f"{1e3 * charge.spent_s:.0f} ms of CPU time. The limit is {1e3 * MASK_BURST_S:.0f} ms plus "
-        f"{1e3 * MASK_S:.0f} ms per mask: simplify the grammar"
+        f"{1e3 * MASK_S:.0f} ms per mask. Simplify the grammar"
     )
 
 

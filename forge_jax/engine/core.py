@@ -368,7 +368,7 @@ class EngineCore:
             raise error
         self._add_deltas(self._tick.updates or [], self._immediate)
         log.warning(
-            "a step of %d sequences failed and is retried: %s: %s",
+            "retrying a failed step of %d sequences: %s: %s",
             plan.num_sequences,
             type(error).__name__,
             error,
@@ -386,7 +386,7 @@ class EngineCore:
             if not seq.finished
         ]
         for seq in self._bisection.failed(reached):
-            log.error("request %s: every step that computes it fails", seq.request_id)
+            log.error("request %s: every step that includes it fails", seq.request_id)
             self._give_up(seq, StepError("the model could not compute this request"))
         self.scheduler.restrict(self._bisection.only)
         outputs, self._immediate = self._immediate, {}

@@ -166,14 +166,15 @@ class Sizes:
         what = f"the steps need {excess / GIB:.2f} GiB more than the device has"
         if config.cache.num_blocks is not None:
             raise ConfigError(
-                f"--num-blocks {config.cache.num_blocks}: {what}: at most {max(blocks, 0)} fit"
+                f"--num-blocks {config.cache.num_blocks} is too large, because {what}: at most "
+                f"{max(blocks, 0)} blocks fit"
             )
         least = 1 if config.model.max_model_len is None else self.blocks_per_sequence
         if blocks < least or config.cache.kv_cache == "contiguous":
             raise ConfigError(
                 f"{what}: lower --max-model-len, --max-num-seqs or --max-num-batched-tokens"
             )
-        log.warning("%s: the KV cache is cut to %d blocks", what, blocks)
+        log.warning("%s: the KV cache is reduced to %d blocks", what, blocks)
         return dataclasses.replace(
             self,
             max_model_len=_fit_context(config.model.max_model_len, self.max_model_len, room),
@@ -219,9 +220,9 @@ def log_if_small(config: EngineConfig, sizes: Sizes) -> None:
     room = sizes.kv.num_blocks * sizes.kv.block_size
     if config.cache.num_blocks is None and room < seqs * min(512, sizes.max_model_len):
         log.info(
-            "the KV cache has room for %d tokens, %d for each of %d sequences. Longer ones make "
-            "others wait. --num-blocks enlarges the cache, --kv-dtype int8 halves its bytes per "
-            "token",
+            "the KV cache holds %d tokens, or %d for each of %d sequences. If sequences are "
+            "longer, fewer run at the same time. To fit more tokens, raise "
+            "--num-blocks or set --kv-dtype int8",
             room,
             room // seqs,
             seqs,
@@ -245,8 +246,8 @@ def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
             "tokens: raise --num-blocks or lower --max-model-len"
         )
     log.warning(
-        "the KV cache has room for %d tokens: the context is reduced from %d to that "
-        "(--num-blocks enlarges the cache)",
+        "the KV cache holds %d tokens: the context length is reduced to that from %d. To enlarge "
+        "the cache, raise --num-blocks",
         room,
         max_model_len,
     )

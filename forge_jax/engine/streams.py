@@ -137,7 +137,7 @@ class StreamTable:
         self.num_completed = 0  # requests that ended without an abort or an error
         self.queue_limits = queue_limits
         self._abort = abort
-        self._guarded_fan_out = supervise.guarded(self._fan_out, "handing out deltas", on_error)
+        self._guarded_fan_out = supervise.guarded(self._fan_out, "delivering deltas", on_error)
         self._streams: dict[str, Stream] = {}
         self._queue = WaitingQueue(queue_limits, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -221,7 +221,9 @@ class StreamTable:
         self._queue.pop(request_id)
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            error = OverloadedError("dropped to save memory: try again later", retry_after_s=10.0)
+            error = OverloadedError(
+                "the request was dropped because memory is low: try again later", retry_after_s=10.0
+            )
             stream._end(error)
         self._abort(request_id)
         return True
@@ -253,7 +255,7 @@ class StreamTable:
             try:
                 stream._end(error)
             except Exception:  # the other streams must still end
-                log.exception("request %s: its error could not be received", stream.request_id)
+                log.exception("request %s: could not deliver its error", stream.request_id)
         self._streams.clear()
         self._queue.clear()
         self._idle.set()
@@ -281,7 +283,7 @@ class StreamTable:
             try:
                 stream._put(deltas)
             except Exception:  # only this request fails
-                log.exception("request %s: its deltas could not be received", request_id)
+                log.exception("request %s: could not deliver its deltas", request_id)
                 stream.abort()
             if not stream._open:
                 self._streams.pop(request_id, None)

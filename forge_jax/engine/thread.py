@@ -108,8 +108,8 @@ class Engine(AsyncEngine):
                 folder = resolve(config.model.model, config.model.revision)
             device = config.parallel
             log.info(
-                "loading %s%s: the first start with these settings compiles for ten seconds or "
-                "more, later ones take seconds",
+                "loading %s%s. The first start with these settings compiles for at least 10 s. "
+                "Later starts take seconds",
                 config.model.model,
                 "" if device.backend == "auto" else f" on {device.backend}:{device.device}",
             )
@@ -322,7 +322,7 @@ class EngineThread:
     def check_alive(self) -> None:
         """Raise EngineError if the thread has ended."""
         if not self.alive:
-            raise EngineError("the engine takes no requests: its thread has ended")
+            raise EngineError("the engine does not accept requests: its thread has ended")
 
     def send(self, command: Command) -> None:
         """Queue a command, which runs before the next step. Thread-safe."""

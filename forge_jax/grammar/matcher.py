@@ -112,7 +112,7 @@ class Matcher:
             why = reason(self._inner.get_error())
             if why.startswith("it is too complex"):
                 raise GrammarLimitError(why)
-            raise GrammarError("the grammar became too complex to follow for this output")
+            raise GrammarError("the grammar became too complex to evaluate for this output")
 
 
 class MaskPool:

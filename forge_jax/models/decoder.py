@@ -234,7 +234,7 @@ class Experts(ResidualBlock):
     ):
         super().__init__(spec, dtype)
         d, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
-        self.per_token, self.normalised = experts.per_token, experts.normalised
+        self.per_token, self.normalized = experts.per_token, experts.normalized
         mlp = f"layers.{layer}.mlp"
         self.router = Linear(matrix(f"{mlp}.router.weight", count, d))
         gate_up = matrix(f"{mlp}.gate_up.weight", 2 * inner, d, paired=True, experts=count)
@@ -247,7 +247,7 @@ class Experts(ResidualBlock):
             normed = x if self.norm is None else self.norm(x)
         with jax.named_scope("router"):
             logits = self.router(normed, out_dtype=jnp.float32)
-            chosen, weights = choose_experts(logits, self.per_token, normalised=self.normalised)
+            chosen, weights = choose_experts(logits, self.per_token, normalized=self.normalized)
         with jax.named_scope("experts"):
             y = mix_experts(
                 normed,

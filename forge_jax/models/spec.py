@@ -54,14 +54,14 @@ class ExpertSpec:
       count: experts per layer.
       per_token: experts that compute each token.
       intermediate_size: of one expert.
-      normalised: True if the weights of a token's experts are scaled to sum to one.
+      normalized: True if the weights of a token's experts are scaled to sum to one.
       dense_layers: layers with an ordinary MLP.
     """
 
     count: int
     per_token: int
     intermediate_size: int
-    normalised: bool = True
+    normalized: bool = True
     dense_layers: frozenset[int] = frozenset()
 
 

@@ -34,7 +34,7 @@ class Delta:
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    pooled: bytes | None = None  # f32[d], of a request with `pooling`; not normalised
+    pooled: bytes | None = None  # f32[d], of a request with `pooling`; not normalized
     queue_s: float | None = None
     num_preemptions: int = 0
 

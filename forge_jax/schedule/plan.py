@@ -23,7 +23,7 @@ class Admission:
     """The device's initial data for a sequence that takes a slot.
 
     `tokens` are those known at admission: the prompt, and the output of a preempted sequence. The
-    device needs them only if the sequence is penalised.
+    device needs them only if the sequence is penalized.
     """
 
     slot: int
@@ -171,7 +171,7 @@ class SequenceResult:
     fault: bool = False  # its logits were not finite; ignore the tokens
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of `targets`
-    pooled: bytes | None = None  # f32[d], not normalised
+    pooled: bytes | None = None  # f32[d], not normalized
 
 
 @dataclass(frozen=True, slots=True)

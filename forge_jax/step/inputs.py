@@ -211,7 +211,7 @@ class SlotFlags:
                 flags |= FILTER
         if params.logit_bias:
             flags |= BIAS
-        if params.penalised:
+        if params.penalized:
             flags |= PENALTIES
         if params.logprobs is not None:
             flags |= LOGPROBS

@@ -36,7 +36,7 @@ class Column(enum.IntEnum):
     TOP_K = 8
     MIN_TOKENS = 9
     BIASED = 10
-    PENALISED = 11
+    PENALIZED = 11
     STOP_IDS = 12  # and the following columns
 
 
@@ -53,7 +53,7 @@ class Slots(NamedTuple):
     bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS], only read if BIASED
     bias: jax.Array  # f32[S, MAX_LOGIT_BIAS]
 
-    counts: jax.Array  # i32[S, V]: IN_PROMPT + count in the output, only read if PENALISED
+    counts: jax.Array  # i32[S, V]: IN_PROMPT + count in the output, only read if PENALIZED
     lora: jax.Array | None = None  # i32[S], the adapter's slot, None if LoRA is off
 
 
@@ -110,7 +110,7 @@ def pack_admissions(
         columns[Column.TOP_K] = max(p.top_k, 0)
         columns[Column.MIN_TOKENS] = p.held_tokens
         columns[Column.BIASED] = bool(p.logit_bias)
-        columns[Column.PENALISED] = p.penalised
+        columns[Column.PENALIZED] = p.penalized
         columns[Column.STOP_IDS :] = PADDING
         stop_ids = admission.stop_ids
         columns[Column.STOP_IDS : Column.STOP_IDS + len(stop_ids)] = stop_ids

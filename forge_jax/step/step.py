@@ -385,12 +385,12 @@ def _process(
         ids = jnp.where(biased[:, None], slots.bias_ids[slot], PADDING)
         return logits.at[rows, ids].add(slots.bias[slot], mode="drop")
 
-    def penalise(logits: jax.Array) -> jax.Array:
-        penalised = params[:, Column.PENALISED] > 0
+    def penalize(logits: jax.Array) -> jax.Array:
+        penalized = params[:, Column.PENALIZED] > 0
         counts = slots.counts[slot].at[rows, before].add(1, mode="drop")
         return sampling.apply_penalties(
             logits,
-            jnp.where(penalised[:, None], counts, 0),
+            jnp.where(penalized[:, None], counts, 0),
             presence=float_column(params, Column.PRESENCE),
             frequency=float_column(params, Column.FREQUENCY),
             repetition=float_column(params, Column.REPETITION),
@@ -409,7 +409,7 @@ def _process(
     with jax.named_scope("bias"):
         logits = jax.lax.cond(_has(flags, meta_bits.BIAS), bias, same, logits)
     with jax.named_scope("penalties"):
-        logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalise, same, logits)
+        logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalize, same, logits)
     with jax.named_scope("min_tokens"):
         logits = jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
     with jax.named_scope("masks"):

@@ -46,7 +46,7 @@ class Uploads:
         for admission in admissions:
             self._params[admission.slot] = admission.params
             self._flags.admit(admission.slot, admission.params)
-            if admission.params.penalised or admission.params.logit_bias:
+            if admission.params.penalized or admission.params.logit_bias:
                 yield "set_history", pack_history(admission, self._vocab_size)
 
     def step(self, plan: StepPlan, shape: StepShape) -> Upload:

@@ -185,7 +185,7 @@ class ChatTemplate:
     ) -> str:
         if add_generation_prompt and continue_final_message:
             raise RequestError(
-                "add_generation_prompt and continue_final_message exclude each other: set "
+                "add_generation_prompt and continue_final_message cannot be combined: set "
                 "add_generation_prompt to false",
                 param="continue_final_message",
             )
@@ -526,7 +526,7 @@ def _mark_final_message(messages: list[dict[str, Any]]) -> str:
         content = content[-1]["text"]
     if not isinstance(content, str):
         raise RequestError(
-            "continue_final_message needs a last message that has text",
+            "continue_final_message requires a last message with text",
             param="continue_final_message",
         )
     holder[key] = content + _CONTINUE_TAG

@@ -136,7 +136,7 @@ class _Vocabulary:
                 continue
             if found is None:
                 key = f"tokenizer.ggml.{name}_token_id"
-                raise self.metadata.error(key, f"the token that add_{name}_token adds")
+                raise self.metadata.error(key, f"the id of the token that add_{name}_token adds")
             special[name] = (self.tokens[found], found)
         if not special:
             return None

@@ -273,7 +273,7 @@ def _text(value: Any) -> str:
 
 
 def _too_large() -> NoReturn:
-    raise OverLimitError("the chat template makes a value that is too large")
+    raise OverLimitError("the chat template creates a value that is too large")
 
 
 def _weight(value: Any) -> int:

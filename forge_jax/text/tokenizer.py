@@ -214,7 +214,7 @@ class Tokenizer:
         size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         if size > context * longest:
             raise ContextLengthError(
-                f"{param}: {size} bytes of text need more than the {context} tokens of the context",
+                f"{param}: {size} bytes of text exceed the context length of {context} tokens",
                 param=param,
             )
 
@@ -307,8 +307,8 @@ class _GuardedEncoder:
         ids = self._ids(text)
         if not self._forbidden.isdisjoint(ids):
             raise RequestError(
-                "the text of a message spells a special token that this tokenizer cannot encode "
-                "as text; remove it from the message",
+                "a message contains a special token that this tokenizer cannot encode as plain "
+                "text; remove it from the message",
                 param="messages",
             )
         translated = (self._id_of_name.get(i, i) for i in ids)

@@ -54,12 +54,12 @@ class ServerConfig:
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces, that gets one "
-        "span per request",
+        "URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces, that receives "
+        "one span per request",
     )
     drain_timeout_s: float = option(
         30.0,
-        "seconds that running requests have to finish after SIGTERM, at least 0",
+        "seconds to let running requests finish after SIGTERM, at least 0",
         flag="--drain-timeout",
     )
     request_timeout_s: float | None = option(
@@ -81,22 +81,22 @@ class ServerConfig:
     )
     max_queued_requests: int = option(
         4096,
-        "maximum number of samples that wait for their first token, at least 0; the server rejects "
-        "more with 503",
+        "maximum number of samples (n per prompt) waiting for their first token, at least 0; above "
+        "it, the server returns 503",
     )
     max_queued_tokens: int = option(
         8 * 1024 * 1024,
-        "maximum number of prompt tokens that wait for their first output token, at least 0; the "
-        "server rejects more with 503",
+        "maximum number of prompt tokens in requests waiting for their first output token, at "
+        "least 0; above it, the server returns 503",
     )
     memory_watermark: float = option(
         0.95,
-        "fraction of the host's memory in use, above 0, from which the server rejects requests; 1: "
-        "never",
+        "fraction of host memory in use at which the server starts to reject requests, above 0 and "
+        "at most 1; 1: never",
     )
     stall_timeout_s: float = option(
         60.0,
-        "seconds without a completed step, while there is work, after which /health fails; at "
+        "seconds without a completed step while work is pending, after which /health fails; at "
         "least 0",
         flag="--stall-timeout",
     )
@@ -117,7 +117,7 @@ class ServerConfig:
     )
     fake: bool = option(
         False,
-        "serve deterministic text from a fake device without weights",
+        "for testing: serve deterministic text from a fake device, without loading a model",
         essential=True,
     )
     fake_step_time_ms: float = option(
@@ -126,7 +126,8 @@ class ServerConfig:
     api_key: tuple[str, ...] = option(
         (),
         "API key that clients must send as a bearer token; may be repeated. Each key is a separate "
-        "tenant. Other users of this machine can see the key: prefer --api-key-file",
+        "tenant with its own prefix cache and stored responses. Other users of this machine can "
+        "see the key: prefer --api-key-file",
         secret=True,
     )
     api_key_file: str | None = option(
@@ -149,8 +150,8 @@ class ServerConfig:
     )
     allowed_host: tuple[str, ...] = option(
         (),
-        "host name that requests may use for the server, or * for all; may be repeated. Default: "
-        "all, but on a loopback address without API keys only localhost and IP addresses",
+        "host name to accept in the Host header, or * for all; may be repeated. Default: all. On a "
+        "loopback address without API keys, the default is localhost and IP addresses only",
     )
     limits: Limits = field(
         default_factory=Limits, metadata={"doc": "limits of one request", "flag": None}
@@ -175,7 +176,7 @@ class ServerConfig:
             ("--fake-step-time-ms", self.fake_step_time_ms),
         ):
             if not value >= 0:
-                raise ConfigError(f"{flag} must not be negative, not {value}")
+                raise ConfigError(f"{flag} must be at least 0, not {value}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
         if self.profile_dir is not None and not self.profile_dir:

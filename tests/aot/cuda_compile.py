@@ -48,11 +48,11 @@ OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b"
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
 QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "the check", "step")
 QUICK_MIXED_LAYERS = 4
-QUANTISED_TEMP_BYTES = (
+QUANTIZED_TEMP_BYTES = (
     300e6  # 165e6 for a step without quantization; the largest matrix is 117e6 in bfloat16
 )
 EXPERTS_TEMP_BYTES = 350e6  # gates and ups of 32 of 128 experts are 201e6 in bfloat16
-QUANTISED = {
+QUANTIZED = {
     "fp8 in blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "fp8": {"quant_method": "fp8"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
@@ -168,8 +168,8 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
     )
 
 
-def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
-    """Return Llama 3.1 8B with this many layers, quantized as in one of QUANTISED."""
+def llama_3_1_8b(layers: int, quantized: str | None = None) -> ModelSpec:
+    """Return Llama 3.1 8B with this many layers, quantized as in one of QUANTIZED."""
     attention = LLAMA_3_1_8B
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -188,14 +188,14 @@ def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
         bos_token_id=128000,
         eos_token_ids=(128001,),
         quantization=read_quantization(
-            HFConfig({"quantization_config": QUANTISED.get(quantised or "")})
+            HFConfig({"quantization_config": QUANTIZED.get(quantized or "")})
         ),
-        ggml_types=gguf_types(layers) if quantised == GGUF else None,
+        ggml_types=gguf_types(layers) if quantized == GGUF else None,
     )
 
 
-def qwen_3_30b_a3b(layers: int, quantised: str) -> ModelSpec:
-    """Return Qwen3 30B A3B with this many layers, quantized as in one of QUANTISED."""
+def qwen_3_30b_a3b(layers: int, quantized: str) -> ModelSpec:
+    """Return Qwen3 30B A3B with this many layers, quantized as in one of QUANTIZED."""
     config = {
         **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "vocab_size": 151936},
         **{"num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4},
@@ -203,7 +203,7 @@ def qwen_3_30b_a3b(layers: int, quantised: str) -> ModelSpec:
         **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
         **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
         **{"bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16"},
-        **{"tie_word_embeddings": False, "quantization_config": QUANTISED[quantised]},
+        **{"tie_word_embeddings": False, "quantization_config": QUANTIZED[quantized]},
     }
     return find_architecture("Qwen3MoeForCausalLM").read_spec(HFConfig(config), HFConfig({}))
 
@@ -240,11 +240,11 @@ def compile_step(
     options: dict,
     donated: tuple[int, ...] = (1, 2),
     kv_dtype: str = "auto",
-    quantised: str | None = None,
+    quantized: str | None = None,
     spec: ModelSpec | None = None,
 ) -> deviceless.Program:
     """Compile a step of Llama 3.1 8B, or of `spec`, with the engine's own function."""
-    spec = spec or llama_3_1_8b(layers, quantised)
+    spec = spec or llama_3_1_8b(layers, quantized)
     model, block_size = build_model(spec), 64
     return compiler(
         make_step(model, shape, block_size, implementation="mosaic"),
@@ -263,10 +263,10 @@ def compile_shared_step(
     shape: StepShape,
     layers: int,
     options: dict,
-    quantised: str | None = None,
+    quantized: str | None = None,
 ) -> deviceless.Program:
     """Compile a step of Llama 3.1 8B that all devices of `compiler` share."""
-    spec, mesh = llama_3_1_8b(layers, quantised), TensorMesh.of(compiler.devices)
+    spec, mesh = llama_3_1_8b(layers, quantized), TensorMesh.of(compiler.devices)
     model = build_model(spec, shards=mesh.shards)
     layer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.kv(model)),
@@ -285,7 +285,7 @@ def compile_shared_step(
 
 
 def shared_step_faults(
-    program: deviceless.Program, layers: int, shards: int, quantised: str | None = None
+    program: deviceless.Program, layers: int, shards: int, quantized: str | None = None
 ) -> Iterator[str]:
     """Return one device's faults; XLA keeps sums over devices outside command buffers."""
     yield from kernel_faults(program)
@@ -295,8 +295,8 @@ def shared_step_faults(
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     found = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program.hlo))
     expected = Counter({"all-reduce": 2 * layers + 1, "all-gather": 1})
-    if quantised in BEFORE_SUMS:
-        expected[BEFORE_SUMS[quantised]] += 2 * layers
+    if quantized in BEFORE_SUMS:
+        expected[BEFORE_SUMS[quantized]] += 2 * layers
     if found != expected:
         yield f"in {layers} layers the devices say to each other: {dict(found)}"
     attention = program.hlo.count('custom_call_target="mosaic_gpu')
@@ -318,7 +318,7 @@ def step_faults(
     layers: int,
     kv_dtype: str = "auto",
     *,
-    quantised: bool = False,
+    quantized: bool = False,
     spec: ModelSpec | None = None,
 ) -> Iterator[str]:
     """Return the faults of a step; a quantized one converts one matrix or few experts to float."""
@@ -329,11 +329,11 @@ def step_faults(
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
     limit = MATRIX_BYTES if spec is None else 4 * SEQS * spec.vocab_size + 1  # more than the logits
     made = list(large_results(program.hlo, limit, [array.shape for array in arrays]))
-    if quantised:
+    if quantized:
         # Matrices that products use unconverted are copied in chunks of experts.
         expected = ("convert_fusion",) if spec is None else ("convert_fusion", "slice")
         made = [line for line in made if not any(name in line for name in expected)]
-        if program.temp_bytes > (QUANTISED_TEMP_BYTES if spec is None else EXPERTS_TEMP_BYTES):
+        if program.temp_bytes > (QUANTIZED_TEMP_BYTES if spec is None else EXPERTS_TEMP_BYTES):
             yield f"{program.temp_bytes} temporary bytes"
     writes = [line for line in made if "scatter" in line]
     yield from (
@@ -406,22 +406,22 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, count, kv_dtype)
             yield result
-    for quantised in (*QUANTISED, GGUF):
-        name = f"quantised ({quantised}): step {decode.name} of llama-3.1-8b, 1 layer"
+    for quantized in (*QUANTIZED, GGUF):
+        name = f"quantized ({quantized}): step {decode.name} of llama-3.1-8b, 1 layer"
         if wanted(name):
             start = time.perf_counter()
-            program = compile_step(compiler, decode, 1, options, quantised=quantised)
+            program = compile_step(compiler, decode, 1, options, quantized=quantized)
             result = Result(name, program, time.perf_counter() - start)
-            result.faults += step_faults(program, 1, quantised=True)
+            result.faults += step_faults(program, 1, quantized=True)
             yield result
-    for quantised in QUANTISED:
-        name = f"experts ({quantised}): step {decode.name} of qwen-3-30b-a3b, 1 layer"
+    for quantized in QUANTIZED:
+        name = f"experts ({quantized}): step {decode.name} of qwen-3-30b-a3b, 1 layer"
         if wanted(name):
             start = time.perf_counter()
-            spec = qwen_3_30b_a3b(1, quantised)
+            spec = qwen_3_30b_a3b(1, quantized)
             program = compile_step(compiler, decode, 1, options, spec=spec)
             result = Result(name, program, time.perf_counter() - start)
-            result.faults += step_faults(program, 1, quantised=True, spec=spec)
+            result.faults += step_faults(program, 1, quantized=True, spec=spec)
             yield result
     for shards in SHARDS:
         name = f"step {decode.name} of llama-3.1-8b, {SHARED_LAYERS} layers, on {shards} devices"
@@ -432,14 +432,14 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, SHARED_LAYERS, shards)
             yield result
-    for quantised in QUANTISED:
-        name = f"quantised ({quantised}): step {decode.name} of llama-3.1-8b, 1 layer, on 2 devices"
+    for quantized in QUANTIZED:
+        name = f"quantized ({quantized}): step {decode.name} of llama-3.1-8b, 1 layer, on 2 devices"
         if wanted(name):
             start = time.perf_counter()
             several = deviceless.Compiler(2, AXIS)
-            program = compile_shared_step(several, decode, 1, options, quantised)
+            program = compile_shared_step(several, decode, 1, options, quantized)
             result = Result(name, program, time.perf_counter() - start)
-            result.faults += shared_step_faults(program, 1, 2, quantised)
+            result.faults += shared_step_faults(program, 1, 2, quantized)
             yield result
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import report as reports
 from forge_jax.tools.doctor import machine as doctor_machine
-from forge_serve.bench.metrics import Measured, Slo, percentile, refusal, summarise
+from forge_serve.bench.metrics import Measured, Slo, percentile, refusal, summarize
 
 
 def measured(
@@ -44,7 +44,7 @@ def test_percentiles_interpolate_linearly():
 
 
 def test_rates_divide_completed_work_by_wall_time():
-    summary = summarise([measured(), measured(tokens=5, asked_tokens=8), FAILED], wall_s=2.0)
+    summary = summarize([measured(), measured(tokens=5, asked_tokens=8), FAILED], wall_s=2.0)
     assert (summary["requests"], summary["completed"]) == (3, 2)
     assert summary["errors"] == {"HTTP 500: no": 1}
     assert summary["requests_per_s"] == 1.0
@@ -55,7 +55,7 @@ def test_rates_divide_completed_work_by_wall_time():
 
 
 def test_latencies_are_in_milliseconds():
-    summary = summarise([measured(), measured(ttft_s=0.3)], wall_s=1.0)
+    summary = summarize([measured(), measured(ttft_s=0.3)], wall_s=1.0)
     assert summary["ttft_ms"]["mean"] == pytest.approx(200)
     assert summary["ttft_ms"]["p50"] == pytest.approx(200)
     assert summary["ttft_ms"]["p99"] == pytest.approx(298)
@@ -67,7 +67,7 @@ def test_latencies_are_in_milliseconds():
 def test_tpot_counts_tokens_and_itl_counts_events():
     merged = measured(gaps_s=(0.06,), tokens=7)  # two events with seven tokens
     assert merged.tpot_s == pytest.approx(0.01)
-    assert summarise([merged], 1.0)["itl_ms"]["p50"] == pytest.approx(60)
+    assert summarize([merged], 1.0)["itl_ms"]["p50"] == pytest.approx(60)
     assert measured(gaps_s=(), tokens=1).tpot_s is None
 
 
@@ -86,32 +86,32 @@ def test_tpot_counts_tokens_and_itl_counts_events():
 )
 def test_goodput_counts_requests_within_every_limit(slo, good):
     runs = [measured(), measured(gaps_s=(0.01, 0.07)), FAILED, Measured()]
-    goodput = summarise(runs, wall_s=4.0, slo=slo)["goodput"]
+    goodput = summarize(runs, wall_s=4.0, slo=slo)["goodput"]
     assert goodput["requests_per_s"] == good / 4.0
     assert goodput["share"] == good / 4
     assert goodput["slo"] == slo.asked
 
 
 def test_goodput_is_absent_without_a_limit():
-    assert "goodput" not in summarise([measured()], 1.0, Slo())
-    assert "goodput" not in summarise([measured()], 1.0)
+    assert "goodput" not in summarize([measured()], 1.0, Slo())
+    assert "goodput" not in summarize([measured()], 1.0)
 
 
 def test_groups_have_their_own_figures():
-    summary = summarise(
+    summary = summarize(
         [measured(group="long", ttft_s=0.5), measured(group="decoder"), measured(group="decoder")],
         wall_s=1.0,
     )
     assert summary["groups"]["decoder"]["requests"] == 2
     assert summary["groups"]["decoder"]["ttft_ms"]["p99"] == pytest.approx(100)
     assert summary["groups"]["long"]["ttft_ms"]["p50"] == pytest.approx(500)
-    assert "groups" not in summarise([measured(), measured()], 1.0)
+    assert "groups" not in summarize([measured(), measured()], 1.0)
 
 
 def test_valid_json_answers_are_counted():
     texts = ['{"name": "Ann", "age": 3}', '{"name": "Ann"', "[1]", "Ann is 3"]
     answers = [measured(json_wanted=True, text=text) for text in texts]
-    assert summarise(answers, 1.0)["json_valid"] == 1
+    assert summarize(answers, 1.0)["json_valid"] == 1
 
 
 def test_refusals_are_a_share_of_all_requests():
@@ -123,7 +123,7 @@ def test_refusals_are_a_share_of_all_requests():
 
 
 def test_run_without_successes_still_has_a_report(tmp_path):
-    report = reports.new("serving", runs=[summarise([FAILED], 1.0)])
+    report = reports.new("serving", runs=[summarize([FAILED], 1.0)])
     file = tmp_path / "report.json"
     reports.write(report, file)
     read = json.loads(file.read_text())

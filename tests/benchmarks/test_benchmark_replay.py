@@ -205,7 +205,7 @@ def test_prefix_cache_hits_match_the_hash_ids():
     assert [m.slowdown for m in served] == pytest.approx([1.0] * len(served))
     cached = sum(m.cached_tokens for m in served)
     assert cached > 50 * TRACE_BLOCK
-    told = replay.summarise(outcome, Slo(ttft_ms=1e6))
+    told = replay.summarize(outcome, Slo(ttft_ms=1e6))
     assert told["prefix_hit_rate"] == cached / told["prompt_tokens"]
     assert told["goodput"]["share"] == 1.0
 
@@ -227,7 +227,7 @@ def test_urgent_requests_wait_less_only_under_priority():
     ratios = {}
     for policy in ("fcfs", "priority"):
         outcome = play(requests, rate=50.0, policy=policy, sizes=SMALL, cost=H200)
-        groups = replay.summarise(outcome, Slo(ttft_ms=1.0))["groups"]
+        groups = replay.summarize(outcome, Slo(ttft_ms=1.0))["groups"]
         ratios[policy] = groups["urgent"]["ttft_ms"]["p50"] / groups["ordinary"]["ttft_ms"]["p50"]
     assert ratios["priority"] < 0.5 < ratios["fcfs"]
 

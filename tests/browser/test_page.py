@@ -359,8 +359,8 @@ def test_shared_blocks_and_other_requests_are_distinguished(slow_server, visit):
     expect(rows).to_have_count(3)
     expect(rows.nth(1)).to_contain_text("shared")
     assert number(visit.page, "shared") >= 5
-    colours = rows.locator(".swatch").evaluate_all("all => all.map(each => each.className)")
-    assert len(set(colours)) == 3
+    colors = rows.locator(".swatch").evaluate_all("all => all.map(each => each.className)")
+    assert len(set(colors)) == 3
     assert visit.page.get_by_text("this chat").count() == 0
 
 
@@ -519,8 +519,8 @@ CONTRAST = """() => {
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
   const under = (node) => {
     for (; node; node = node.parentElement) {
-      const colour = rgb(getComputedStyle(node).backgroundColor);
-      if (colour.length < 4 || colour[3] === 1) return colour;
+      const color = rgb(getComputedStyle(node).backgroundColor);
+      if (color.length < 4 || color[3] === 1) return color;
     }
     return [255, 255, 255];
   };

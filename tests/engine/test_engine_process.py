@@ -584,7 +584,7 @@ async def test_hanging_step_gets_its_live_process_replaced(monkeypatch, tmp_path
 
 @pytest.mark.parametrize(
     ("worker", "message"),
-    [(HOLDS_ITS_BREATH, "has sent nothing for"), (LOADS_FOR_EVER, "could not serve after")],
+    [(HOLDS_ITS_BREATH, "has sent nothing for"), (LOADS_FOR_EVER, "did not become ready within")],
     ids=["frozen", "loading"],
 )
 async def test_successor_that_hangs_at_start_is_replaced(

@@ -178,7 +178,7 @@ def test_float32_models_run_on_plain_xla(stories, caplog):
 def test_unsupported_head_size_uses_xla_attention_with_a_warning(stories, caplog):
     with caplog.at_level(logging.WARNING):
         llm = LLM(stories, dtype="bfloat16", **OPTIONS)
-    assert "attention in plain XLA, without the CPU kernels: the head dim must be" in caplog.text
+    assert "attention uses plain XLA, not the CPU kernels: the head dim must be" in caplog.text
     assert (
         core_of(llm).device.model.packings and core_of(llm).device.options.implementation == "auto"
     )
@@ -210,7 +210,7 @@ def test_kernels_that_skip_unused_rows_allow_any_step_size(caplog):
     assert filled is not None and exact is not None
     assert (filled.choose(4, 512), exact.choose(4, 512)) == (64, 12)
     assert [record.getMessage() for record in caplog.records] == [
-        "inter-token latency target of 200 ms: while sequences decode, steps with prompts have "
-        f"fewer tokens where full ones would take longer ({sizes})"
+        "inter-token latency target of 200 ms: while sequences decode, prefill steps are shortened "
+        f"to reach it (tokens per step: {sizes})"
         for sizes in ("one of 64, 512", "any number")
     ]

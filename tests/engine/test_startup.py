@@ -253,7 +253,7 @@ def test_cache_that_exceeds_xlas_figures_shrinks_once(stories, monkeypatch, capl
     monkeypatch.setattr(assemble, "_make_runner", make_runner)
     with caplog.at_level(logging.INFO):
         llm = LLM(str(stories), **OPTIONS)
-    assert "the KV cache is cut to" in caplog.text
+    assert "the KV cache is reduced to" in caplog.text
     assert alive[0] == alive[1], "the first cache is gone before the second is made"
     device = core_of(llm).device
     assert device.memory_bytes() < needed

@@ -41,7 +41,7 @@ def f32(x: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """Integers and their scales: the weight [N, K] is `values * scale`, in groups along K."""
 
     values: np.ndarray  # i64[N, K], or the floats themselves
@@ -54,14 +54,14 @@ class Quantised:
         return self.values * scale[:, : self.values.shape[1]]
 
 
-def quantise(w: np.ndarray, form: str) -> Quantised:
+def quantize(w: np.ndarray, form: str) -> Quantized:
     """Round bf16[N, K] as the format does."""
     x = f32(w)
     if form == "bf16":
-        return Quantised(x.astype(np.float64), np.ones((len(x), 1), np.float32), x.shape[1])
+        return Quantized(x.astype(np.float64), np.ones((len(x), 1), np.float32), x.shape[1])
     if form == "int8":
-        values, scale = quantise_rows(x)
-        return Quantised(values, scale[:, None], x.shape[1])
+        values, scale = quantize_rows(x)
+        return Quantized(values, scale[:, None], x.shape[1])
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
     at = np.abs(x).argmax(axis=2)[..., None]
     scale = (np.take_along_axis(x, at, 2) / np.float32(-8)).astype(np.float16)
@@ -69,10 +69,10 @@ def quantise(w: np.ndarray, form: str) -> Quantised:
     inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)
     nibbles = np.floor(f32(x.astype(np.float64) * inverse + 8.5)).clip(0, 15)
     values = (nibbles.astype(np.int64) - 8).reshape(len(x), -1)[:, : w.shape[1]]
-    return Quantised(values, step[..., 0], GROUP)
+    return Quantized(values, step[..., 0], GROUP)
 
 
-def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Round each row of f32[T, K] to the nearest of 255 steps: (i64[T, K], f32[T])."""
     top = np.abs(x).max(axis=1)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
@@ -92,7 +92,7 @@ def slow_pack(w: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray |
     order = order.ravel()
     rows = np.where((order >= 0)[:, None], f32(w)[order], 0)
     unit = {"bf16": 2, "int8": 4, "int4": GROUP}[packing.format]
-    q = quantise(bf16(np.pad(rows, ((0, 0), (0, -K % unit)))), packing.format)
+    q = quantize(bf16(np.pad(rows, ((0, 0), (0, -K % unit)))), packing.format)
     panels = q.values.reshape(packing.panels, PANEL, -1, unit)
     if packing.format == "bf16":
         return panels.transpose(0, 2, 1, 3).astype(BF16).view(np.uint16), None
@@ -184,7 +184,7 @@ def run(case: Case, arrays: Arrays, num_rows: int | None = None) -> np.ndarray:
     return f32(np.asarray(y)[:num_rows])
 
 
-def normalised(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def normalized(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return RMSNorm of bf16 rows as f32, rounded where Hugging Face rounds to bf16."""
     x = f32(x)
     scale = f32(1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS))
@@ -197,8 +197,8 @@ def expected(case: Case, arrays: Arrays, *, slips: bool = False) -> tuple[np.nda
     The norm's float32 sum has another order, so once in some thousand elements its result rounds to
     a neighbor. `slips` adds that to the tolerance.
     """
-    x = normalised(arrays.x, arrays.norm) if case.norm else f32(arrays.x)
-    w = quantise(arrays.w, case.form)
+    x = normalized(arrays.x, arrays.norm) if case.norm else f32(arrays.x)
+    w = quantize(arrays.w, case.form)
     largest = (np.abs(x)[:, None, :] * np.abs(w.floats)).max(axis=2)
     error = 2 * U16 * largest if slips else 0
     if case.form == "bf16":
@@ -207,7 +207,7 @@ def expected(case: Case, arrays: Arrays, *, slips: bool = False) -> tuple[np.nda
             np.abs(x).astype(np.float64) @ np.abs(w.floats).T
         )
     else:
-        steps, scale = quantise_rows(x)
+        steps, scale = quantize_rows(x)
         y = steps @ w.floats.T * scale[:, None]
         # A slip may be one step more. Within a group the products are exact.
         nudged = scale[:, None] * np.abs(w.floats).max(axis=1) if slips else 0

@@ -135,7 +135,7 @@ def check_embed(shape, form):
     case = Case(form, outputs=shape[0], inputs=shape[1])
     w = contract.make(case).w
     tokens = np.array([0, 1, 31, 32, shape[0] - 1, 5, 5, -1, shape[0], 2**31 - 1], np.int32)
-    want = contract.quantise(w, form).floats[np.clip(tokens, 0, shape[0] - 1)]
+    want = contract.quantize(w, form).floats[np.clip(tokens, 0, shape[0] - 1)]
     out = jax.jit(embed)(contract.packed(case, w), jnp.asarray(tokens))
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(f32(out), f32(bf16(want)))

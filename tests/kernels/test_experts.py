@@ -20,17 +20,17 @@ def test_weights_are_the_softmax_of_the_most_likely_experts():
     logits = np.random.default_rng(0).standard_normal((9, 7)).astype(np.float32)
     share = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     order = np.argsort(-logits, axis=1)[:, :3]
-    for normalised in (False, True):
-        experts, weights = choose_experts(jnp.asarray(logits), 3, normalised=normalised)
+    for normalized in (False, True):
+        experts, weights = choose_experts(jnp.asarray(logits), 3, normalized=normalized)
         np.testing.assert_array_equal(experts, order)
         want = np.take_along_axis(share, order, 1)
-        want = want / want.sum(axis=1, keepdims=True) if normalised else want
+        want = want / want.sum(axis=1, keepdims=True) if normalized else want
         np.testing.assert_allclose(weights, want, rtol=1e-5)
 
 
 def test_ties_choose_the_first_experts():
     logits = jnp.asarray([[0.0, 2.0, 0.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
-    experts, weights = choose_experts(logits, 3, normalised=True)
+    experts, weights = choose_experts(logits, 3, normalized=True)
     assert experts.tolist() == [[1, 3, 0], [0, 1, 2]]
     np.testing.assert_allclose(weights[1], [1 / 3] * 3, rtol=1e-6)
 

@@ -220,21 +220,21 @@ def plain_weights(seed: int = 0, *, experts: bool = False) -> dict[str, np.ndarr
 def write_model(
     folder: Path,
     weights: dict[str, np.ndarray],
-    quantise: Callable | None = None,
+    quantize: Callable | None = None,
     quantization: dict | None = None,
     more: dict[str, np.ndarray] | None = None,
     **config,
 ) -> dict[str, np.ndarray]:
     """Write a model folder with quantized layer matrices; return the weights that it represents.
 
-    `quantise(name, w)` returns tensors by their last name, and the exact matrix. `more` are
+    `quantize(name, w)` returns tensors by their last name, and the exact matrix. `more` are
     additional tensors.
     """
     tensors, exact = dict(more or {}), dict(weights)
     for name, w in weights.items():
-        if quantise is not None and is_quantised(name):
+        if quantize is not None and is_quantized(name):
             module = name.removesuffix(".weight")
-            parts, exact[name] = quantise(module, w)
+            parts, exact[name] = quantize(module, w)
             tensors |= {f"{module}.{part}": array for part, array in parts.items()}
         else:
             tensors[name] = w.astype(np.float32)
@@ -246,7 +246,7 @@ def write_model(
     return exact
 
 
-def is_quantised(name: str) -> bool:
+def is_quantized(name: str) -> bool:
     return name.endswith("_proj.weight") or ".experts." in name
 
 

@@ -95,7 +95,7 @@ def _layer(model: ModelSpec, index: int, silu: bool) -> dict:
     mlp = {"mlp_bias": model.mlp_bias, "inner": model.intermediate_size}
     if experts is not None:
         sizes = [experts.count, experts.per_token, experts.intermediate_size]
-        mlp = {"experts": sizes, "normalised": experts.normalised}
+        mlp = {"experts": sizes, "normalized": experts.normalized}
     return {
         "window": model.window(index),
         "scale": model.sm_scale,
@@ -263,7 +263,7 @@ def test_missing_field_is_its_default_and_null_only_where_meaningful(name):
         try:
             return spec_of(name, config)
         except ModelError as error:
-            return str(error).removesuffix(", the default of a missing field")
+            return str(error).removesuffix(", the default because the field is missing")
 
     for field, entry in theirs.items():
         if field not in own.defaults:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import test_quantized as quantised
+import test_quantized as quantized
 from gguf_writer import Q, write_gguf
 from lora_files import weights_of
 
@@ -101,7 +101,7 @@ def test_rounded_values_match_the_model(options, goldens, tmp_path):
 def test_quantized_values_match_the_checkpoint(name, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    quantised.write(quantised.CASES[name], source)
+    quantized.write(quantized.CASES[name], source)
     out = converted(source, tmp_path / "out")
     assert read_spec(out).quantization is not None
     assert_same_bits(engine_leaves(out), engine_leaves(source))

@@ -118,12 +118,12 @@ def test_expert_layers_follow_the_config(spec_of):
 
 def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
     new = spec_of("qwen3_moe").experts
-    assert (new.count, new.per_token, new.intermediate_size, new.normalised) == (12, 4, 16, True)
+    assert (new.count, new.per_token, new.intermediate_size, new.normalized) == (12, 4, 16, True)
     assert spec_of("qwen3_moe", ("num_local_experts",), num_experts=12).experts == new
     names = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
     large = spec_of("qwen3_moe", (*names, "norm_topk_prob")).experts
     assert (large.count, large.per_token, large.intermediate_size) == (128, 8, 768)
-    assert not large.normalised
+    assert not large.normalized
     mixtral = spec_of("mixtral", ("num_local_experts", "num_experts_per_tok", "rope_parameters"))
     assert (mixtral.experts.count, mixtral.experts.per_token) == (8, 2)
     assert mixtral.rope == RopeSpec(theta=1e6) and mixtral.windows == ()

@@ -283,7 +283,9 @@ def test_file_and_folder_with_one_file_resolve_to_the_file(stories_gguf, tmp_pat
 def test_folder_with_several_files_lists_them(tmp_path):
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(ModelError, match=r"has 2 GGUF files: give one of them: a\.gguf, b\.gguf"):
+    with pytest.raises(
+        ModelError, match=r"has 2 GGUF files: pass one of them \(a\.gguf, b\.gguf\)"
+    ):
         resolve(str(tmp_path))
 
 

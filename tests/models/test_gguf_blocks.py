@@ -313,7 +313,7 @@ def test_converted_folder_has_the_same_bits(zoo, tmp_path):
             np.testing.assert_array_equal(
                 np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8)
             )
-    with pytest.raises(ModelError, match="was converted with its matrices in blocks"):
+    with pytest.raises(ModelError, match="was converted with its matrices in GGUF blocks"):
         forge_jax.load(str(out), gguf_weights="decoded")
     for wanted in ({"gguf_weights": "decoded"}, {"quantization": "int8"}):
         with pytest.raises(CheckpointError, match="converted with"):

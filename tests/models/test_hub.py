@@ -83,7 +83,7 @@ def http_error(kind: type[Exception], message: str) -> Exception:
         ),
         (http_error(errors.RepositoryNotFoundError, "404"), "no model 'org/m' on the"),
         (http_error(errors.RevisionNotFoundError, "404"), "no revision 'main'"),
-        (errors.LocalEntryNotFoundError("offline"), "cannot be reached: connect, or copy"),
+        (errors.LocalEntryNotFoundError("offline"), "cannot be reached: go online, or copy"),
         (http_error(errors.HfHubHTTPError, "500"), "could not be downloaded: 500"),
         (errors.HFValidationError("bad"), "is not a Hugging Face id"),
         (OSError(28, "No space left on device"), "could not be downloaded: .*No space left"),

@@ -45,7 +45,7 @@ def w4(**changes):
 
 class Case(NamedTuple):
     config: dict[str, Any]
-    quantise: Any  # (w, rng) -> (tensors, exact matrix); ordered ones also take the module
+    quantize: Any  # (w, rng) -> (tensors, exact matrix); ordered ones also take the module
     round_rows: Any = None
     bits: float = 8  # per value
     ordered: bool = False
@@ -58,10 +58,10 @@ def order_of(module: str, width: int) -> np.ndarray:
     return RNG(width + 1000 * expert).permutation(np.arange(width) // 32)
 
 
-def _in_order(config, quantise, **options):
+def _in_order(config, quantize, **options):
     def with_order(w, rng, module):
         index = order_of(module, w.shape[1])
-        return quantise(w, rng=rng, ordered=True, group=32, index=index, **options)
+        return quantize(w, rng=rng, ordered=True, group=32, index=index, **options)
 
     return Case(config, with_order, bits=4, ordered=True)
 
@@ -153,17 +153,17 @@ def written(request, tmp_path_factory):
     return Written(case, folder, exact, load(folder))
 
 
-def quantiser(case: Case):
+def quantizer(case: Case):
     """Return a function of (module, w) to (tensors, exact matrix)."""
     rng = RNG(2)
     if case.ordered:
-        return lambda module, w: case.quantise(w, rng, module)
-    return lambda _, w: case.quantise(w, rng)
+        return lambda module, w: case.quantize(w, rng, module)
+    return lambda _, w: case.quantize(w, rng)
 
 
 def write(case: Case, folder, **config) -> dict[str, np.ndarray]:
     return writer.write_model(
-        folder, writer.plain_weights(), quantiser(case), case.config, **config
+        folder, writer.plain_weights(), quantizer(case), case.config, **config
     )
 
 
@@ -352,9 +352,9 @@ def rows_without_ties(width: int) -> jax.Array:
     ],
 )  # fmt: skip
 def test_tensors_that_contradict_the_config_are_named(name, change, message, tmp_path):
-    case, own = CASES[name], quantiser(CASES[name])
+    case, own = CASES[name], quantizer(CASES[name])
 
-    def quantise(module, w):
+    def quantize(module, w):
         parts, exact = own(module, w)
         if module == "model.layers.0.self_attn.q_proj":
             for part, edit in change.items():
@@ -363,7 +363,7 @@ def test_tensors_that_contradict_the_config_are_named(name, change, message, tmp
                     del parts[part]
         return parts, exact
 
-    writer.write_model(tmp_path, writer.plain_weights(), quantise, case.config)
+    writer.write_model(tmp_path, writer.plain_weights(), quantize, case.config)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
@@ -371,11 +371,11 @@ def test_tensors_that_contradict_the_config_are_named(name, change, message, tmp
 def test_zero_points_of_symmetric_values_must_be_zero(tmp_path):
     for value, good in ((0, True), (3, False)):
 
-        def quantise(_, w, value=value):
+        def quantize(_, w, value=value):
             parts, exact = writer.int8(w)
             return parts | {"weight_zero_point": np.full((len(w), 1), value, np.int8)}, exact
 
-        writer.write_model(tmp_path, writer.plain_weights(), quantise, CASES["int8_rows"].config)
+        writer.write_model(tmp_path, writer.plain_weights(), quantize, CASES["int8_rows"].config)
         if good:
             load(tmp_path)
             continue
@@ -387,12 +387,12 @@ def test_unexpected_bias_must_be_zero(tmp_path):
     """Old GPTQ files give every matrix one."""
     for value, good in ((0, True), (1, False)):
 
-        def quantise(module, w, value=value):
+        def quantize(module, w, value=value):
             parts, exact = writer.gptq(w, group=32, rng=RNG(0))
             bias = np.full(len(w), value if module.endswith("v_proj") else 0, np.float16)
             return parts | {"bias": bias}, exact
 
-        writer.write_model(tmp_path, writer.plain_weights(), quantise, GPTQ)
+        writer.write_model(tmp_path, writer.plain_weights(), quantize, GPTQ)
         if good:
             load(tmp_path)
             continue
@@ -479,7 +479,7 @@ def test_quantization_flag_does_not_quantize_again(quantization, tmp_path):
     write(CASES["gptq"], tmp_path, torch_dtype="bfloat16")
     with pytest.raises(
         ConfigError,
-        match=rf'quantization="{quantization}": .* already quantised \(gptq, by .*json: quant',
+        match=rf'quantization="{quantization}": .* already quantized \(gptq, by .*json: quant',
     ):
         LLM(str(tmp_path), quantization=quantization, **ENGINE)
 
@@ -499,11 +499,11 @@ def test_scales_that_overflow_float16_name_the_remedy(tmp_path):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
 
-    def quantise(_, w):
+    def quantize(_, w):
         parts, exact = writer.packed4(w, group=32, rng=RNG(0))
         return parts | {"weight_scale": parts["weight_scale"].astype(np.float32) * 1.0001}, exact
 
-    writer.write_model(tmp_path, writer.plain_weights(), quantise, w4(), torch_dtype="bfloat16")
+    writer.write_model(tmp_path, writer.plain_weights(), quantize, w4(), torch_dtype="bfloat16")
     with pytest.raises(
         CheckpointError,
         match=r"qkv.weight: a scale cannot be represented in float16.*--kernels xla",

@@ -30,7 +30,7 @@ from test_quantized import (
     error,
     load,
     logits,
-    quantiser,
+    quantizer,
 )
 from test_quantized_config import args, compressed
 
@@ -68,7 +68,7 @@ def write_experts(case: Case, folder, **config) -> dict[str, np.ndarray]:
     # Far from ties, so that rounding changes no choice, and of equal size, so that both count.
     weights[ROUTER] = weights[ROUTER] * 2
     config = writer.MIXTRAL | config
-    return writer.write_model(folder, weights, quantiser(case), config_of(case), **config)
+    return writer.write_model(folder, weights, quantizer(case), config_of(case), **config)
 
 
 class Written(NamedTuple):
@@ -301,7 +301,7 @@ def test_quantized_router_is_used(tmp_path):
     tensors, router = writer.int8(weights.pop(ROUTER))
     more = {f"{MOE}.gate.{name}": array for name, array in tensors.items()}
     exact = writer.write_model(
-        tmp_path, weights, quantiser(case), case.config, more, **writer.MIXTRAL
+        tmp_path, weights, quantizer(case), case.config, more, **writer.MIXTRAL
     )
     loaded = load(tmp_path)
     assert "layers.0.mlp.router.weight" in loaded.model.in_format(QuantizedFormat)
@@ -314,9 +314,9 @@ def test_quantized_router_is_used(tmp_path):
 def test_router_quantized_only_by_its_tensors_is_named(method, tmp_path):
     weights, case = writer.plain_weights(experts=True), CASES[method]
     router = np.concatenate([weights.pop(ROUTER)] * 2)  # 4-bit values come in words of 8 rows
-    tensors, _ = case.quantise(router, RNG(0))
+    tensors, _ = case.quantize(router, RNG(0))
     more = {f"{MOE}.gate.{name}": array for name, array in tensors.items()}
-    writer.write_model(tmp_path, weights, quantiser(case), case.config, more, **writer.MIXTRAL)
+    writer.write_model(tmp_path, weights, quantizer(case), case.config, more, **writer.MIXTRAL)
     with pytest.raises(
         CheckpointError, match=r"block_sparse_moe.gate is quantized .*does not describe it"
     ):
@@ -327,19 +327,19 @@ def test_router_quantized_only_by_its_tensors_is_named(method, tmp_path):
 def test_experts_may_be_partly_quantized(part, tmp_path):
     """Either down, or gates and ups; the rest stays in floats, with kernels too."""
     names = ["w2"] if part == "w2" else ["w1", "w3"]
-    case, own = CASES["int8_rows"], quantiser(CASES["int8_rows"])
+    case, own = CASES["int8_rows"], quantizer(CASES["int8_rows"])
     targets = [f"re:.*{name}$" for name in names]
     group = case.config["config_groups"]["group_0"] | {"targets": targets}
     weights = writer.plain_weights(experts=True)
     weights[ROUTER] = weights[ROUTER] * 2
 
-    def quantise(module, w):
+    def quantize(module, w):
         if module.endswith(tuple(names)):
             return own(module, w)
         return {"weight": w.astype(np.float32)}, w
 
     config = case.config | {"config_groups": {"group_0": group}}
-    exact = writer.write_model(tmp_path, weights, quantise, config, **writer.MIXTRAL)
+    exact = writer.write_model(tmp_path, weights, quantize, config, **writer.MIXTRAL)
     formats = WeightFormats(layers="bf16") if cpu.available() else None
     for loaded in (load(tmp_path), load(tmp_path, "bfloat16", formats)):
         assert set(loaded.model.in_format(QuantizedFormat)) == {
@@ -395,8 +395,8 @@ def test_schemes_that_differ_between_experts_are_named(goldens):
     spec = read_spec(goldens / "mixtral")
 
     def build(quantization):
-        quantised = read_quantization(HFConfig({"quantization_config": quantization}))
-        return build_model(dataclasses.replace(spec, quantization=quantised))
+        quantized = read_quantization(HFConfig({"quantization_config": quantization}))
+        return build_model(dataclasses.replace(spec, quantization=quantized))
 
     ignore = ["re:.*gate$", "re:.*experts.2.w3$"]
     with pytest.raises(

@@ -479,4 +479,4 @@ def test_unknown_series_or_label_is_detected(after_one_request):
     with pytest.raises(AssertionError, match="there is no forge:made_up"):
         check_query(after_one_request, "rate(forge:made_up[5m])")
     with pytest.raises(AssertionError, match="has no label"):
-        check_query(after_one_request, "sum by (colour) (forge:kv_blocks)")
+        check_query(after_one_request, "sum by (color) (forge:kv_blocks)")

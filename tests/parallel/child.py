@@ -165,7 +165,7 @@ SPECULATION = {
 REQUESTS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24),
     "drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=16),
-    "penalised": SamplingParams(
+    "penalized": SamplingParams(
         temperature=0.0, presence_penalty=1.5, logit_bias={426: -100.0}, max_tokens=16
     ),
     "structured": SamplingParams(

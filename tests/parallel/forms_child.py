@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import quant_writer as writer
-import test_quantized as quantised
-import test_quantized_experts as quantised_experts
+import test_quantized as quantized
+import test_quantized_experts as quantized_experts
 from child import GOLDENS, PROMPTS, REQUESTS, SHARDS, STORIES, collectives, compare, mesh_of, run
 from flax import nnx
 from gguf_zoo import LAYERS, write_zoo
@@ -38,9 +38,9 @@ from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
 from forge_kernels.linear import QuantizedWeight
 
-CASES = quantised.CASES | {
+CASES = quantized.CASES | {
     # Blocks of rows that align with no cut, and of columns that align with each.
-    "fp8_small_blocks": quantised.Case(
+    "fp8_small_blocks": quantized.Case(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 16]},
         lambda w, rng: writer.fp8(w, rows=24, columns=16, name="weight_scale_inv"),
     ),
@@ -56,7 +56,7 @@ EXPERTS = (  # one of each kind: rows by their largest values, static ones, grou
 def write(name, *, experts=False):
     folder = Path(tempfile.mkdtemp()) / name
     folder.mkdir()
-    writing = quantised_experts.write_experts if experts else quantised.write
+    writing = quantized_experts.write_experts if experts else quantized.write
     writing(CASES[name], folder)
     return folder
 

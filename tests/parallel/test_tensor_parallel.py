@@ -94,7 +94,7 @@ def test_engine_writes_the_same_tokens_for_all_parameters(engine):
     one, two, four = (engine[shards] for shards in ("1", "2", "4"))
     assert one["tokens"] == two["tokens"] == four["tokens"]
     texts = one["tokens"]
-    assert set(texts) == {"greedy", "drawn", "penalised", "structured", "adapted"}
+    assert set(texts) == {"greedy", "drawn", "penalized", "structured", "adapted"}
     assert texts["adapted"][0] == texts["greedy"][0] and texts["adapted"][1] != texts["greedy"][1]
     assert len({json.dumps([text[:16] for text in each]) for each in texts.values()}) == len(texts)
 

@@ -36,7 +36,7 @@ def test_terminal_output_is_a_table(capsys):
     assert cli.main(["bench", "--fake", "--concurrency", "2,3", *SHORT]) == 0
     head, empty, columns, two, three = capsys.readouterr().out.splitlines()
     assert head.startswith("forge-fake: 12 tokens in, 5 out; ") and not empty
-    assert columns.split()[:3] == ["at", "once", "answered"]
+    assert columns.split()[:3] == ["concurrency", "completed", "output"]
     assert two.split()[:4] == ["2", "8", "of", "8"] and three.split()[:4] == ["3", "12", "of", "12"]
 
 
@@ -65,7 +65,7 @@ def test_server_is_measured_with_its_key(url, capsys, tmp_path):
         (["--concurrency", "0"], "--concurrency must be numbers from 1 to"),
         (["--requests", "0"], "--requests must be at least 1, not 0"),
         (["--input-len", "4000", "--output-len", "200"], "exceeds the context of 4096 tokens"),
-        (["--url", "http://127.0.0.1:9"], "--fake: only for an engine in this process"),
+        (["--url", "http://127.0.0.1:9"], "--fake can only be set for an engine in this process"),
         (["--api-key-file", "x"], "--api-key-file requires --url"),
     ],
 )

@@ -127,7 +127,7 @@ def test_values_of_other_engines_are_rejected():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--swap-space 4", "--swap-space has no counterpart: preempted sequences are recomputed"),
+        ("--swap-space 4", "--swap-space is not supported: preempted sequences are recomputed"),
         ("--pipeline-parallel-size 2", "use --tensor-parallel"),
         ("--kv-cache-memory-bytes 9", "use --num-blocks"),
         ("--quantization awq", "--quantization: awq: the method is in the checkpoint's config"),
@@ -251,8 +251,8 @@ def test_config_file_accepts_every_flag_and_field(tmp_path):
         ("deterministic = 1", "deterministic: must be true or false, not 1"),
         ('dtype = "bfloat"', "must be one of auto, bfloat16, float16, float32, not 'bfloat'"),
         ("api-key = [1]", "api-key: must be a string or a list of strings"),
-        ("swap-space = 4", "swap-space: has no counterpart: preempted sequences"),
-        ('quantization = "gptq"', "gptq: the method is in the checkpoint's config.json"),
+        ("swap-space = 4", "swap-space: is not supported: preempted sequences"),
+        ('quantization = "gptq"', "gptq: the checkpoint's config.json sets the method"),
         (
             "tensor-parallel = 1\ntensor_parallel_size = 2",
             "are the same option: set only one of them",
@@ -344,7 +344,7 @@ def test_help_never_shows_names_of_other_engines(command, capsys):
     ("arguments", "said", "page"),
     [
         ("serve --max-num-seq 2", "unknown flag --max-num-seq; did you mean --max-num-seqs?", ALL),
-        ("serve --gpu-memory-utilisation 1", "did you mean --memory-fraction?", ALL),
+        ("serve --gpu-memory-utilization 1", "did you mean --memory-fraction?", ALL),
         ("serve --zzz", "unknown flag --zzz", ALL),
         ("chat --port 1", "--port is a flag of serve", "chat --help"),
         ("convert a b --dtypo x", "did you mean --dtype?", "convert --help"),

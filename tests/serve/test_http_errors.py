@@ -215,11 +215,11 @@ async def test_unknown_role_error_lists_the_known_ones(server):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 async def test_text_that_cannot_fit_is_not_tokenized(server, monkeypatch, path):
-    def tokenised(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("this text need not have been tokenised")
+    def tokenized(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("this text need not have been tokenized")
 
-    monkeypatch.setattr(server.engine.tokenizer, "encode", tokenised)
-    monkeypatch.setattr(server.engine.chat_template, "encode", tokenised)
+    monkeypatch.setattr(server.engine.tokenizer, "encode", tokenized)
+    monkeypatch.setattr(server.engine.chat_template, "encode", tokenized)
     longest = max(len(piece) for piece in server.engine.tokenizer.table.pieces if piece)
     text = "é" * (server.engine.max_model_len * longest // 2 + 1)
     param = "messages" if "chat" in path else "prompt"
@@ -235,7 +235,7 @@ async def test_prompt_of_the_longest_tokens_is_not_rejected_for_its_bytes(server
     text = tokenizer.decode([longest]) * server.engine.max_model_len
     status, answer = await server.post("/v1/completions", {"prompt": text})
     assert status == 400
-    assert " tokens; the context holds" in answer["error"]["message"], "it has been tokenised"
+    assert " tokens; the context holds" in answer["error"]["message"], "it has been tokenized"
 
 
 async def test_fields_without_effect_are_accepted(server):

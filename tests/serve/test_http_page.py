@@ -95,7 +95,7 @@ class _Markup(HTMLParser):
         super().__init__()
         self.ids: list[str] = []
         self.references: list[str] = []
-        self.labelled: set[str] = set()
+        self.labeled: set[str] = set()
         self.controls: list[str] = []
         self.wrong: list[str] = []
 
@@ -103,7 +103,7 @@ class _Markup(HTMLParser):
         named = {name: value or "" for name, value in attrs}
         self.ids += [named["id"]] if "id" in named else []
         self.references += [named[name] for name in ("src", "href") if name in named]
-        self.labelled |= {named["for"]} if tag == "label" else set()
+        self.labeled |= {named["for"]} if tag == "label" else set()
         self.controls += [named["id"]] if tag in ("input", "select", "textarea") else []
         self.wrong += [name for name in named if name.startswith("on") or name == "style"]
         self.wrong += ["script"] if tag == "script" and "src" not in named else []
@@ -115,7 +115,7 @@ def test_markup_has_no_code_no_external_urls_and_labels_every_control():
     markup.feed((STATIC / "index.html").read_text())
     assert not markup.wrong
     assert len(set(markup.ids)) == len(markup.ids)
-    assert markup.controls and set(markup.controls) <= markup.labelled
+    assert markup.controls and set(markup.controls) <= markup.labeled
     for reference in markup.references:  # relative, because the page may be below a proxy's prefix
         assert reference.startswith("#") or f"/{reference}" in PAGE_PATHS
 

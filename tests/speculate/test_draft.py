@@ -600,8 +600,11 @@ def test_both_caches_shrink_together():
     ("options", "message"),
     [
         ({"speculation": "draft"}, "needs a draft_model"),
-        ({"speculation": "draft", "draft_model": "self"}, 'self" needs draft_layers'),
-        ({"speculation": "draft", "draft_model": "x", "draft_layers": 1}, 'self" only'),
+        ({"speculation": "draft", "draft_model": "self"}, 'self" requires draft_layers'),
+        (
+            {"speculation": "draft", "draft_model": "x", "draft_layers": 1},
+            'draft_layers requires draft_model="self"',
+        ),
         ({"speculation": "draft", "draft_model": "self", "draft_layers": 0}, "at least 1"),
         ({"speculation": "ngram", "draft_model": "x"}, 'draft_model is for speculation="draft"'),
         ({"draft_layers": 2}, 'draft_layers is for speculation="draft"'),

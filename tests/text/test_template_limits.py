@@ -245,7 +245,7 @@ def test_same_values_are_made_without_limits():
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
     for source in ("{{ ('a' * 10**7)|length }}", "{{ 'a'.center(10**7)|length }}"):
         assert environment.from_string(source).render() == "10000000"
-        with pytest.raises(RequestError, match="makes a value that is too large"):
+        with pytest.raises(RequestError, match="creates a value that is too large"):
             render(source)
 
 

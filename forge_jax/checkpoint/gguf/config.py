@@ -224,7 +224,7 @@ class _Reader:
         pattern = self.metadata.values.get(key)
         if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_:
             if len(pattern) != self.layers:
-                raise self.metadata.error(key, f"an array of {self.layers}")
+                raise self.metadata.error(key, f"an array of {self.layers} booleans")
             return pattern.tolist()
         period = self.metadata.integer(key, _GEMMA_PERIOD[self.arch], low=1)
         return [layer % period < period - 1 for layer in range(self.layers)]

@@ -137,7 +137,7 @@ class _Reader:
             raise CheckpointError(f"{self.file} is not a GGUF file: it does not begin with GGUF")
         version = self.number("<I")
         if version > 0xFFFF:
-            raise self.fail("it is big-endian: convert it on the kind of machine it was made for")
+            raise self.fail("it is big-endian, which is not supported: convert it to little-endian")
         if not 1 <= version <= 3:
             raise self.fail(f"its version must be from 1 to 3, got {version}")
         if version == 1:

@@ -65,7 +65,7 @@ class ConvertedReader:
         if faults:
             more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
             raise CheckpointError(
-                f"{folder / FILE} does not fit its config.json: " + "; ".join(faults[:5]) + more
+                f"{folder / FILE} does not match its config.json: " + "; ".join(faults[:5]) + more
             )
         stored = {
             name: jax.ShapeDtypeStruct(stored_shape(held, name), leaf.dtype)

@@ -240,7 +240,7 @@ class EngineProcess(AsyncEngine):
         self.limits, self.vocab_size = hello.limits, hello.limits.vocab_size
         self._stats = hello.stats
         for name, reason in hello.lost_adapters.items():
-            log.error("the LoRA adapter %s is lost: %s", name, reason)
+            log.error("the LoRA adapter %s could not be reloaded: %s", name, reason)
             self.adapters.drop(name)
             error = LostAdapterError(
                 "the LoRA adapter could not be reloaded after the engine crashed: its files "
@@ -275,6 +275,6 @@ class EngineProcess(AsyncEngine):
         for request_id in aborted:
             self._end(request_id, "abort")
         for request_id in culprits:
-            log.error("request %s ended: the engine crashed every time it computed it", request_id)
-            error = StepError("the engine crashed every time it computed this request")
+            log.error("request %s ended: the engine crashed at every attempt to run it", request_id)
+            error = StepError("the engine crashed at every attempt to run this request")
             self._end(request_id, "error", error)

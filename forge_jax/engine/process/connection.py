@@ -33,8 +33,8 @@ class Connection(asyncio.Protocol):
     ):
         self.process = process
         self.lost = False
-        self._receive = supervise.guarded(receive, "a message of the engine process", on_error)
-        self._on_lost = supervise.guarded(on_lost, "the end of a connection", on_error)
+        self._receive = supervise.guarded(receive, "handling an engine message", on_error)
+        self._on_lost = supervise.guarded(on_lost, "closing a connection", on_error)
 
     def send(self, message: ToEngine) -> None:
         self._transport.write(frame(message))

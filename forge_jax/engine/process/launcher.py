@@ -209,9 +209,9 @@ def _await_hello(
     while True:
         why = silence.look()
         if why is None and total.look() is not None:
-            why = f"could not serve after {limit_s:.0f} s"
+            why = f"did not become ready within {limit_s:.0f} s"
         if why is not None:
-            raise EngineError(f"the engine process {why} while it started: it was killed")
+            raise EngineError(f"the engine process {why} during startup and was killed")
         try:
             data = sock.recv(RECEIVE_BYTES)
         except TimeoutError:
@@ -243,8 +243,8 @@ def _kill(process: subprocess.Popen[bytes]) -> str:
         process.wait(KILL_S)
         return "was killed"
     log.error(
-        "the engine process %d does not end, though it was killed: it hangs in the kernel, and may "
-        "still hold the device's memory",
+        "the engine process %d did not exit after SIGKILL. It hangs in the kernel and may still "
+        "hold device memory",
         process.pid,
     )
     return "does not end"

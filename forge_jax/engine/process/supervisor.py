@@ -215,7 +215,7 @@ class Supervisor:
     async def _replace(self, process: ChildProcess) -> None:
         ending = await asyncio.to_thread(process.end)
         waiting = len(self._requests)
-        log.error("the engine process %s; %d requests wait for the next one", ending, waiting)
+        log.error("the engine process %s. Restarting it for %d requests", ending, waiting)
         for _ in range(MAX_LAUNCHES):
             await asyncio.sleep(self._backoff.pause_s)
             new = await self.launcher.launch()
@@ -230,7 +230,7 @@ class Supervisor:
             ending = await asyncio.to_thread(new.end)
             log.error("the new engine process %s before it could be used", ending)
             self._backoff.launch_failed()
-        self.hooks.fail(EngineError(f"its process could not be started {MAX_LAUNCHES} times"))
+        self.hooks.fail(EngineError(f"its process failed to start {MAX_LAUNCHES} times"))
 
 
 def _serving_state(process: ChildProcess) -> State:

@@ -105,7 +105,7 @@ class _Worker(asyncio.Protocol):
             case Profile(folder) if engine is not None:
                 supervise.start_task(self._profile(engine, folder), "a profile", _die)
             case Look() if engine is not None:
-                supervise.start_task(self._look(engine), "a look at the engine", _die)
+                supervise.start_task(self._look(engine), "reading the engine state", _die)
 
     def _submit(self, engine: Engine, request: Request) -> None:
         try:

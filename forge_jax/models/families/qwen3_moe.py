@@ -68,7 +68,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
             "num_experts",
             least=0,
             intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
-            normalised=config.boolean("norm_topk_prob"),
+            normalized=config.boolean("norm_topk_prob"),
             dense_layers=_dense_layers(config),
         ),
     )

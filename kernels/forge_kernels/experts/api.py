@@ -27,20 +27,20 @@ Implementation = Literal["auto", "reference"]
 
 
 def choose_experts(
-    logits: jax.Array, per_token: int, *, normalised: bool
+    logits: jax.Array, per_token: int, *, normalized: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return the most likely experts of each token; ties go to the lower number.
 
     Args:
       logits: f32[T, E], of the router.
       per_token: k.
-      normalised: True to scale the weights of a token's experts to sum to one.
+      normalized: True to scale the weights of a token's experts to sum to one.
 
     Returns:
       (experts i32[T, k], weights f32[T, k]), the weights from the softmax over all experts.
     """
     weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), per_token)
-    if normalised:
+    if normalized:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return experts.astype(jnp.int32), weights
 

@@ -31,8 +31,8 @@ class BatchRunConfig:
     output: Path = option(Path("out.jsonl"), "file for the responses", flag=None)
     in_flight: int | None = option(
         None,
-        "maximum number of lines in progress, at least 1; auto: --max-num-seqs running and as "
-        "many waiting, at least 64 of these",
+        "maximum number of requests in progress, at least 1; auto: --max-num-seqs running, plus as "
+        "many waiting (at least 64)",
     )
     quiet: bool = option(False, "print only warnings and errors, no progress bar and no summary")
 

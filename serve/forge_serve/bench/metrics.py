@@ -118,7 +118,7 @@ def latencies(measured: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def summarise(
+def summarize(
     measured: Sequence[Measured], wall_s: float, slo: Slo | None = None
 ) -> dict[str, Any]:
     """Return all figures of one run, as JSON values."""

@@ -38,16 +38,16 @@ ALIASES = (
 )
 
 _TOOLS = "the parsers are built in: see --tool-call-parser"
-_TEXTS = "prompts and outputs are never logged: remove the flag"
+_TEXTS = "prompts and outputs are never logged: omit this option"
 REFUSED: Mapping[str, str] = {
     **aliases.REFUSED,
-    "max_num_queued_reqs": "it also counts running requests: see --max-queued-requests",
-    "response_role": "the role is always assistant: remove the flag",
-    "chat_template_content_format": "the chat template determines it: remove the flag",
+    "max_num_queued_reqs": "running requests do not count here: use --max-queued-requests",
+    "response_role": "the role is always assistant: omit this option",
+    "chat_template_content_format": "the chat template determines it: omit this option",
     "default_chat_template_kwargs": "set chat_template_kwargs in each request",
     "trust_request_chat_template": "requests cannot provide a template: use --chat-template",
     "tool_parser_plugin": _TOOLS,
-    "tool_server": "the server runs no tools",
+    "tool_server": "the server does not run tools",
     "max_log_len": _TEXTS,
     "enable_log_outputs": _TEXTS,
     "log_config_file": "see --log-format",

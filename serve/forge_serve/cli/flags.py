@@ -146,7 +146,7 @@ class Parser(argparse.ArgumentParser):
         flag = flags[0]
         reason = REFUSED.get(flag.removeprefix("--").replace("-", "_"))
         if reason is not None:
-            self.error(f"{flag} has no counterpart: {reason}")
+            self.error(f"{flag} is not supported: {reason}")
         elsewhere = [name for name, other in others.items() if flag in other.options]
         if elsewhere:
             self.error(f"{flag} is a flag of {', '.join(elsewhere)}, not of this command")

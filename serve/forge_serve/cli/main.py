@@ -65,21 +65,22 @@ MODEL is a folder, a .gguf file, a Hugging Face id, or forge-tiny, which is bund
 
 Run forge-jax COMMAND --help for the options of a command."""
 _SERVE_HELP = """\
-Serve a model over HTTP with OpenAI's protocol. On SIGTERM or Ctrl-C, running requests finish before
+Serve a model with an OpenAI-compatible HTTP API.
+On SIGTERM or Ctrl-C, running requests finish before
 the server exits. The first line on stdout has the server's URL and a curl command to try."""
 _CONVERT_HELP = """\
-Convert a model's weights to the form in which they are served (fused, cast and packed). The output
-folder can be served like any other and loads faster."""
+Convert a model's weights to the format used for serving (fused, cast and packed). The output folder
+can be served like any other model folder and loads faster."""
 _BATCH_HELP = """\
-Run a batch file without a server. Each line gets the same response as from the server.
+Run a batch file without a server. Responses are the same as the server's.
 
-A line of IN is a line of OpenAI's batch files, or a plain request:
+Each line of IN is a request in OpenAI's batch file format, or a plain request:
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
    "body": {"messages": [{"role": "user", "content": "What is 2+2?"}]}}
   {"prompt": "Once upon a time", "max_tokens": 32}
   {"id": 7, "messages": [{"role": "user", "content": "What is 2+2?"}], "temperature": 0}
-OUT gets one line per request, in the order in which they finish. A request that fails gets a line
-with its error. To resume an interrupted run, run the same command again."""
+OUT has one line per request, in completion order. The line of a failed request has its error.
+To resume an interrupted run, run the same command again."""
 
 
 def make_parser() -> Parser:
@@ -197,7 +198,7 @@ def _add_batch(commands: Commands) -> None:
     )
     batch.add_argument("input", type=Path, metavar="IN", help="batch file: one request per line")
     batch.add_argument(
-        "output", type=Path, metavar="OUT", help="responses; requests that are done are skipped"
+        "output", type=Path, metavar="OUT", help="output file; requests already in it are skipped"
     )
     batch.add_argument(
         MODEL_ARGUMENT,

@@ -97,7 +97,7 @@ def _texts(value: Any) -> list[str]:
 def _unknown(parser: Parser, name: str, value: Any) -> str:
     reason = REFUSED.get(name.replace("-", "_"))
     if reason is not None:
-        return f"has no counterpart: {reason}"
+        return f"is not supported: {reason}"
     if isinstance(value, dict):
         return "unknown table: put keys at the top level of the file"
     if name in _NOT_KEYS:

@@ -17,7 +17,7 @@ from forge_serve.cli.flags import Parser, add_debug
 
 DIFF = "diff"
 DESCRIPTION = """\
-Trace a model's steps: decode steps into DIR/decode, prefill steps into DIR/prefill. Open DIR with
+Trace a model's steps. Decode traces go to DIR/decode, prefill traces to DIR/prefill. Open DIR with
 TensorBoard and its profile plugin. `forge-jax profile diff A B` compares two such folders."""
 
 

@@ -26,7 +26,7 @@ This page lists the flags of `forge-jax serve [MODEL]`. In Python, use the same 
 underscores as fields of `EngineConfig` and `ServerConfig`. Limits are fields of
 `ServerConfig.limits`, without `max_`. `python -m forge_serve.cli.reference` generates this page.
 
-`forge-jax serve --help` shows the essential flags, `--help-all` every flag.
+`forge-jax serve --help` shows the essential flags. `--help-all` shows every flag.
 
 ## A file of flags
 
@@ -48,24 +48,24 @@ string. A key that is not a flag of the command, or a value of the wrong type, i
 _PROFILE_HEAD = """
 ## Flags of forge-jax profile
 
-`forge-jax profile [MODEL]` ([profiling](profiling.md)) accepts `--logdir DIR` (default `profile`),
-the flags of the model, the KV cache, the batch, speculation and the device, and:
+`forge-jax profile [MODEL]` ([profiling](profiling.md)) accepts `--logdir DIR` (default `profile`)
+and the flags above in the sections Model, KV cache, Batch, Speculation and Device. It also accepts:
 
 """
 
 _LIMITS_HEAD = """\
-Limits of one request. The server rejects a request above a limit with status 400, and a larger body
-with 413. The model's context length limits the number of tokens.
+These limits apply to each request. If a request exceeds a limit, the server returns 400, or 413 for
+a body that is too large. The model's context length limits the number of tokens.
 
-| at most | default | flag | range of the flag |
+| limit on | default | flag | range of the flag |
 |---|---|---|---|
 """
 
 _BATCH_HEAD = """
 ## Flags of forge-jax batch
 
-`forge-jax batch IN OUT [MODEL]` ([batch.md](batch.md)) accepts the flags above of the model, the KV
-cache, the batch, speculation, the device and the limits. It also accepts these flags of the server:
+`forge-jax batch IN OUT [MODEL]` ([batch.md](batch.md)) accepts the flags above in the sections
+Model, KV cache, Batch, Speculation, Device and Limits. It also accepts these server flags:
 {server}. Its own flags are:
 
 """
@@ -73,32 +73,33 @@ cache, the batch, speculation, the device and the limits. It also accepts these 
 _ALIASES_HEAD = """
 ## Names of other engines
 
-Flags of vLLM, SGLang and smaller engines are accepted, also in `--config`. Help does not show them.
-`LLM` and `EngineConfig.from_options` accept the engine's flags as arguments, with underscores.
-The opposite of a switch, such as `--enable-prefix-caching`, is also accepted.
+Flags of vLLM, SGLang and other engines are accepted on the command line and in `--config`. `--help`
+and `--help-all` do not list them. `LLM` and `EngineConfig.from_options` accept the ones that
+configure the engine as keyword arguments, with underscores. The opposite of a switch, such as
+`--enable-prefix-caching`, is also accepted.
 
-| flag elsewhere | here |
+| flag of another engine | forge-jax flag |
 |---|---|
 """
 
 _VALUES_HEAD = """
-Values of other engines:
+These values of other engines are accepted or rejected:
 
-| flag | value elsewhere | here |
+| flag | value of another engine | forge-jax value |
 |---|---|---|
 """
 
 _IMPLIED_HEAD = """
-These switches turn on behavior that is always on here. They are accepted and have no effect:
+These flags request behavior that forge-jax always has. They are accepted and have no effect:
 
-| flag elsewhere | why |
+| flag of another engine | reason |
 |---|---|
 """
 
 _REFUSED_HEAD = """
-These flags have no counterpart. They are rejected with this reason:
+These flags are rejected with the reason in the table:
 
-| flag elsewhere | reason |
+| flag of another engine | reason |
 |---|---|
 """
 
@@ -106,12 +107,13 @@ _CLI_HEAD = """\
 # The command line
 
 This page has the `--help-all` output of every command. `--help` shows only the essential flags.
-[configuration.md](configuration.md) has the flags as tables,
-[files of flags](configuration.md#a-file-of-flags) for `--config`, and the accepted
-[names of other engines](configuration.md#names-of-other-engines).
+[configuration.md](configuration.md) has the same flags as tables. It also describes the
+[configuration file](configuration.md#a-file-of-flags) for `--config` and the
+[flag names of other engines](configuration.md#names-of-other-engines) that are accepted.
 `python -m forge_serve.cli.reference` generates this page.
 
-Results are on stdout, everything else is on stderr. An error is one line on stderr that begins with
+Results go to stdout, and everything else goes to stderr.
+An error is one line on stderr that begins with
 `forge-jax: error:` and names the remedy. Every command accepts `--debug`, which adds the traceback.
 
 | exit status | meaning |
@@ -121,9 +123,9 @@ Results are on stdout, everything else is on stderr. An error is one line on std
 | 2 | invalid command line |
 | 130 | interrupted by Ctrl-C |
 | 143 | ended by SIGTERM; `serve` shuts down gracefully with status 0 instead |
-| 141 | the output pipe was closed, as by `head`; no error line |
+| 141 | the output pipe was closed, for example by `head`; prints no error |
 
-Files and pipes get a model's text unchanged. On a terminal, control characters are replaced by
+Model output to a file or pipe is unchanged. On a terminal, control characters are replaced by
 visible symbols (`␛` for escape), so a model's output cannot control the terminal. The same applies
 to a server's messages.
 
@@ -189,7 +191,7 @@ def _other_names() -> Iterator[str]:
             yield f"| `{ours[option].flag}` | `{theirs}` | `{value}` |\n"
     for option, reasons in REFUSED_VALUES.items():
         for theirs, reason in reasons.items():
-            yield f"| `{ours[option].flag}` | `{theirs}` | rejected: {_cell(reason)} |\n"
+            yield f"| `{ours[option].flag}` | `{theirs}` | rejected because {_cell(reason)} |\n"
     yield _IMPLIED_HEAD
     for implied in aliases.IMPLIED:
         yield f"| `{implied.flag}` | {_cell(implied.reason)} |\n"
@@ -200,7 +202,7 @@ def _other_names() -> Iterator[str]:
 
 def _table(section: type) -> list[str]:
     lines = [_row(flag) for flag in flags(section)]
-    return ["| flag | default | what it does |\n|---|---|---|\n", *lines]
+    return ["| flag | default | description |\n|---|---|---|\n", *lines]
 
 
 def _row(flag: Flag) -> str:

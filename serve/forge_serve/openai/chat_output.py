@@ -211,7 +211,7 @@ def _check_tools(choice: ToolChoice, families: Families) -> None:
         )
     if families.calls is None and choice.mode != "required":
         raise RequestError(
-            "tools: no parser is known for this model's tool calls; start the server with "
+            "tools: this model's tool call format was not detected; start the server with "
             "--tool-call-parser NAME",
             param="tools",
         )

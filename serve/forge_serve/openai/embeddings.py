@@ -146,9 +146,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
     normalize: bool | None = None  # an older alias of use_activation
     embed_dtype: Annotated[str | None, _form("embed_dtype")] = None
     endianness: Annotated[str | None, _form("endianness")] = None
-    dimensions: Annotated[
-        Any, refused("the model was not trained for shorter embeddings; omit it")
-    ] = None
+    dimensions: Annotated[Any, refused("shorter embeddings are not supported; omit it")] = None
     messages: Annotated[Any, refused("not supported; use input")] = None
 
     ID_PREFIX: ClassVar[str] = "embd"

@@ -189,8 +189,8 @@ def check_logprob_values(
     if values > limits.logprob_values:
         param = "prompt_logprobs" if params.logprobs is None else "logprobs"
         raise RequestError(
-            f"{param}: the response could have up to {values} values (choices times tokens times "
-            f"alternatives), but the limit is {limits.logprob_values}; request fewer, or set "
+            f"{param}: the response could have up to {values} logprobs (choices times tokens times "
+            f"(alternatives + 1)), but the limit is {limits.logprob_values}; request fewer, or set "
             "max_tokens",
             param=param,
         )

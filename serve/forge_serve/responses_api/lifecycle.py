@@ -175,4 +175,4 @@ class _Background:
         if self._response.log is not None:
             self._response.log.add(events, last=True)
         self._store.finish(self._response, self._serializer.head, self._serializer.output)
-        supervise.guarded(self._ended, "the log line of a response", None)(error)
+        supervise.guarded(self._ended, "logging a response", None)(error)

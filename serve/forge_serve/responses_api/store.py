@@ -250,8 +250,8 @@ class LocalResponses:
             return self._store.get(tenant, response_id, param=param)
         except UnknownResponseError as error:
             raise PreviousResponseNotFoundError(
-                "unknown response: it is neither stored nor among this connection's latest, or a "
-                "later turn failed; omit previous_response_id and send the whole input",
+                "unknown response: it is not stored, and this connection no longer keeps it; omit "
+                "previous_response_id and send the whole input",
                 param=param,
             ) from error
 

@@ -250,7 +250,7 @@ class ResponsesSocket:
                 case WSMsgType.TEXT:
                     taken = self._take(message.data)
                 case WSMsgType.BINARY:
-                    error = "messages must be JSON in text messages, got a binary message"
+                    error = "messages must be JSON in text frames, got a binary frame"
                     taken = self._take(RequestError(error))
                 case WSMsgType.PING:
                     if not self.http.protocol.writing_paused:  # otherwise pongs would pile up

@@ -66,7 +66,7 @@ def _vllm_series(
         yield gauge(f"vllm:{name}", doc, labels, {(): value})
     for name, (doc, value) in _vllm_counters(stats).items():
         yield counter(f"vllm:{name}", doc, labels, {(): value})
-    yield from _labelled_series(engine, stats, labels)
+    yield from _labeled_series(engine, stats, labels)
     yield _cache_config(engine, stats)
     if engine.adapters.places:
         yield _loras(engine)
@@ -124,13 +124,13 @@ def _vllm_counters(stats: EngineStats) -> dict[str, tuple[str, int]]:
     return counters
 
 
-def _labelled_series(
+def _labeled_series(
     engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]
 ) -> Iterator[Metric]:
     """Yield the series with further labels."""
     yield gauge(
         "vllm:num_requests_waiting_by_reason",
-        "Samples that wait for capacity, or for another sample's prompt (deferred)",
+        "Waiting samples: for capacity, or for another sample's prefill (deferred)",
         labels,
         {
             ("capacity",): stats.num_waiting - stats.num_deferred,
@@ -140,7 +140,7 @@ def _labelled_series(
     )
     yield counter(
         "vllm:prompt_tokens_by_source",
-        "Prompt tokens of admitted requests, by the source of their keys and values",
+        "Prompt tokens of admitted requests, by source of their KV cache entries",
         labels,
         {
             ("local_compute",): stats.computed_prompt_tokens,
@@ -184,7 +184,7 @@ def _cache_config(engine: AsyncEngine, stats: EngineStats) -> Metric:
     }
     return gauge(
         "vllm:cache_config_info",
-        "Size of the KV cache in the labels; the value is always 1",
+        "KV cache size, as labels; the value is always 1",
         info,
         {(): 1},
     )
@@ -197,7 +197,7 @@ def _loras(engine: AsyncEngine) -> Metric:
         "waiting_lora_adapters": ",".join(sorted(waiting)),
         "running_lora_adapters": ",".join(sorted(running)),
     }
-    doc = "LoRA adapters of requests in the labels; the value is the time"
+    doc = "LoRA adapters in use, as labels; the value is the current Unix time"
     return gauge("vllm:lora_requests_info", doc, info, {(): time.time()})
 
 
@@ -208,7 +208,7 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
         "engine_steps": ("Dispatched steps", stats.steps),
         "kv_block_evictions": ("Blocks evicted from the prefix cache", stats.evictions),
         "compilations_after_ready": (
-            "Compilations after warm-up; more than 0 is a defect",
+            "Compilations after warm-up; should be 0",
             stats.compilations_after_ready,
         ),
     }
@@ -216,20 +216,20 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
         yield counter(f"forge:{name}", doc, labels, {(): value})
     yield gauge(
         "forge:stalled_seconds",
-        "Seconds without a completed step while there is work",
+        "Seconds without a completed step while work is pending",
         labels,
         {(): stats.stalled_s},
     )
     yield gauge(
         "forge:step_token_budget",
-        "Token budget of the latest step that could compute prompts",
+        "Token budget of the latest step that could include prefill",
         labels,
         {(): stats.step_token_budget},
     )
     if stats.expected_step_s is not None:
         yield gauge(
             "forge:expected_step_seconds",
-            "Expected duration of a step with this token budget, from measured steps",
+            "Expected duration of a step with the current token budget, from past steps",
             labels,
             {(): stats.expected_step_s},
         )
@@ -250,7 +250,7 @@ def _forge_totals(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
     )
     yield gauge(
         "forge:startup_seconds",
-        "Duration of each startup phase; serving and ready: total time until that state",
+        "Duration of each startup phase; for serving and ready, time from start to that state",
         labels,
         {(phase,): seconds for phase, seconds in stats.startup_seconds.items()},
         "phase",
@@ -258,7 +258,7 @@ def _forge_totals(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
     phases = stats.step_phases.items()
     yield histogram(
         "forge:step_phase_seconds",
-        "Host time of a step, by phase; read is the wait for the device",
+        "Host time of a step, by phase; the read phase waits for the device",
         labels,
         BOUNDS_S,
         [((phase,), totals.buckets, totals.total_s) for phase, totals in phases],

@@ -71,7 +71,7 @@ class Metrics:
         )
         self._success = Counter(
             "vllm:request_success",
-            "Finished samples, by reason",
+            "Finished samples, by finish reason",
             ("model_name", "engine", "finished_reason"),
             registry=self.registry,
         )

@@ -91,11 +91,11 @@ class Latencies:
             _FIRST_TOKEN_S,
         )
         self.inter_token = factory.make(
-            "inter_token_latency_seconds", "Time between the tokens of a sample", _INTER_TOKEN_S
+            "inter_token_latency_seconds", "Inter-token latency of a sample", _INTER_TOKEN_S
         )
         self._per_token = factory.make(
             "request_time_per_output_token_seconds",
-            "Time from the first token to the last, per token",
+            "Time per output token after the first",
             _INTER_TOKEN_S,
         )
         self._e2e = latency("e2e_request_latency", "Time from submission to the last token")

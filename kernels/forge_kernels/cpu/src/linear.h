@@ -211,7 +211,7 @@ struct PackedRows {
   static long groups_of(long K) { return (K + kGroup - 1) / kGroup; }
 };
 
-inline void quantise_row(const float* x, long K32, int8_t* out, float* scale) {
+inline void quantize_row(const float* x, long K32, int8_t* out, float* scale) {
   F16 largest = zero();
   for (long k = 0; k < K32; k += 16) largest = max(largest, abs(load(x + k)));
   float top = maximum(largest);
@@ -297,7 +297,7 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
       for (long k = 0; k < K32; k += 16) store_bf16(narrow + k, load(row + k));
     } else {
       float top = 0.0f;
-      quantise_row(row, K32, bytes, &top);
+      quantize_row(row, K32, bytes, &top);
       // max() drops NaN; a sum keeps it.
       F16 check = zero();
       for (long k = 0; k < K32; k += 16) check = fma(load(row + k), zero(), check);

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from forge_serve.bench.workload import Vocabulary
 
 DESCRIPTION = """\
-Measure throughput and latency of a model that is loaded here, without HTTP, or of a server with
---url. The load is greedy requests of equal size with random prompts. The report has one line per
+Measure throughput and latency of a model loaded in this process, or of a server if --url is set.
+The workload consists of greedy requests of equal size with random prompts.
+The report has one line per
 concurrency: tokens/s, time to first token (TTFT), inter-token latency (ITL), time per output token
-(TPOT) and whole request. Latencies are p50 / p95 / p99 in milliseconds. The exit status is 1 if a
+(TPOT) and request latency. Latencies are p50 / p95 / p99 in milliseconds. The exit status is 1 if a
 request failed."""
 EPILOG = """\
 examples:
@@ -28,7 +29,7 @@ examples:
   forge-jax bench --url http://127.0.0.1:8000 --concurrency 1,16,64 --json
 
 For other loads, traces and goodput, run python -m benchmarks.serving in the repository."""
-COLUMNS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "whole request"}
+COLUMNS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "request latency"}
 LEAST_REQUESTS = 8  # default minimum at each concurrency
 ROUNDS = 4  # default number of requests per concurrent client
 
@@ -45,8 +46,8 @@ class BenchFlags:
     )
     concurrency: str = option(
         "1,4,16",
-        f"numbers of simultaneous requests, each from 1 to {MAX_NUM_SEQS}, separated by commas; "
-        "each is one measurement",
+        f"comma-separated numbers of concurrent requests, each from 1 to {MAX_NUM_SEQS}; each "
+        "number is measured separately",
     )
     input_len: int | None = option(
         None, "prompt tokens per request, at least 1; auto: 128, or fewer in a short context"
@@ -176,7 +177,7 @@ async def _runs(
 ) -> list[dict[str, Any]]:
     """Return one entry per concurrency. Each measurement has its own warm-up."""
     from forge_serve.bench.client import run as run_load
-    from forge_serve.bench.metrics import summarise
+    from forge_serve.bench.metrics import summarize
     from forge_serve.bench.workload import ALL, WARM_UP, Sizes, baseline
 
     runs = []
@@ -203,7 +204,7 @@ async def _runs(
                 "concurrency": level,
                 "input_len": len(first.prompt),
                 "output_len": first.max_tokens,
-                **summarise(done.measured, done.wall_s),
+                **summarize(done.measured, done.wall_s),
             }
         )
     return runs
@@ -217,7 +218,7 @@ def table(report: dict[str, Any]) -> str:
         f"{first['input_len']} tokens in, {first['output_len']} out; {report['cpu']}, "
         f"{report['cores']} cores, jax {report['versions'].get('jax', 'not installed')}"
     )
-    header = ["at once", "answered", "output tokens/s", "all tokens/s", *COLUMNS.values()]
+    header = ["concurrency", "completed", "output tokens/s", "all tokens/s", *COLUMNS.values()]
     rows = [
         [
             str(run["concurrency"]),

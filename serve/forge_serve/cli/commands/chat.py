@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forge_serve.cli.backends import HttpBackend, LocalBackend
 
 DESCRIPTION = """\
-Chat with a model that is loaded here, or with a model of a server with --url. Answers are streamed.
+Chat with a model loaded in this process, or on a server if --url is set. Answers are streamed.
 If stdin or stdout is not a terminal, all of stdin is one message and only the answer is written."""
 EPILOG = """\
 Ctrl-C stops the answer, Ctrl-D ends the chat, /help lists the commands.
@@ -35,8 +35,8 @@ COMMANDS_HELP = """\
 /system TEXT   set the system message; without TEXT, remove it
 /reset         clear the conversation and keep the system message
 /quit          end the chat (also Ctrl-D)
-\\ at its end   continue a line on the next one
-\"\"\"            start and end a message of several lines
+\\ at line end  continue the message on the next line
+\"\"\"            start or end a multiline message
 Ctrl-C stops an answer. Its text so far stays in the conversation."""
 BLOCK = '"""'
 

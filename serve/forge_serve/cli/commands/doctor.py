@@ -18,8 +18,8 @@ GIB = 1 << 30
 TIMEOUT_S = 60.0
 DESCRIPTION = """\
 Report the installed packages, the devices that JAX finds, and problems. Paste the output into bug
-reports. With MODEL, also check if that model can be served here; nothing is downloaded. The exit
-status is 1 if there is a problem.
+reports. With MODEL, also check if this machine can serve that model, without downloading it. The
+exit status is 1 if there is a problem.
 
 The report contains no keys, tokens or host names."""
 

@@ -83,8 +83,8 @@ def model_at(url: str, options: dict[str, Any]) -> str | None:
     ]
     if given:
         raise ConfigError(
-            f"{', '.join(given)}: only for an engine in this process, and {url} has its own "
-            "engine: omit the flag, or --url"
+            f"{', '.join(given)} can only be set for an engine in this process, but --url is "
+            f"{url}: omit one of them"
         )
     return None if options["model"] == MODEL.default else options["model"]
 

@@ -38,8 +38,8 @@ class SamplingFlags:
     )
     repetition_penalty: float | None = option(
         None,
-        "penalty factor for tokens of prompt and output, from 0.01 to 100 (above 1: less likely); "
-        "auto: 1",
+        "penalty factor for tokens that are in the prompt or output, from 0.01 to 100. Values "
+        "above 1 make them less likely; auto: 1",
     )
     seed: int | None = option(None, "random seed: the same seed gives the same text; auto: random")
     stop: tuple[str, ...] = option(

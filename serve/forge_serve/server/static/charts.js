@@ -2,7 +2,7 @@
 // or bar under the pointer, or selected by the arrow keys, in its probe element.
 
 const style = getComputedStyle(document.documentElement);
-const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+const color = (name) => style.getPropertyValue(`--${name}`).trim();
 
 class Chart {
   constructor(canvas, probe) {
@@ -51,7 +51,7 @@ class Chart {
   }
 }
 
-const KINDS = { free: "free", cached: "cached", shared: "shared", other: "held by another sequence" };
+const KINDS = { free: "free", cached: "cached", shared: "shared", other: "owned by another sequence" };
 
 export class BlockChart extends Chart {
   constructor(canvas, probe) {
@@ -65,10 +65,10 @@ export class BlockChart extends Chart {
     return this._cells.length;
   }
 
-  /** Show a state's blocks. `colours` is an array and `names` a function, both by index of the sequence. */
-  show(blocks, colours, names) {
+  /** Show a state's blocks. `colors` is an array and `names` a function, both by index of the sequence. */
+  show(blocks, colors, names) {
     this._blocks = blocks;
-    this._colours = colours;
+    this._colors = colors;
     this._names = names;
     this._cells = blocks.runs.flatMap(([cells, what]) => Array(cells).fill(what));
     const { num_blocks, num_free, num_cached, num_shared, num_owned } = blocks;
@@ -92,10 +92,10 @@ export class BlockChart extends Chart {
     for (const [i, what] of this._cells.entries()) {
       const x = (i % this._columns) * this._pitch;
       const y = Math.floor(i / this._columns) * this._pitch;
-      context.fillStyle = typeof what === "number" ? colour(this._colours[what]) : colour(what);
+      context.fillStyle = typeof what === "number" ? color(this._colors[what]) : color(what);
       context.fillRect(x, y, size, size);
       if (i === this._marked) {
-        context.strokeStyle = colour("ink");
+        context.strokeStyle = color("ink");
         context.lineWidth = 2;
         context.strokeRect(x - 0.5, y - 0.5, size + 1, size + 1);
       }
@@ -159,22 +159,22 @@ export class StepChart extends Chart {
     const top = Math.max(0.001, Math.min(longest, CUT * times[times.length >> 1])); // time at the top edge
     const mostDrafts = Math.max(1, ...this._steps.map((step) => step.draft_tokens));
     const base = HEIGHT - LANE - 2;
-    context.fillStyle = colour("line");
+    context.fillStyle = color("line");
     context.fillRect(0, base, width, 1);
     for (const [i, step] of this._steps.entries()) {
       const x = this._left + i * PITCH;
       const height = Math.max(1, ((base - 14) * Math.min(step.seconds, top)) / top);
-      context.fillStyle = colour(i === this._marked ? "ink" : step.tokens > step.rows ? "prompt" : "decode");
+      context.fillStyle = color(i === this._marked ? "ink" : step.tokens > step.rows ? "prompt" : "decode");
       context.fillRect(x, base - height, PITCH - 1, height);
       const drafts = (LANE * step.draft_tokens) / mostDrafts;
       const accepted = (LANE * step.accepted_tokens) / mostDrafts;
-      context.fillStyle = colour("proposed");
+      context.fillStyle = color("proposed");
       context.fillRect(x, HEIGHT - drafts, PITCH - 1, drafts);
-      context.fillStyle = colour("accepted");
+      context.fillStyle = color("accepted");
       context.fillRect(x, HEIGHT - accepted, PITCH - 1, accepted);
     }
     if (this.count) {
-      context.fillStyle = colour("muted");
+      context.fillStyle = color("muted");
       context.font = "11px system-ui, sans-serif";
       context.textBaseline = "top";
       context.fillText(milliseconds(top), 0, 0);

@@ -8,7 +8,7 @@ const IDLE_MS = 1000;
 const WRONG_MS = 2000;
 const MOST_STEPS = 512;
 const MOST_ROWS = 40; // limit of the table
-const COLOURS = 8;
+const COLORS = 8;
 
 const by = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -25,7 +25,7 @@ let asking = false;
 let blockChart;
 let stepChart;
 
-const colours = new Map(); // sequence -> index of its color while the sequence is in the state
+const colors = new Map(); // sequence -> index of its color while the sequence is in the state
 
 function visible() {
   return document.visibilityState === "visible" && by("engine").checkVisibility();
@@ -101,14 +101,14 @@ function paint(sequences) {
   const keys = sequences.map((seq, i) =>
     seq.request_id === null ? `? ${i}` : `${seq.request_id} ${seq.prompt} ${seq.sample}`,
   );
-  for (const key of colours.keys()) if (!keys.includes(key)) colours.delete(key);
+  for (const key of colors.keys()) if (!keys.includes(key)) colors.delete(key);
   return keys.map((key) => {
-    if (!colours.has(key)) {
-      const used = [...colours.values()];
-      const free = Array.from({ length: COLOURS }, (_, i) => i).find((i) => !used.includes(i));
-      colours.set(key, free ?? colours.size % COLOURS);
+    if (!colors.has(key)) {
+      const used = [...colors.values()];
+      const free = Array.from({ length: COLORS }, (_, i) => i).find((i) => !used.includes(i));
+      colors.set(key, free ?? colors.size % COLORS);
     }
-    return `s${colours.get(key)}`;
+    return `s${colors.get(key)}`;
   });
 }
 
