@@ -94,7 +94,7 @@ def load(
     if gguf_weights == "decoded" and spec.ggml_types is not None:
         if not is_gguf(folder):
             raise ModelError(
-                f"gguf_weights: {folder} was converted with its matrices in blocks: load the "
+                f"gguf_weights: {folder} was converted with its matrices in GGUF blocks: load the "
                 "original model"
             )
         spec = decoded(spec)

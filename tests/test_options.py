@@ -52,7 +52,7 @@ def test_names_of_other_engines_are_arguments():
         ({"dtype": "bfloat"}, "dtype must be one of .*, not 'bfloat'; did you mean bfloat16"),
         ({"memory_fraction": "0.5"}, "memory_fraction must be a number, not '0.5'"),
         ({"prefix_cache": 0}, "prefix_cache must be True or False, not 0"),
-        ({"speculation": "draft"}, 'speculation="draft" needs a draft_model: a folder'),
+        ({"speculation": "draft"}, 'speculation="draft" requires draft_model: a folder'),
         (
             {"chunked_prefill": False, "prefill_chunk_size": 8},
             "prefill_chunk_size splits prompts, which chunked_prefill=False forbids",

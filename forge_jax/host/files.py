@@ -132,7 +132,7 @@ def _check_inside(file: Path, root: Path) -> None:
     if any(target.is_relative_to(each) for each in allowed):
         return
     raise CheckpointError(
-        f"{file} is a link to {target}, which is not in the model folder: if it belongs to the "
+        f"{file} is a link to {target}, which is not in the model's folder: if it belongs to the "
         f"model, copy it (cp --remove-destination {target} {file})"
     )
 

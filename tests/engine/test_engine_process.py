@@ -399,7 +399,7 @@ def brief_pauses(monkeypatch):
         (EXITS, "ended with status 1 before it could serve"),
         ("import os; os.kill(os.getpid(), 9)", "was killed by signal 9 before it could serve"),
         (GIBBERISH, "communication with the engine process failed"),
-        (HOLDS_ITS_BREATH, "has sent nothing for . s while it started"),
+        (HOLDS_ITS_BREATH, "has sent nothing for . s during startup"),
     ],
     ids=["exits", "killed", "gibberish", "frozen"],
 )
@@ -416,7 +416,7 @@ async def test_early_exits_are_retried_until_the_limit(engine, monkeypatch, capl
     monkeypatch.setattr(launcher, "WORKER", ("-c", EXITS))
     os.kill(engine.pid, signal.SIGKILL)
     [found] = await serving
-    assert found[0][4] == "error" and "could not be started 5 times" in str(found[0][5])
+    assert found[0][4] == "error" and "failed to start 5 times" in str(found[0][5])
     failed = [r for r in caplog.records if "could not be started again" in r.getMessage()]
     assert len(failed) == supervisor.MAX_LAUNCHES
     assert engine.stats().state == "failed" and not engine.stats().healthy
@@ -697,7 +697,7 @@ async def test_adapter_loaded_just_before_a_crash_is_in_the_next_process(
     loading = asyncio.ensure_future(engine.load_lora("late", "good"))
     await until(answered.is_set, "the answer of the process")
     os.kill(engine.pid, signal.SIGKILL)
-    await until(lambda: "wait for the next" in caplog.text, "the end of the process")
+    await until(lambda: "Restarting it for" in caplog.text, "the end of the process")
     await asyncio.sleep(0.2)
     may_go_on.set()
     await loading

@@ -182,9 +182,9 @@ def test_failed_adapter_load_changes_nothing(both, folders, tmp_path):
     both.unload_lora("b")
     with pytest.raises(RequestError, match="adapter_config"):
         both.load_lora("c", tmp_path)
-    with pytest.raises(RequestError, match="no LoRA adapter of this name"):
+    with pytest.raises(RequestError, match="no LoRA adapter with this name is loaded"):
         both.unload_lora("c")
-    with pytest.raises(RequestError, match="no LoRA adapter of this name"):
+    with pytest.raises(RequestError, match="no LoRA adapter with this name is loaded"):
         run(both, [PROMPT], lora="c")
     with pytest.raises(RequestError, match="2 prompts but 1 LoRA"):
         run(both, [PROMPT, PROMPT], lora=["a"])

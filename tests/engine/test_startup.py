@@ -263,7 +263,8 @@ def test_cache_that_exceeds_xlas_figures_shrinks_once(stories, monkeypatch, capl
 
 
 @pytest.mark.parametrize(
-    ("options", "remedy"), [({"num_blocks": 64}, "at most [0-9]+ fit"), ({}, "lower max_model_len")]
+    ("options", "remedy"),
+    [({"num_blocks": 64}, "at most [0-9]+ blocks fit"), ({}, "lower max_model_len")],
 )
 @pytest.mark.slow
 def test_model_that_cannot_fit_reports_a_remedy(stories, monkeypatch, options, remedy):

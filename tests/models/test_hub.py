@@ -66,7 +66,7 @@ def test_invalid_id_is_rejected_without_the_network(download, name):
 
 def test_file_is_rejected(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match=r"or the folder that holds config\.json"):
+    with pytest.raises(ModelError, match=r"or the folder with config\.json"):
         hub.resolve(str(tmp_path / "model.safetensors"))
 
 

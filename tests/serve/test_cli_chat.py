@@ -273,7 +273,10 @@ def test_piped_stdin_is_the_message_and_stdout_the_answer(server):
     [
         (["--url", "http://127.0.0.1:9"], "no server responds at http://127.0.0.1:9"),
         (["--url", "127.0.0.1:9"], "--url must begin with http:// or https://"),
-        (["--url", "http://x", "--dtype", "float32", "--fake"], "--dtype, --fake: only for an"),
+        (
+            ["--url", "http://x", "--dtype", "float32", "--fake"],
+            "--dtype, --fake can only be set for an engine in this",
+        ),
         (["--api-key-file", "x"], "--api-key-file requires --url"),
         (["--url", "http://x", "--api-key-file", "nowhere"], "cannot read nowhere: No such file"),
     ],

@@ -130,11 +130,11 @@ def test_values_of_other_engines_are_rejected():
         ("--swap-space 4", "--swap-space is not supported: preempted sequences are recomputed"),
         ("--pipeline-parallel-size 2", "use --tensor-parallel"),
         ("--kv-cache-memory-bytes 9", "use --num-blocks"),
-        ("--quantization awq", "--quantization: awq: the method is in the checkpoint's config"),
+        ("--quantization awq", "--quantization: awq: the checkpoint's config.json sets the method"),
         ("--kv-cache-dtype fp8_e5m2", "use fp8"),
         ('--speculative-config {"method":"eagle"}', "must be ngram, suffix, draft_model"),
         ("--spec-method eagle3", "--spec-method: the method must be ngram, suffix, draft_model"),
-        ("--max-num-queued-reqs 4", "see --max-queued-requests"),
+        ("--max-num-queued-reqs 4", "use --max-queued-requests"),
         ("--speculative-config eagle", "must be a JSON object"),
         ('--speculative-config {"method":[1]}', "must be ngram, suffix, draft_model, not [1]"),
         ("--lora-modules {", "--lora-modules: invalid JSON"),
@@ -287,7 +287,7 @@ def test_other_commands_accept_a_config_file_of_their_flags(capsys, tmp_path):
     assert "max-tokens: not a flag of bench" in capsys.readouterr().err
     file = write(tmp_path, 'url = "http://127.0.0.1:1"\nmax-num-seqs = 3')
     assert cli.main(["bench", "--config", file]) == 1
-    assert "--max-num-seqs: only for an engine" in capsys.readouterr().err
+    assert "--max-num-seqs can only be set for an engine" in capsys.readouterr().err
 
 
 # ---- help --------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_help_never_shows_names_of_other_engines(command, capsys):
     ("arguments", "said", "page"),
     [
         ("serve --max-num-seq 2", "unknown flag --max-num-seq; did you mean --max-num-seqs?", ALL),
-        ("serve --gpu-memory-utilization 1", "did you mean --memory-fraction?", ALL),
+        ("serve --gpu-memory-utilisation 1", "did you mean --memory-fraction?", ALL),
         ("serve --zzz", "unknown flag --zzz", ALL),
         ("chat --port 1", "--port is a flag of serve", "chat --help"),
         ("convert a b --dtypo x", "did you mean --dtype?", "convert --help"),

@@ -298,7 +298,7 @@ async def test_binary_message_gets_an_error_and_the_connection_survives(server):
     async with connected(server) as socket:
         await socket.raw.send_bytes(json.dumps(create()).encode())
         event = await socket.event()
-        assert event["status"] == 400 and "text message" in event["error"]["message"]
+        assert event["status"] == 400 and "text frames" in event["error"]["message"]
         await socket.response()
 
 

@@ -572,7 +572,7 @@ def test_draft_model_counts_toward_the_memory(llm, stories, monkeypatch):
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed)
     assert core_of(LLM(str(stories), **options)).scheduler.pool.num_blocks == num_blocks
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed - 1)
-    with pytest.raises(ConfigError, match=r"at most [0-9]+ fit"):
+    with pytest.raises(ConfigError, match=r"at most [0-9]+ blocks fit"):
         LLM(str(stories), **options)
 
 
@@ -599,15 +599,15 @@ def test_both_caches_shrink_together():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculation": "draft"}, "needs a draft_model"),
+        ({"speculation": "draft"}, "requires draft_model"),
         ({"speculation": "draft", "draft_model": "self"}, 'self" requires draft_layers'),
         (
             {"speculation": "draft", "draft_model": "x", "draft_layers": 1},
             'draft_layers requires draft_model="self"',
         ),
         ({"speculation": "draft", "draft_model": "self", "draft_layers": 0}, "at least 1"),
-        ({"speculation": "ngram", "draft_model": "x"}, 'draft_model is for speculation="draft"'),
-        ({"draft_layers": 2}, 'draft_layers is for speculation="draft"'),
+        ({"speculation": "ngram", "draft_model": "x"}, 'draft_model requires speculation="draft"'),
+        ({"draft_layers": 2}, 'draft_layers requires speculation="draft"'),
         ({"draft_verification": "rejection"}, "set speculation, or remove it"),
         (
             {"draft_verification": "rejection", "speculation": "ngram", "deterministic": True},
@@ -622,7 +622,7 @@ def test_conflicting_options_are_rejected(options, message):
 
 
 def test_draft_model_must_match_the_model(stories):
-    with pytest.raises(ConfigError, match=r"3072 tokens, and .*stories260k-hf one of 512"):
+    with pytest.raises(ConfigError, match=r"3072 tokens, but .*stories260k-hf has 512"):
         LLM(str(stories), **OPTIONS, draft_model="forge-tiny")
     with pytest.raises(ConfigError, match="from 1 to the model's 5, not 6"):
         LLM(str(stories), **OPTIONS, draft_model="self", draft_layers=6)
