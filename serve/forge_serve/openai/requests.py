@@ -341,7 +341,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 RANGES["max_tokens"].check(name, limit)
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
-                "request_id must be 1 to 128 letters, digits or . _ : / + = @ -",
+                "request_id must be 1 to 128 letters, digits, slashes or . _ : + = @ -",
                 param="request_id",
             )
         keep = self.truncate_prompt_tokens
