@@ -783,7 +783,7 @@ FAULTS = {
     "forgets the keys' scales": ("scores * keys.scale[:, :, None]", "scores"),
     "multiplies the values' scales by the mask": (
         "jnp.where(exists, values.scale, 0.0)",
-        "(values.scale * exists)",
+        "(values.scale * exists.astype(values.scale.dtype))",
     ),
 }
 FAULT_KINDS: dict[str, dict[str, Any]] = {

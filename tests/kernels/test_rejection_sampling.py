@@ -272,7 +272,7 @@ def sequences(count: int = 60_000, *, certain_drafts: bool = False) -> np.ndarra
             else:
                 drafted, got = draw(target[before], draft[before], rows, length - 1, ahead)
             right &= got == drafted
-            num_right += right
+            num_right += right.astype(jnp.int32)
             tokens.append(got)
             before = drafted
         tokens.append(choose(target[before], position=length + DRAFTS, **rows))
