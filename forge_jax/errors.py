@@ -7,7 +7,7 @@
     │   └── CheckpointError         a file is missing, corrupt, or has the wrong tensors
     ├── RequestError           the request cannot be served; `param` names the field
     │   └── ContextLengthError      it can never fit the context or the KV cache
-    ├── OverloadedError        the queue is full: retry later
+    ├── OverloadedError        the engine is overloaded or restarting: retry later
     └── EngineError            the engine failed or has been shut down
         ├── NumericalError          a request's logits were not finite
         ├── GrammarError            a request's output no longer matches its grammar
@@ -61,7 +61,7 @@ class ContextLengthError(RequestError):
 
 
 class OverloadedError(ForgeError):
-    """A full queue. `retry_after_s` estimates when to retry, in seconds."""
+    """A request or call that can be retried later. `retry_after_s` estimates when, in seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0):
         super().__init__(message)

@@ -70,9 +70,9 @@ def load(
       dtype: data type of weights and activations: "auto" (the checkpoint's), "bfloat16",
         "float16" or "float32".
       revision: branch, tag or commit of a Hugging Face id.
-      gguf_weights: how to hold the matrices of a GGUF file. "packed" keeps their blocks.
-        "packed-exact" also keeps the blocks, but does not round activations to int8. In a converted
-        folder that is packed, "packed" rounds them. "decoded" converts the matrices to floats,
+      gguf_weights: how to store the matrices of a GGUF file. "packed" and "packed-exact" keep
+        their blocks. They differ only for a converted folder that is packed for the CPU kernels:
+        there, "packed" rounds activations to int8. "decoded" converts the matrices to floats,
         which gradients require.
       progress: show a progress bar on a terminal.
 

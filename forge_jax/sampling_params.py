@@ -98,8 +98,8 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    # The grammar of the output. The output ends where the grammar ends: stop, stop_token_ids,
-    # min_tokens and ignore_eos neither shorten nor extend it.
+    # The grammar of the output. The output ends where the grammar ends, so stop and stop_token_ids
+    # are ignored. While the grammar allows more, min_tokens and ignore_eos delay the end.
     structured_outputs: GrammarSpec | None = None
     # The only tokens that may be sampled. EOS tokens must be listed, too. None: all tokens.
     allowed_token_ids: Sequence[int] | None = None

@@ -152,7 +152,7 @@ class FakeDevice:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all KV and all slots, as a device that is rebuilt after an error."""
+        """Drop all KV and all slots, like a device that is rebuilt after an error."""
         self._slots: list[_Slot | None] = [None] * self.max_num_seqs
         self._kv = [[_UNWRITTEN] * self.block_size for _ in range(self.num_blocks)]
         self._history: dict[tuple[str, int], _Slot] = {}  # with `check`: each sequence's last slot
@@ -169,7 +169,7 @@ class FakeDevice:
         """Return the tokens that a sequence samples after `prompt`, on any schedule.
 
         Args:
-          stop_ids: tokens that are not sampled while they are held back.
+          stop_ids: tokens that are not sampled until `min_tokens` is reached.
           mask: returns the mask of a row from all tokens before it.
         """
         tokens = list(prompt)
@@ -351,7 +351,7 @@ class FakeDevice:
     # ---- the KV cache --------------------------------------------------------------------------
 
     def kv(self, block: int) -> list[int]:
-        """Return a copy of a block's KV, which `check` stores. Equal prefixes have equal KV."""
+        """Return a copy of a block's KV. Requires `check`. Equal prefixes have equal KV."""
         return self._kv[block].copy()
 
     def _check_plan(self, plan: StepPlan, rows: Seq[ScheduledSequence]) -> None:

@@ -227,7 +227,9 @@ REFUSED: Mapping[str, str] = {
     "rope_scaling": "edit config.json in a copy of the model's folder",
     "rope_theta": "edit config.json in a copy of the model's folder",
     "model_impl": "each model has only one implementation: omit this option",
-    "generation_config": "only its EOS tokens are used: set sampling parameters in requests",
+    "generation_config": (
+        "only EOS tokens are read from generation_config.json: set sampling parameters in requests"
+    ),
     "override_generation_config": "set sampling parameters in requests",
     "compilation_config": "XLA compiles every step: see --compile-cache and --no-command-buffers",
     "optimization_level": "XLA compiles every step: see --compile-cache and --no-command-buffers",

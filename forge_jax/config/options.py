@@ -284,8 +284,8 @@ class ParallelConfig:
     )
     engine_timeout_s: float = option(
         120.0,
-        "seconds without a heartbeat, or with pending work but no completed step, after which the "
-        "process of --engine-process is replaced, 1 to 86400; 0: never",
+        "seconds until the process of --engine-process is replaced, if it sends no heartbeat or "
+        "completes no pending step, 1 to 86400; 0: never",
         flag="--engine-timeout",
     )
 

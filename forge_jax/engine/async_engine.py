@@ -294,7 +294,10 @@ class AsyncEngine(ABC):
     async def generate(
         self, prompt: str | list[int], params: SamplingParams | None = None, **kwargs: Any
     ) -> AsyncIterator[Delta]:
-        """Stream the deltas of one prompt, text or token ids. Leaving the loop early aborts it."""
+        """Stream the deltas of one prompt, given as text or token ids.
+
+        Leaving the loop early aborts the request.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer: pass token ids", param="prompt")

@@ -131,7 +131,7 @@ class Engine(AsyncEngine):
         """Return an engine on a fake device: no weights, a byte tokenizer, deterministic text.
 
         `step_time_s` is the time of one step in seconds. If `check`, the device verifies on every
-        step that each sequence's KV is exactly its prefix (slow).
+        step that each sequence's KV matches its prefix exactly (slow).
         """
         from forge_jax.engine.fake import assemble_fake
 

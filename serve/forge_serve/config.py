@@ -150,8 +150,8 @@ class ServerConfig:
     )
     allowed_host: tuple[str, ...] = option(
         (),
-        "host name to accept in the Host header, or * for all; may be repeated. Default: all. On a "
-        "loopback address without API keys, the default is localhost and IP addresses only",
+        "host name to accept in the Host header, or * for all; may be repeated. "
+        "Default: localhost and IP addresses on a loopback address without API keys, otherwise all",
     )
     limits: Limits = field(
         default_factory=Limits, metadata={"doc": "limits of one request", "flag": None}

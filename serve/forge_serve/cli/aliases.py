@@ -41,7 +41,7 @@ _TOOLS = "the parsers are built in: see --tool-call-parser"
 _TEXTS = "prompts and outputs are never logged: omit this option"
 REFUSED: Mapping[str, str] = {
     **aliases.REFUSED,
-    "max_num_queued_reqs": "running requests do not count here: use --max-queued-requests",
+    "max_num_queued_reqs": "use --max-queued-requests, which does not count running requests",
     "response_role": "the role is always assistant: omit this option",
     "chat_template_content_format": "the chat template determines it: omit this option",
     "default_chat_template_kwargs": "set chat_template_kwargs in each request",

@@ -66,8 +66,8 @@ MODEL is a folder, a .gguf file, a Hugging Face id, or forge-tiny, which is bund
 Run forge-jax COMMAND --help for the options of a command."""
 _SERVE_HELP = """\
 Serve a model with an OpenAI-compatible HTTP API.
-On SIGTERM or Ctrl-C, running requests finish before
-the server exits. The first line on stdout has the server's URL and a curl command to try."""
+On SIGTERM or Ctrl-C, running requests finish before the server exits. The first line on stdout has
+the server's URL and a curl command to try."""
 _CONVERT_HELP = """\
 Convert a model's weights to the format used for serving (fused, cast and packed). The output folder
 can be served like any other model folder and loads faster."""

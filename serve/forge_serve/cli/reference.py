@@ -28,7 +28,7 @@ underscores as fields of `EngineConfig` and `ServerConfig`. Limits are fields of
 
 `forge-jax serve --help` shows the essential flags. `--help-all` shows every flag.
 
-## A file of flags
+## Configuration file
 
 `--config FILE` reads flags from a TOML file. Every command accepts it for its own flags:
 
@@ -73,9 +73,9 @@ Model, KV cache, Batch, Speculation, Device and Limits. It also accepts these se
 _ALIASES_HEAD = """
 ## Names of other engines
 
-Flags of vLLM, SGLang and other engines are accepted on the command line and in `--config`. `--help`
-and `--help-all` do not list them. `LLM` and `EngineConfig.from_options` accept the ones that
-configure the engine as keyword arguments, with underscores. The opposite of a switch, such as
+Many flags of vLLM, SGLang and other engines are accepted on the command line and in `--config`.
+`--help` and `--help-all` do not list them. `LLM` and `EngineConfig.from_options` accept the ones
+that configure the engine as keyword arguments, with underscores. The opposite of a switch, such as
 `--enable-prefix-caching`, is also accepted.
 
 | flag of another engine | forge-jax flag |
@@ -83,14 +83,14 @@ configure the engine as keyword arguments, with underscores. The opposite of a s
 """
 
 _VALUES_HEAD = """
-These values of other engines are accepted or rejected:
+These values of other engines are converted or rejected:
 
 | flag | value of another engine | forge-jax value |
 |---|---|---|
 """
 
 _IMPLIED_HEAD = """
-These flags request behavior that forge-jax always has. They are accepted and have no effect:
+These flags are accepted and have no effect, for the reason in the table:
 
 | flag of another engine | reason |
 |---|---|
@@ -108,13 +108,13 @@ _CLI_HEAD = """\
 
 This page has the `--help-all` output of every command. `--help` shows only the essential flags.
 [configuration.md](configuration.md) has the same flags as tables. It also describes the
-[configuration file](configuration.md#a-file-of-flags) for `--config` and the
+[configuration file](configuration.md#configuration-file) for `--config` and the
 [flag names of other engines](configuration.md#names-of-other-engines) that are accepted.
 `python -m forge_serve.cli.reference` generates this page.
 
-Results go to stdout, and everything else goes to stderr.
-An error is one line on stderr that begins with
-`forge-jax: error:` and names the remedy. Every command accepts `--debug`, which adds the traceback.
+Results go to stdout, and everything else goes to stderr. An error is one line on stderr that begins
+with `forge-jax: error:` and describes the fix. Every command accepts `--debug`, which adds the
+traceback.
 
 | exit status | meaning |
 |---|---|

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure throughput and latency of a model loaded in this process, or of a server if --url is set.
-The workload consists of greedy requests of equal size with random prompts.
-The report has one line per
-concurrency: tokens/s, time to first token (TTFT), inter-token latency (ITL), time per output token
-(TPOT) and request latency. Latencies are p50 / p95 / p99 in milliseconds. The exit status is 1 if a
-request failed."""
+The workload consists of greedy requests of equal size with random prompts. The report has one line
+per concurrency: tokens/s, time to first token (TTFT), inter-token latency (ITL), time per output
+token (TPOT) and request latency. Latencies are p50 / p95 / p99 in milliseconds. The exit status is
+1 if a request failed."""
 EPILOG = """\
 examples:
   forge-jax bench Qwen/Qwen3-0.6B --input-len 512 --output-len 128
@@ -61,7 +60,9 @@ class BenchFlags:
         f"{LEAST_REQUESTS}",
     )
     context: int | None = option(
-        None, "tokens per sequence, at least 64; auto: the context length of the model or server"
+        None,
+        "maximum tokens of a sequence, prompt plus output, at least 64; auto: the context length "
+        "of the model or server",
     )
     seed: int = option(0, "seed of the random prompts")
 

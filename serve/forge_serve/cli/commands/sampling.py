@@ -28,7 +28,7 @@ class SamplingFlags:
     top_k: int | None = option(None, "sample from the N most likely tokens; auto: all tokens")
     min_p: float | None = option(
         None,
-        "drop tokens less likely than X times the most likely one, from 0 to 1; auto: 0, no token",
+        "drop tokens less likely than X times the most likely one, from 0 to 1; auto: 0, off",
     )
     presence_penalty: float | None = option(
         None, "penalty for each token that is already in the output, from -2 to 2; auto: 0"
