@@ -37,11 +37,11 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "forms": (
-        "form",
+        "format",
         {
             "values": "values",
             "logits": "logits",
-            "bits": "bits of a value in memory",
+            "bits": "bits per value in memory",
             "devices": "MLP on 4 devices",
             "experts": "experts",
         },
