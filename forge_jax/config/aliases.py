@@ -179,8 +179,9 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 _CHECKPOINT = "the checkpoint's config.json sets the method: omit this option"
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "quantization": dict.fromkeys(
-        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf"), _CHECKPOINT
-    ),
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), _CHECKPOINT
+    )
+    | {"gguf": "the .gguf file sets the types: omit this option"},
     "kv_dtype": {"fp8_e5m2": "only float8_e4m3fn is supported: use fp8"},
 }
 
@@ -192,7 +193,7 @@ IMPLIED = (
     Implied("enable_request_id_headers", "every response has X-Request-Id"),
     Implied(
         "enable_lora",
-        "`--lora` or `--max-loras` enables adapters; one of them must be set",
+        "`--lora` or `--max-loras` enables adapters: without either, the flag is rejected",
         needs=("lora", "max_loras"),
     ),
 )

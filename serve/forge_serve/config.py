@@ -70,8 +70,8 @@ class ServerConfig:
     )
     max_new_tokens: int | None = option(
         None,
-        "maximum and default number of output tokens per request, at least 1; auto: as many as fit "
-        "the context",
+        "maximum number of output tokens per request, at least 1. It also limits the default. "
+        "Auto: no limit except the context",
     )
     sse_keep_alive_s: float = option(
         15.0,
@@ -150,8 +150,9 @@ class ServerConfig:
     )
     allowed_host: tuple[str, ...] = option(
         (),
-        "host name to accept in the Host header, or * for all; may be repeated. "
-        "Default: localhost and IP addresses on a loopback address without API keys, otherwise all",
+        "host name to accept in the Host header, or * for all. May be repeated. "
+        "Default: all names. On a loopback address without API keys: localhost, --host "
+        "and IP addresses",
     )
     limits: Limits = field(
         default_factory=Limits, metadata={"doc": "limits of one request", "flag": None}

@@ -22,9 +22,10 @@ HELP_WIDTH = 96
 _HEAD = """\
 # Configuration
 
-This page lists the flags of `forge-jax serve [MODEL]`. In Python, use the same names with
-underscores as fields of `EngineConfig` and `ServerConfig`. Limits are fields of
-`ServerConfig.limits`, without `max_`. `python -m forge_serve.cli.reference` generates this page.
+This page lists the flags of `forge-jax serve [MODEL]`. In Python, they are fields of `EngineConfig`
+and `ServerConfig`, with underscores. Times in seconds end in `_s`, `--no-x` is `x=False`, and
+`--compile-cache` is `compile_cache_dir`. Limits are fields of `ServerConfig.limits`, without
+`max_`. `python -m forge_serve.cli.reference` generates this page.
 
 `forge-jax serve --help` shows the essential flags. `--help-all` shows every flag.
 
