@@ -62,7 +62,7 @@ from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
 from forge_jax.step.step_shapes import first_shapes, step_shapes
 from forge_jax.telemetry.compilations import SinceReady
-from forge_jax.telemetry.memory import give_back_freed_memory
+from forge_jax.telemetry.memory import give_back_freed_memory, reserve_device_memory
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.telemetry.units import bytes_text
 from forge_jax.text.load import load_text
@@ -479,6 +479,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
     backend, index = config.parallel.backend, config.parallel.device
     try:
         devices = jax.devices() if backend == "auto" else jax.devices(backend)
+    reserve_device_memory(config.cache.memory_fraction)
     except RuntimeError as error:
         raise ConfigError(
             f"--backend {backend}: JAX finds no such device here"

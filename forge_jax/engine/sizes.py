@@ -23,7 +23,7 @@ from forge_jax.step.kv_cache import (
     fit_num_blocks,
     kv_shape,
 )
-from forge_jax.telemetry.memory import available_host_bytes, device_bytes
+from forge_jax.telemetry.memory import available_host_bytes, device_bytes, share_of_device
 from forge_jax.weights.partition import shard_spec
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Residents:
             available = available_host_bytes() - shards * weights
             return cpu_kv_bytes(shards * wanted, available) // shards
         limit, in_use = memory
-        share = int(limit * self.config.cache.memory_fraction)
+        share = share_of_device(limit, self.config.cache.memory_fraction)
         return share - in_use - weights - self.activation_bytes(max_tokens)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     import jax
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+# The environment variables of JAX's GPU allocator, and its default, as fractions of a device.
+_ALLOCATOR_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_DEFAULT_FRACTION = 0.75
 
 
 def available_host_bytes() -> int:
@@ -32,6 +37,28 @@ def host_bytes() -> tuple[int, int]:
     except (OSError, ValueError):
         pass  # Without cgroup v2, only the host's values apply.
     return max(available, 0), total
+
+
+def reserve_device_memory(fraction: float) -> None:
+    """Let JAX's GPU allocator use this fraction of a device, unless the environment sets another.
+
+    It has no effect after JAX has started its GPU backend. CUDA graphs, NCCL's buffers and other
+    processes use the rest of the memory.
+    """
+    if not any(os.environ.get(name) for name in _ALLOCATOR_FRACTION):
+        os.environ[_ALLOCATOR_FRACTION[0]] = str(fraction)
+
+
+def share_of_device(limit: int, fraction: float) -> int:
+    """Return the bytes that are this fraction of a GPU's memory, at most the allocator's limit.
+
+    Args:
+      limit: the allocator's limit in bytes, itself a fraction of the device.
+      fraction: of the device.
+    """
+    found = [os.environ.get(name) for name in _ALLOCATOR_FRACTION]
+    of_allocator = next((float(text) for text in found if text), _DEFAULT_FRACTION)
+    return min(limit, int(limit / of_allocator * fraction))
 
 
 def device_bytes(device: jax.Device) -> tuple[int, int] | None:
