@@ -416,6 +416,7 @@ def _make_runner(design: _Design) -> Runner:
         block_size=sizes.kv.block_size,
         max_drafts=speculation.max_draft_tokens if speculation.speculation != "off" else 0,
         deterministic=config.model.deterministic,
+        platform=design.device.platform,
     )
     options = RunnerOptions(
         shapes=shapes,
@@ -451,6 +452,7 @@ def _make_draft_model(design: _Design, draft: Draft, runner: Runner) -> DraftMod
         max_blocks=sizes.blocks_per_sequence,
         deterministic=config.model.deterministic,
         proposes=design.draft_probs is not None,
+        platform=design.device.platform,
     )
     options = DraftModelOptions(
         shapes=shapes,

@@ -27,6 +27,7 @@ import numpy as np
 from forge_jax.models.kv import KV
 from forge_jax.step.draft_probs import SUPPORT, Proposed
 from forge_jax.step.slots import MIN_TEMPERATURE, PADDING
+from forge_jax.step.step_shapes import decode_sizes
 from forge_kernels import sampling
 from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed
@@ -344,6 +345,7 @@ def draft_shapes(
     max_blocks: int,
     deterministic: bool = False,
     proposes: bool = False,
+    platform: str = "cpu",
 ) -> DraftShapes:
     """Return the shapes for an engine with these limits, which are those of its steps.
 
@@ -387,5 +389,5 @@ def draft_shapes(
         )
         return DraftShapes((step,), (whole,))
     tokens = [t for t in (64,) if t < max_num_batched_tokens] + [max_num_batched_tokens]
-    batches = [b for b in (4, 16, 64) if b < max_num_seqs] + [max_num_seqs]
+    batches = decode_sizes(max_num_seqs, platform)
     return DraftShapes(tuple(map(extend, tokens)), tuple(map(draft, batches)))

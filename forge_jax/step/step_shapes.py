@@ -24,8 +24,9 @@ def step_shapes(
     block_size: int,
     max_drafts: int = 0,
     deterministic: bool = False,
+    platform: str = "cpu",
 ) -> list[StepShape]:
-    """Return the shapes of an engine, smallest first: a few decode sizes, a few mixed sizes.
+    """Return the shapes of an engine, smallest first: several decode sizes, a few mixed sizes.
 
     If drafts are on (`max_drafts` per sequence), a few sizes for drafts alone are added. The
     deterministic tier uses one shape for every step, because another may round differently.
@@ -37,8 +38,7 @@ def step_shapes(
     if deterministic:
         return [mixed(max_num_batched_tokens)]
     largest = min(max_num_seqs, max_num_batched_tokens)
-    decode = [b for b in (4, 16, 64) if b < largest] + [largest]
-    shapes = [StepShape.decode(b) for b in decode]
+    shapes = [StepShape.decode(b) for b in decode_sizes(largest, platform)]
     if max_drafts:
         most = min(max_num_batched_tokens, max_num_seqs * (1 + max_drafts))
         shapes += [
@@ -48,6 +48,16 @@ def step_shapes(
         ]
     several = [t for t in (64, 256, 1024) if t < max_num_batched_tokens] + [max_num_batched_tokens]
     return shapes + [mixed(t) for t in several]
+
+
+def decode_sizes(largest: int, platform: str) -> list[int]:
+    """Return the batch sizes of decode steps, up to `largest`.
+
+    GPUs compute and write padded rows too, so a size is at most twice the one before. On a CPU,
+    each executable costs compile time and padding costs little.
+    """
+    sizes = [4, 16, 64] if platform == "cpu" else [4 << i for i in range(largest.bit_length())]
+    return [size for size in sizes if size < largest] + [largest]
 
 
 def step_limits(shapes: Iterable[StepShape]) -> StepLimits:

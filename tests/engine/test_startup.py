@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import logging
 import os
 import stat
@@ -203,6 +204,19 @@ def test_serving_starts_with_the_shape_that_takes_any_sequence():
     assert [shape.name for shape in first_shapes(shapes, "gpu")] == ["mixed[300]"]
     only = [StepShape.mixed(1, 8, 64, 16)]
     assert first_shapes(only, "cpu") == first_shapes(only, "gpu") == only
+
+
+@pytest.mark.parametrize("largest", [1, 4, 5, 64, 65, 256, 300])
+def test_decode_sizes_at_most_double_on_a_gpu(largest):
+    sizes = decode_sizes(largest, "gpu")
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and sizes[0] == min(4, largest)
+    assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+    of_cpu = decode_sizes(largest, "cpu")
+    assert of_cpu[-1] == largest and set(of_cpu) <= {4, 16, 64, largest}
+    shapes = step_shapes(
+        max_num_seqs=largest, max_num_batched_tokens=300, max_rows=64, block_size=16, platform="gpu"
+    )
+    assert [s.num_seqs for s in shapes if s.name.startswith("decode")] == sizes
 
 
 @pytest.mark.parametrize("max_drafts", [1, 7, 31, 127])
