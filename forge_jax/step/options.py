@@ -25,19 +25,39 @@ type CompilerOptions = dict[str, str | bool | int]
 
 # https://openxla.org/xla/determinism: some operations have fast forms without a fixed order of
 # summation. Autotuning selects kernels by measured time, so two starts may differ.
+# Triton matrix products have no configuration that is chosen without measuring.
 DETERMINISTIC_GPU_OPTIONS: CompilerOptions = {
     "xla_gpu_exclude_nondeterministic_ops": True,
     "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+}
+# Values of quantized matrices are converted and scaled inside matrix products (`linear`).
+GPU_OPTIONS: CompilerOptions = {
+    "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
 }
 
 
+# XLA's default, and collectives. Without them, each sum over devices ends a command buffer.
+SHARED_COMMAND_BUFFERS = ",".join(
+    (
+        *("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION"),
+        *("CONDITIONAL", "COLLECTIVES"),
+    )
+)
+
+
 def compiler_options(
-    platform: str, *, command_buffers: bool, deterministic: bool
+    platform: str, *, command_buffers: bool, deterministic: bool, shards: int = 1
 ) -> CompilerOptions:
-    options: CompilerOptions = {}
-    if platform != "cpu" and not command_buffers:
+    """Return XLA's options for executables that `shards` devices run together."""
+    if platform == "cpu":
+        return {}
+    options = dict(GPU_OPTIONS)
+    if not command_buffers:
         options["xla_gpu_enable_command_buffer"] = ""  # an empty list of operations to include
-    if platform != "cpu" and deterministic:
+    elif shards > 1:
+        options["xla_gpu_enable_command_buffer"] = SHARED_COMMAND_BUFFERS
+    if deterministic:
         options |= DETERMINISTIC_GPU_OPTIONS
     return options
 
@@ -103,4 +123,5 @@ class RunnerOptions:
             self.device.platform,
             command_buffers=self.command_buffers,
             deterministic=self.deterministic,
+            shards=1 if self.mesh is None else self.mesh.shards,
         )

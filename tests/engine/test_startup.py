@@ -25,8 +25,8 @@ from forge_jax.errors import ConfigError
 from forge_jax.step.executables import Executables
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import GIB
-from forge_jax.step.options import compiler_options
-from forge_jax.step.step_shapes import first_shapes, step_limits, step_shapes
+from forge_jax.step.options import GPU_OPTIONS, SHARED_COMMAND_BUFFERS, compiler_options
+from forge_jax.step.step_shapes import decode_sizes, first_shapes, step_limits, step_shapes
 from forge_jax.telemetry import compilations
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.testing import core_of
@@ -453,13 +453,18 @@ def test_executables_writable_by_others_are_removed(tmp_path, jax_cache, caplog)
         use(compile_cache_dir=str(tmp_path))
 
 
-def test_xla_accepts_the_command_buffer_option():
-    options = compiler_options("gpu", command_buffers=False, deterministic=False)
-    [(name, value)] = options.items()
-    lowered = jax.jit(lambda x: x - 5).lower(1.0)
-    assert lowered.compile(compiler_options=options)(6.0) == 1.0
+def test_xla_accepts_the_gpu_options():
+    options = compiler_options("gpu", command_buffers=False, deterministic=True)
+    assert options["xla_gpu_enable_command_buffer"] == ""
+    for shards in (1, 2):
+        options |= compiler_options("gpu", command_buffers=True, deterministic=True, shards=shards)
+        lowered = jax.jit(lambda x: x - 5).lower(1.0)
+        assert lowered.compile(compiler_options=options)(6.0) == 1.0
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
-        lowered.compile(compiler_options={name: value + "NOTHING"})
-    assert compiler_options("gpu", command_buffers=True, deterministic=False) == {}
+        lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": "NOTHING"})
+    alone = compiler_options("gpu", command_buffers=True, deterministic=False)
+    assert alone == GPU_OPTIONS
+    shared = compiler_options("gpu", command_buffers=True, deterministic=False, shards=2)
+    assert shared == alone | {"xla_gpu_enable_command_buffer": SHARED_COMMAND_BUFFERS}
     assert compiler_options("cpu", command_buffers=False, deterministic=False) == {}
     assert dataclasses.asdict(EngineConfig().parallel)["command_buffers"] is True
