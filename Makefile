@@ -42,8 +42,9 @@ test-clients: .venv/.serve .venv-clients/.clients $(NODE_CLIENTS)/node_modules/.
 test-browser: .venv/.serve .venv-browser/.driver ## test the page in headless Chromium
 	.venv-browser/bin/python -m pytest -c tests/browser/pytest.ini tests/browser $(ARGS)
 
-test-cuda-compile: .venv-aot/.aot ## compile the GPU kernels and a step for an H200; needs no GPU
+test-cuda-compile: .venv-aot/.aot ## compile steps and kernels for an H200, and products for five GPUs; needs no GPU
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
+	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/linears.py $(filter --quick,$(ARGS))
 
 soak: .venv/.dev ## run the long tests: leaks, millions of scheduler steps
 	$(BIN)/python -m pytest -m soak --timeout 3600

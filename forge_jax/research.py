@@ -30,7 +30,7 @@ from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model
 from forge_jax.models.kv import EIGHT_BITS
 from forge_jax.models.registry import decoded
 from forge_jax.step.kv_cache import kv_shape
-from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.formats import WeightFormats, fused_values
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed
@@ -81,7 +81,10 @@ def load(
     """
     folder = resolve(model, revision)
     record = read_record(folder)
-    formats = WeightFormats(ggml_activations="int8" if gguf_weights == "packed" else None)
+    formats = WeightFormats(
+        ggml_activations="int8" if gguf_weights == "packed" else None,
+        fused=fused_values(jax.devices()[0]),  # pyright: ignore[reportUnknownMemberType]
+    )
     if record is not None:
         record.check_options(dtype=dtype)
         formats = dataclasses.replace(formats, rounded=record.rounded, **dict(record.formats))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.dtypes import itemsize_bits
 from tqdm import tqdm
 
 from forge_jax.checkpoint.converted import read_record
@@ -151,7 +152,7 @@ def load_weights(
         if mesh is None:
             for some in _whole_leaves(model, checked, mapped=mapped):
                 leaves |= _put(some, device)
-                bar.update(sum(host.nbytes for host in some.values()))
+                bar.update(sum(map(_num_bytes, some.values())))
             return tuple(leaves[name] for name in model.names)
         own = dict(mesh.own)
         parts: dict[str, list[jax.Array]] = {}
@@ -160,7 +161,7 @@ def load_weights(
             placed.append(_put(host, own[index]))
             if len(placed) == len(own):
                 leaves[name] = mesh.joined(model, name, parts.pop(name))
-                bar.update(host.nbytes)
+                bar.update(_num_bytes(host))
     return tuple(leaves[name] for name in model.names)
 
 
@@ -181,7 +182,7 @@ def read_shards(model: Model, folder: Path, *, progress: bool = True) -> dict[st
             is_cut = arrays[name].ndim > host.ndim
             if is_cut or index == 0:
                 arrays[name][index if is_cut else ...] = host
-            bar.update(host.nbytes / model.shards)
+            bar.update(_num_bytes(host) / model.shards)
     return arrays
 
 
@@ -225,6 +226,11 @@ def _bar(model: Model, progress: bool) -> tqdm:
         unit_scale=True,
         disable=None if progress else True,  # None: only on a terminal
     )
+
+
+def _num_bytes(array: np.ndarray) -> int:
+    """Return the bytes of an array on a device; on the host, a 4-bit value takes a whole byte."""
+    return array.size * itemsize_bits(array.dtype) // 8
 
 
 def _whole_leaves(

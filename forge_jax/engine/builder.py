@@ -66,7 +66,7 @@ from forge_jax.telemetry.memory import give_back_freed_memory, reserve_device_me
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.telemetry.units import bytes_text
 from forge_jax.text.load import load_text
-from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.formats import WeightFormats, fused_values
 from forge_jax.weights.partition import check_shards
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
@@ -479,9 +479,9 @@ def choose_device(config: EngineConfig) -> jax.Device:
       ConfigError: if it does not exist.
     """
     backend, index = config.parallel.backend, config.parallel.device
+    reserve_device_memory(config.cache.memory_fraction)
     try:
         devices = jax.devices() if backend == "auto" else jax.devices(backend)
-    reserve_device_memory(config.cache.memory_fraction)
     except RuntimeError as error:
         raise ConfigError(
             f"--backend {backend}: JAX finds no such device here"
@@ -592,16 +592,18 @@ def choose_kernels(
         no_attention = unsupported(spec.head_dim, cached, device.platform)
         if no_attention is not None:
             log.warning("attention uses plain XLA, not the CPU kernels: %s", no_attention)
-        return Kernels(formats=formats, attention="auto" if no_attention else "cpu", sampler="cpu")
+        return Kernels(formats=formats, attention="xla" if no_attention else "cpu", sampler="cpu")
     if record is not None and record.packed:
         raise ConfigError(
             f"{record.folder} was converted for the CPU kernels, which cannot be used: "
             f"{reason}. Convert the original model here, or with --kernels xla for all machines"
         )
-    if quantization == "none":
-        return Kernels()
-    log.info("--quantization %s uses plain XLA: %s", quantization, reason)
-    return Kernels(formats=WeightFormats(rounded=quantization))
+    formats = WeightFormats(fused=fused_values(device))
+    if quantization != "none":
+        log.info("--quantization %s uses plain XLA: %s", quantization, reason)
+        formats = dataclasses.replace(formats, rounded=quantization)
+    # `auto` follows JAX's first device, which may be a GPU although a CPU was chosen.
+    return Kernels(formats=formats, attention="xla" if device.platform == "cpu" else "auto")
 
 
 def _has_cpu_kernels(config: EngineConfig) -> bool:

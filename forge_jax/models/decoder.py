@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.dtypes import itemsize_bits
 
 from forge_jax.models.kv import KV, LayerKV, bits_of
 from forge_jax.models.linear import (
@@ -484,7 +485,8 @@ class Model:
     @property
     def param_bytes(self) -> int:
         """The bytes of all weights; of one shard if the model is split."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
+        bits = (math.prod(leaf.shape) * itemsize_bits(leaf.dtype) for leaf in self.leaves)
+        return sum(bits) // 8
 
     def forward(  # noqa: PLR0913
         self,

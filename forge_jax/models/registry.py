@@ -12,8 +12,13 @@ from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, ModelSpec
 from forge_jax.models.weight_map import WeightMap
 from forge_jax.weights.formats import PLAIN, WeightFormat, WeightFormats
-from forge_jax.weights.ggml_formats import ggml_formats
-from forge_jax.weights.quantized import cut_formats, expert_leaves, quantized_formats
+from forge_jax.weights.ggml_formats import fused_format, ggml_formats
+from forge_jax.weights.quantized import (
+    cut_formats,
+    expert_leaves,
+    num_experts,
+    quantized_formats,
+)
 from forge_jax.weights.rounding import rounded_formats
 
 
@@ -66,6 +71,12 @@ def build_model(
     for both in expert_leaves(spec):  # either both are packed or neither
         if not leaves.keys().isdisjoint(both):
             leaves = dict.fromkeys(both, PLAIN) | leaves
+    if formats.fused:
+        leaves |= {
+            leaf: fused_format(format, formats.fused)
+            for leaf, format in leaves.items()
+            if num_experts(leaf, spec) is None
+        }
     formats = dataclasses.replace(formats, leaves=leaves)
     return Model.build(architecture.decoder, spec, resolve_dtype(spec, dtype), formats, shards)
 

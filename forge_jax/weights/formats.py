@@ -176,6 +176,18 @@ def tensors_by_piece(weights: WeightMap, matrices: Mapping[str, MatrixSpec]) -> 
     return split
 
 
+def fused_values(device: Any) -> frozenset[Values]:
+    """Return the values that XLA converts inside matrix products on a `jax.Device`.
+
+    Before compute capability 9.0, XLA:GPU converts FP8 to 16 bits before each product.
+    """
+    if device.platform == "cpu":
+        return frozenset()
+    capability = getattr(device, "compute_capability", "0")
+    fp8: list[Values] = ["fp8"] if float(capability) >= 9 else []
+    return frozenset(("int8", "int4", *fp8))
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightFormats:
     """The format of each matrix of a model.
@@ -189,6 +201,7 @@ class WeightFormats:
       ggml_activations: the type that the CPU kernels round activations to for GGML blocks.
       rounded: the type that matrices of the layers are rounded to as they are read, unless they are
         for the CPU kernels.
+      fused: the values that the device converts inside its matrix products (`fused_values`).
       lora: True if adapters add to gate and up, so that their product cannot include SwiGLU.
     """
 
@@ -198,6 +211,7 @@ class WeightFormats:
     leaves: Mapping[str, WeightFormat] = field(default_factory=dict)
     ggml_activations: GGMLActivations | None = None
     rounded: Values | None = None
+    fused: frozenset[Values] = frozenset()
     lora: bool = False
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from forge_jax.weights.formats import (
 )
 from forge_jax.weights.ggml_types import KEY, GGMLTypes
 from forge_jax.weights.partition import Partition, partition_of, possible_shards
-from forge_jax.weights.quantized import expert_leaves, num_experts
+from forge_jax.weights.quantized import QuantizedFormat, expert_leaves, num_experts
+from forge_jax.weights.tensors import Values
 from forge_kernels.blocks import Blocks
 from forge_kernels.linear import (
     BlockPacking,
@@ -42,11 +43,13 @@ class GGMLFormat:
       blocks: how the values of a row are kept.
       packed: True for the CPU kernels, which support all block types.
       activations: if packed, the type that rows of x are rounded to, except for experts.
+      fused: see `Quantization`.
     """
 
     blocks: Blocks
     packed: bool
     activations: GGMLActivations | None = None
+    fused: bool = False
 
     def weight(self, shape: MatrixShape, dtype: Any) -> MatrixWeight:
         packing = self.packing(shape)
@@ -64,7 +67,9 @@ class GGMLFormat:
 
     def quantization(self, shape: MatrixShape) -> Quantization:
         """Return the layout of the values for XLA."""
-        return Quantization.of_blocks(self.blocks, shape.outputs, shape.inputs, shape.experts)
+        return Quantization.of_blocks(
+            self.blocks, shape.outputs, shape.inputs, shape.experts, self.fused
+        )
 
     def names(self, shape: MatrixShape) -> set[str]:
         packing, own = self.packing(shape), f"{self.blocks.values} blocks"
@@ -112,6 +117,18 @@ def ggml_formats(
             )
         cut_all[leaf] = of_shard
     return cut_all
+
+
+def fused_format(format: WeightFormat, values: Collection[Values]) -> WeightFormat:
+    """Return the format for a device that converts `values` inside its matrix products."""
+    if isinstance(format, MixedFormat):
+        pieces = (replace(p, format=fused_format(p.format, values)) for p in format.pieces)
+        return MixedFormat(tuple(pieces))
+    if isinstance(format, QuantizedFormat):
+        return replace(format, fused=format.scheme.values in values and format.packed is None)
+    if isinstance(format, GGMLFormat):
+        return replace(format, fused=format.blocks.values in values and not format.packed)
+    return format
 
 
 def _of_shard(format: WeightFormat, partition: Partition | None) -> WeightFormat | None:

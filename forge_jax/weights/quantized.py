@@ -22,6 +22,7 @@ from forge_kernels.linear import (
     Packing,
     Quantization,
     QuantizedWeight,
+    native_int4,
     pack_int4,
     pack_values,
 )
@@ -47,6 +48,7 @@ class QuantizedFormat:
       parts: the number of devices that share the inputs. All sizes are those of one part.
       follows: True if the inputs are the outputs of experts' gate and up. Their rows are read in
         this matrix's column order, so that no step permutes anything.
+      fused: see `Quantization`.
     """
 
     scheme: Scheme
@@ -54,6 +56,7 @@ class QuantizedFormat:
     rounded: bool = False
     parts: int = 1
     follows: bool = False
+    fused: bool = False
 
     @property
     def is_ordered(self) -> bool:
@@ -91,6 +94,7 @@ class QuantizedFormat:
             static=scheme.static,
             axis=AXIS if of_parts else None,
             experts=shape.experts,
+            fused=self.fused,
         )
 
     def names(self, shape: MatrixShape) -> set[str]:
@@ -113,7 +117,8 @@ class QuantizedFormat:
             return found
         values = matrix.values
         if self.scheme.values == "int4":
-            values = pack_int4(values, self.group(values.shape[1]))
+            group = self.group(values.shape[1])
+            values = native_int4(values) if self.fused else pack_int4(values, group)
         elif self.scheme.values == "fp8":
             values = values.view(np.uint8)
         found["weight"] = np.ascontiguousarray(values)

@@ -1,4 +1,4 @@
-"""Compiles the GPU kernels and a whole step for an H200: `make test-cuda-compile`.
+"""Compiles the GPU kernels and whole steps for an H200: part of `make test-cuda-compile`.
 
     python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--quick] [--output FILE]
 
@@ -9,12 +9,11 @@ copies of caches or matrices, command buffers, unrequested values.
 import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
-import math
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from hlo import large_results
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.grammar.masks import mask_width
@@ -35,6 +35,7 @@ from forge_jax.step.mesh import TensorMesh
 from forge_jax.step.options import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.ggml_types import GGMLTypes
 from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.partition import AXIS, shard_spec
@@ -59,6 +60,8 @@ QUANTIZED = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
 GGUF = "gguf, Q4_K_M"  # includes embedding and head
+QUICK += ("deterministic", f"quantized ({GGUF})")
+GPU_FORMATS = WeightFormats(fused=frozenset(("int8", "int4", "fp8")))
 SHARDS, SHARED_LAYERS = (2, 8), 2
 # The collective before a sum, for a matrix in this format that is cut by its inputs.
 BEFORE_SUMS = {"fp8": "all-reduce", "gptq": "all-gather"}
@@ -205,7 +208,7 @@ def qwen_3_30b_a3b(layers: int, quantized: str) -> ModelSpec:
         **{"bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16"},
         **{"tie_word_embeddings": False, "quantization_config": QUANTIZED[quantized]},
     }
-    return find_architecture("Qwen3MoeForCausalLM").read_spec(HFConfig(config), HFConfig({}))
+    return find_architecture("Qwen3MoeForCausalLM").read(HFConfig(config), HFConfig({}))
 
 
 def gguf_types(layers: int) -> GGMLTypes:
@@ -242,12 +245,13 @@ def compile_step(
     kv_dtype: str = "auto",
     quantized: str | None = None,
     spec: ModelSpec | None = None,
+    uniform: bool = False,
 ) -> deviceless.Program:
     """Compile a step of Llama 3.1 8B, or of `spec`, with the engine's own function."""
     spec = spec or llama_3_1_8b(layers, quantized)
-    model, block_size = build_model(spec), 64
+    model, block_size = build_model(spec, formats=GPU_FORMATS), 64
     return compiler(
-        make_step(model, shape, block_size, implementation="mosaic"),
+        make_step(model, shape, block_size, implementation="mosaic", uniform=uniform),
         model.leaves,
         (cache(spec, kv_dtype).layer,) * layers,
         slots_shape(SEQS, MAX_BLOCKS, spec.vocab_size),
@@ -267,7 +271,7 @@ def compile_shared_step(
 ) -> deviceless.Program:
     """Compile a step of Llama 3.1 8B that all devices of `compiler` share."""
     spec, mesh = llama_3_1_8b(layers, quantized), TensorMesh.of(compiler.devices)
-    model = build_model(spec, shards=mesh.shards)
+    model = build_model(spec, formats=GPU_FORMATS, shards=mesh.shards)
     layer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.kv(model)),
         mesh.kv_shape(cache(shard_spec(spec, mesh.shards), "auto")).layer,
@@ -287,8 +291,9 @@ def compile_shared_step(
 def shared_step_faults(
     program: deviceless.Program, layers: int, shards: int, quantized: str | None = None
 ) -> Iterator[str]:
-    """Return one device's faults; XLA keeps sums over devices outside command buffers."""
+    """Return one device's faults."""
     yield from kernel_faults(program)
+    yield from command_buffer_faults(program)
     kv_bytes = cache(shard_spec(llama_3_1_8b(layers), shards), "auto").total_bytes
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
@@ -304,12 +309,18 @@ def shared_step_faults(
         yield f"{attention} calls of the kernels in {layers} layers"
 
 
+def command_buffer_faults(program: deviceless.Program) -> Iterator[str]:
+    if (program.command_buffers, program.outside) != (1, ()):
+        outside = " and ".join(program.outside) or "nothing"
+        yield f"{program.command_buffers} command buffers, and {outside} outside of them"
+
+
 def kernel_faults(program: deviceless.Program) -> Iterator[str]:
     for kernel in program.kernels:
         if kernel.spilled:
             yield f"{kernel.name} spills {kernel.spilled} bytes of registers"
     for shared in program.shared_bytes:
-        if shared > deviceless.SHARED_LIMIT:
+        if shared > program.target.shared_limit:
             yield f"{shared} bytes of shared memory"
 
 
@@ -341,9 +352,7 @@ def step_faults(
     )
     if len(writes) != layers * len(arrays):
         yield f"{len(writes)} writes into the {len(arrays)} arrays of {layers} layers"
-    if (program.command_buffers, program.outside) != (1, ()):
-        outside = " and ".join(program.outside) or "nothing"
-        yield f"{program.command_buffers} command buffers, and {outside} outside of them"
+    yield from command_buffer_faults(program)
     if program.compiled_conditions != program.written_conditions:
         yield (
             f"{program.compiled_conditions} of {program.written_conditions} conditions are left: "
@@ -354,27 +363,19 @@ def step_faults(
         yield f"{attention} calls of the kernels in {layers} layers"
 
 
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "u16": 2, "bf16": 2, "f16": 2}
-SIZES |= {"s32": 4, "u32": 4, "f32": 4}
-NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant"}
+def nondeterministic_faults(program: deviceless.Program) -> Iterator[str]:
+    """Return operations without a fixed order of summation.
 
-
-def large_results(hlo: str, limit: int, shapes: Collection[tuple[int, ...]] = ()) -> Iterator[str]:
-    """Yield instructions outside fusions that make an array of `limit` bytes or more.
-
-    Instructions that make an array of one of `shapes` are included, with the axes in any order.
+    The configurations of Triton's matrix products are selected by measuring. Scatters of floats to
+    places that may be equal add by atomics.
     """
-    orders = [sorted(shape) for shape in shapes]
-    fused = False
-    for line in hlo.splitlines():
-        if line.endswith("{") and " = " not in line:
-            fused = "fus" in line.split("(")[0]
-        made = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", line)
-        if made is None or fused or made[4] in NO_WORK or made[2] not in SIZES:
-            continue
-        shape = [int(size) for size in made[3].split(",") if size]
-        if math.prod(shape) * SIZES[made[2]] >= limit or sorted(shape) in orders:
-            yield line.strip()[:120]
+    if "gemm_fusion" in program.hlo or "__triton_gemm" in program.hlo:
+        yield "a Triton matrix product"
+    for line in re.findall(r" = (?:bf16|f16|f32)\[\S* scatter\(.*", program.hlo):
+        if "unique_indices=true" not in line:
+            yield f"adds in any order: {line[:120]}"
+    if "__cublas" not in program.hlo:
+        yield "no cuBLAS matrix products"
 
 
 def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
@@ -406,6 +407,15 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, count, kv_dtype)
             yield result
+    name = f"deterministic step {mixed.name} of llama-3.1-8b, 1 layer"
+    if wanted(name):
+        start = time.perf_counter()
+        exact = compiler_options("gpu", command_buffers=True, deterministic=True)
+        program = compile_step(compiler, mixed, 1, exact, uniform=True)
+        result = Result(name, program, time.perf_counter() - start)
+        result.faults += step_faults(program, 1)
+        result.faults += nondeterministic_faults(program)
+        yield result
     for quantized in (*QUANTIZED, GGUF):
         name = f"quantized ({quantized}): step {decode.name} of llama-3.1-8b, 1 layer"
         if wanted(name):
@@ -423,21 +433,22 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, 1, quantized=True, spec=spec)
             yield result
+    shared_options = compiler_options("gpu", command_buffers=True, deterministic=False, shards=2)
     for shards in SHARDS:
         name = f"step {decode.name} of llama-3.1-8b, {SHARED_LAYERS} layers, on {shards} devices"
         if wanted(name) and not (quick and shards != SHARDS[0]):
             start = time.perf_counter()
             several = deviceless.Compiler(shards, AXIS)
-            program = compile_shared_step(several, decode, SHARED_LAYERS, options)
+            program = compile_shared_step(several, decode, SHARED_LAYERS, shared_options)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, SHARED_LAYERS, shards)
             yield result
     for quantized in QUANTIZED:
-        name = f"quantized ({quantized}): step {decode.name} of llama-3.1-8b, 1 layer, on 2 devices"
+        name = f"quantized ({quantized}): step {decode.name}, 1 layer, on 2 devices"
         if wanted(name):
             start = time.perf_counter()
             several = deviceless.Compiler(2, AXIS)
-            program = compile_shared_step(several, decode, 1, options, quantized)
+            program = compile_shared_step(several, decode, 1, shared_options, quantized)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, 1, 2, quantized)
             yield result
@@ -453,11 +464,20 @@ def check_the_check(compiler: deviceless.Compiler) -> None:
     faults = list(step_faults(program, 0))
     noticed = ("kWhile", "0 of 1 conditions are left")
     assert all(any(text in fault for fault in faults) for text in noticed), faults
+    program = compiler(_added_in_any_order, *[jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * 2)
+    faults = list(nondeterministic_faults(program))
+    noticed = ("Triton", "adds in any order", "no cuBLAS")
+    assert all(any(text in fault for fault in faults) for text in noticed), faults
 
 
 def _loop_and_lost_condition(x: jax.Array) -> jax.Array:
     total = jax.lax.cond(x[0, 0] > 0, lambda: x.sum(axis=1), lambda: jnp.zeros(x.shape[0]))
     return jax.lax.fori_loop(0, x.shape[1], lambda i, y: jnp.sin(y) + x[:, i].max(), total)
+
+
+def _added_in_any_order(x: jax.Array, w: jax.Array) -> jax.Array:
+    y = x @ w
+    return jnp.zeros((64, 64), jnp.float32).at[y[:, 0].astype(jnp.int32)].add(y.astype(jnp.float32))
 
 
 def table(rows: list[list[str]]) -> str:

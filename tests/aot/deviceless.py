@@ -1,4 +1,4 @@
-"""Compilation for an NVIDIA H200 without a GPU or a driver; import it before jax is used.
+"""Compilation for NVIDIA GPUs without a GPU or a driver; import it before jax is used.
 
 XLA's CUDA compiler accepts a description of the device instead of the device. The result is the
 real program: optimized HLO, ptxas' registers and spills, shared memory, and the grouping into
@@ -30,9 +30,33 @@ from jax._src.mesh import AbstractDevice  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
-H200 = Path(__file__).with_name("h200.txtpb")
-SHARED_LIMIT = 232448  # bytes of a CTA
+FOLDER = Path(__file__).with_name("targets")
+TARGETS = ("h200", "a100", "l4", "b200", "rtx5090")
 KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU's description, as XLA's compiler takes it."""
+
+    key: str
+    config: str  # a GpuTargetConfigProto as text
+    name: str
+    cores: int  # streaming multiprocessors
+    shared_limit: int  # bytes of shared memory that one block can use
+    compute_capability: str  # such as "9.0"
+    platform: str = "gpu"
+
+    @classmethod
+    def read(cls, key: str) -> Target:
+        config = (FOLDER / f"{key}.txtpb").read_text()
+        (name,) = _find(r'name: "(.*)"', config)
+        (cores,) = _find(r"core_count: (\d+)", config)
+        (shared,) = _find(r"shared_memory_per_block_optin: (\d+)", config)
+        (major,) = _find(r"capability \{ major: (\d+)", config)
+        minor = re.search(r"minor: (\d+)", config.partition("capability")[2].partition("}")[0])
+        capability = f"{major}.{0 if minor is None else minor[1]}"
+        return cls(key, config, name, int(cores), int(shared), capability)
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Program:
+    target: Target
     hlo: str  # optimized
     temp_bytes: int
     alias_bytes: int
@@ -59,19 +84,27 @@ class Program:
 
 
 class Compiler:
-    """A compiler for one device, or for several of one host in a mesh with the one axis `axis`."""
+    """A compiler for one device, or for several of one host in a mesh with the one axis `axis`.
 
-    def __init__(self, devices: int = 1, axis: str = "x"):
+    Args:
+      devices: number of devices.
+      axis: name of the mesh's axis.
+      target: one of TARGETS.
+    """
+
+    def __init__(self, devices: int = 1, axis: str = "x", target: str = "h200"):
+        self.target = Target.read(target)
         topology = topologies.get_topology_desc(
             platform="cuda",
             topology_name="",
-            target_config=H200.read_text(),
+            target_config=self.target.config,
             topology=f"1x1x{devices}",
         )
         mesh = topologies.make_mesh(topology, (devices,), (axis,))
         self.devices = list(mesh.devices.flat)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        device = AbstractDevice("NVIDIA H200", 132, "cuda")  # the device that Pallas compiles for
+        # The device that Pallas compiles for.
+        device = AbstractDevice(self.target.name, self.target.cores, "cuda")
         self._mesh = AbstractMesh((devices,), (axis,), (AxisType.Auto,), abstract_device=device)
 
     def __call__(
@@ -102,6 +135,7 @@ class Compiler:
         buffers, outside = _thunks(new)
         hlo = compiled.as_text()
         return Program(
+            target=self.target,
             hlo=hlo,
             temp_bytes=memory.temp_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,

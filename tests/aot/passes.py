@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cuda_compile import BLOCKS, LLAMA_3_1_8B, SEQS, SIZES, compile_step
+from cuda_compile import BLOCKS, LLAMA_3_1_8B, SEQS, compile_step
+from hlo import SIZES
 
 from forge_jax.step.inputs import StepShape
 

@@ -83,7 +83,7 @@ def test_cpu_kernels_are_the_default_and_can_be_disabled(make_llm):
     assert core_of(by_default).device.model.packings
     assert core_of(by_default).device.options.implementation == "cpu"
     assert not core_of(plain).device.model.packings
-    assert core_of(plain).device.options.implementation == "auto"
+    assert core_of(plain).device.options.implementation == "xla"
 
 
 def test_greedy_texts_match_plain_xla(make_llm):
@@ -110,9 +110,9 @@ def test_quantized_models_answer(make_llm, quantization):
 def test_missing_kernels_fall_back_to_xla_with_one_warning(no_kernels, caplog):
     with caplog.at_level(logging.WARNING):
         llm = LLM("forge-tiny", **OPTIONS)
-        assert choose("forge-tiny").attention == "auto"
+        assert choose("forge-tiny").attention == "xla"
     runner = core_of(llm).device
-    assert runner.options.implementation == "auto" and not runner.model.packings
+    assert runner.options.implementation == "xla" and not runner.model.packings
     warnings = [
         record.getMessage() for record in caplog.records if "kernels" in record.getMessage()
     ]
@@ -171,7 +171,16 @@ def test_float32_models_run_on_plain_xla(stories, caplog):
     """No warning is expected, because the kernels do not cover float32."""
     with caplog.at_level(logging.WARNING):
         kernels = choose(str(stories))
-    assert not caplog.records and kernels.formats == WeightFormats() and kernels.attention == "auto"
+    assert not caplog.records and kernels.formats == WeightFormats() and kernels.attention == "xla"
+
+
+@pytest.mark.parametrize(("capability", "fp8"), [("8.0", False), ("9.0", True), ("12.0", True)])
+def test_gpu_converts_quantized_values_inside_its_products(capability, fp8, stories):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    config = EngineConfig.from_options(model=str(stories))
+    kernels = choose_kernels(config, read_spec(stories), device)
+    assert kernels.attention == "auto" and kernels.sampler == "xla"
+    assert kernels.formats.fused == {"int8", "int4", *(["fp8"] if fp8 else [])}
 
 
 @pytest.mark.slow
@@ -180,7 +189,7 @@ def test_unsupported_head_size_uses_xla_attention_with_a_warning(stories, caplog
         llm = LLM(stories, dtype="bfloat16", **OPTIONS)
     assert "attention uses plain XLA, not the CPU kernels: the head dim must be" in caplog.text
     assert (
-        core_of(llm).device.model.packings and core_of(llm).device.options.implementation == "auto"
+        core_of(llm).device.model.packings and core_of(llm).device.options.implementation == "xla"
     )
     [output] = llm.generate("Once upon a time", GREEDY, progress=False)
     assert output.text.startswith(", there was a little girl named Lily.")

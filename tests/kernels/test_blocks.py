@@ -308,10 +308,11 @@ def test_rows_are_the_values_rounded_once(kind, cpu_kernels):
         np.testing.assert_array_equal(np.asarray(rows), want.astype(dtype))
 
 
-def quantized(blocks: Blocks, values: BlockValues) -> QuantizedWeight:
-    quantization = Quantization.of_blocks(blocks, *values.values.shape)
+def quantized(blocks: Blocks, values: BlockValues, *, fused: bool = False) -> QuantizedWeight:
+    quantization = Quantization.of_blocks(blocks, *values.values.shape, fused=fused)
     arrays = arrange_blocks(reader(values), quantization)
-    total = sum(array.nbytes for array in arrays.values())
+    total = sum(array.size * jax.dtypes.itemsize_bits(array.dtype) for array in arrays.values())
+    total //= 8
     assert total == values.values.size // blocks.size * blocks.bytes
     none = {"zero": None, "input_scale": None}
     arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
@@ -331,6 +332,31 @@ def test_plain_xla_multiplies_the_values(kind, dtype):
         want = np.asarray(x, np.float64) @ exact.T
         got = np.asarray(plain(x, w, np.int32(rows)))
         assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick_cases(4)
+def test_fused_products_multiply_the_values(kind):
+    """A GPU computes the same, but also rounds the operands of the products."""
+    blocks = KINDS[kind]
+    values = make(blocks, 600, 512)
+    w = quantized(blocks, values, fused=True)
+    for rows in (1, 5):
+        x = activations(rows, 512).astype(jnp.bfloat16)
+        want = np.asarray(x, np.float64) @ values.floats().astype(np.float64).T
+        for product in (quantized_module._in_fusions, quantized_module._fused_product):
+            got = np.asarray(product(x, w))
+            assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick_cases(2)
+def test_embed_reads_rows_of_fused_weights(kind):
+    blocks = KINDS[kind]
+    values = make(blocks, 40, 512)
+    rows = jnp.array([3, 0, 39])
+    got = embed(quantized(blocks, values, fused=True), rows, jnp.float32)
+    np.testing.assert_allclose(got, values.floats()[np.asarray(rows)], rtol=1e-5, atol=1e-6)
 
 
 def test_vocabulary_is_multiplied_in_parts(monkeypatch):

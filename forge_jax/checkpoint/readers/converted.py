@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from forge_jax.checkpoint import orbax
@@ -26,7 +27,7 @@ from forge_jax.weights.partition import axis_of, matrix_of, partition_of
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.stored import StoredTensor
 from forge_jax.weights.tensors import Matrix
-from forge_kernels.linear import unpack_int4
+from forge_kernels.linear import native_int4, unpack_int4
 from forge_kernels.linear.files import PlainInFiles
 
 
@@ -76,17 +77,29 @@ class ConvertedReader:
     def in_files(self, name: str) -> PlainInFiles | None:
         """Return a leaf's position in its file if C++ can read it, else None."""
         leaf = self.model.leaf(name)
+        if leaf.dtype == jnp.int4:  # stored two per byte
+            return None
         stored = StoredMatrix((Tensor(name, self.stored[name].shape),), self.stored)
         stretches = stored.stretches(np.dtype(leaf.dtype))
         return None if stretches is None else PlainInFiles(leaf.shape, leaf.dtype, stretches)
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array as it is stored."""
-        return _read(name, self.stored[name])
+        """Return a leaf, or all shards of it."""
+        return self._in_form(name, _read(name, self.stored[name]))
+
+    def _in_form(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return a stored array in the type of the model's leaf: 4-bit values have two."""
+        if self.model.leaf(name).dtype != jnp.int4:
+            return array
+        format, shape = self.model.pieces[name]
+        assert isinstance(format, QuantizedFormat | GGMLFormat)
+        group = format.quantization(shape).group
+        values = unpack_int4(array.reshape(-1, array.shape[-1]), group)
+        return native_int4(values.reshape(*array.shape[:-1], -1))
 
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
         """Yield the parts of all leaves that belong to the devices `indices`."""
-        if self.held is self.model:
+        if self.held.shards == self.model.shards:
             for name in self.stored:
                 yield from self._stored_shards(name, indices)
             return
@@ -103,14 +116,15 @@ class ConvertedReader:
 
     def _stored_shards(self, name: str, indices: Sequence[int]) -> Iterator[Shard]:
         """Yield parts from a folder for the same number of devices, each read separately."""
-        leaf, stored = self.model.leaf(name), self.stored[name]
+        leaf, stored = self.held.leaf(name), self.stored[name]
         if len(stored.shape) == leaf.ndim:  # every device has all of it
             whole = self.read(name)
             yield from (Shard(name, index, whole) for index in indices)
             return
         for index in indices:
             offset = stored.offset + index * leaf.size * leaf.dtype.itemsize
-            yield Shard(name, index, _read(name, replace(stored, shape=leaf.shape, offset=offset)))
+            array = _read(name, replace(stored, shape=leaf.shape, offset=offset))
+            yield Shard(name, index, self._in_form(name, array))
 
     def _matrices(self, name: str) -> list[Matrix]:
         """Return a leaf's matrices as they were in their checkpoint."""
@@ -143,13 +157,20 @@ def _held_model(model: Model, folder: Path, record: Record) -> Model:
     """
     record.check_shards(model.shards)
     if record.shards == model.shards:
-        return model
+        native = any(leaf.dtype == jnp.int4 for leaf in model.leaves)
+        return _stored_model(model, record, model.shards) if native else model
     if model.in_format(GGMLFormat):
         raise CheckpointError(
             f"--tensor-parallel {model.shards}: {folder} has matrices in blocks for one device: "
             f"convert the original model again with --tensor-parallel {model.shards}"
         )
-    return build_model(model.spec, str(model.dtype), WeightFormats(rounded=record.rounded))
+    return _stored_model(model, record, 1)
+
+
+def _stored_model(model: Model, record: Record, shards: int) -> Model:
+    """Return the model with its leaves as plain XLA stores them in files."""
+    formats = WeightFormats(rounded=record.rounded)
+    return build_model(model.spec, str(model.dtype), formats, shards)
 
 
 def stored_shape(model: Model, name: str) -> tuple[int, ...]:

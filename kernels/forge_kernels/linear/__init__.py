@@ -18,6 +18,7 @@ from forge_kernels.linear.quantized import (
     Quantization,
     QuantizedWeight,
     arrange_blocks,
+    native_int4,
     pack_int4,
     unpack_int4,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Weight",
     "arrange_blocks",
     "linear",
+    "native_int4",
     "pack",
     "pack_blocks",
     "pack_experts",

@@ -33,6 +33,11 @@ FP8_MAX = 448.0
 TILE = 256  # rows of a matrix that XLA:CPU converts to floats at once
 PART = 2**15  # the same elsewhere
 CHUNK = 2**20  # values per thread and call
+# For each type of x, the rounding and summation of a product of float32 operands.
+ALGORITHMS = {
+    jnp.dtype(jnp.bfloat16): lax.DotAlgorithmPreset.BF16_BF16_F32,
+    jnp.dtype(jnp.float16): lax.DotAlgorithmPreset.F16_F16_F32,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class Quantization:
         x. None if whole rows or whole groups are local.
       blocks: of a GGUF matrix, whose scales are float16 factors and int8 numbers.
       experts: the number of matrices; all arrays have a leading axis of experts.
+      fused: True if XLA converts the values inside its matrix products, as on GPUs. In that case,
+        int4 values minus 8 are stored in JAX's own type, because XLA does not unpack bytes there.
     """
 
     values: Values
@@ -66,10 +73,16 @@ class Quantization:
     axis: str | None = None
     blocks: Blocks | None = None
     experts: int | None = None
+    fused: bool = False
 
     @classmethod
     def of_blocks(
-        cls, blocks: Blocks, outputs: int, inputs: int, experts: int | None = None
+        cls,
+        blocks: Blocks,
+        outputs: int,
+        inputs: int,
+        experts: int | None = None,
+        fused: bool = False,
     ) -> Quantization:
         return cls(
             values=blocks.values,
@@ -78,6 +91,7 @@ class Quantization:
             group=blocks.group,
             blocks=blocks,
             experts=experts,
+            fused=fused,
         )
 
     @property
@@ -90,7 +104,14 @@ class Quantization:
         return -(-self.inputs // self.group)
 
     @property
+    def native(self) -> bool:
+        """True if the weight is in JAX's own 4-bit type instead of two values per byte."""
+        return self.fused and self.values == "int4"
+
+    @property
     def weight(self) -> jax.ShapeDtypeStruct:
+        if self.native:
+            return self._shape((self.outputs, self.inputs), jnp.int4)
         width = self.inputs // 2 if self.values == "int4" else self.inputs
         dtype = jnp.int8 if self.values == "int8" else jnp.uint8
         return self._shape((self.outputs, width), dtype)
@@ -191,6 +212,11 @@ def unpack_int4(packed: np.ndarray, group: int) -> np.ndarray:
     return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(packed), -1)
 
 
+def native_int4(values: np.ndarray) -> np.ndarray:
+    """Return values from 0 to 15 as int4, minus 8: the storage of `Quantization.native`."""
+    return (values.astype(np.int8) - np.int8(MIDDLE)).astype(ml_dtypes.int4)
+
+
 def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarray]:
     """Return the arrays of a matrix in blocks, made on the host from some rows at a time."""
     assert quantization.blocks is not None
@@ -208,7 +234,8 @@ def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarr
         values = rows.values
         if four:
             values = (values if minima else values + np.int8(MIDDLE)).view(np.uint8)
-            values = pack_int4(values, quantization.group)
+            native = quantization.native
+            values = native_int4(values) if native else pack_int4(values, quantization.group)
         arrays = (values, rows.factor, rows.scale, rows.minimum_factor, rows.minimum)
         names = ("weight", "scale", "group_scale", "minimum", "group_minimum")
         for name, array in zip(names, arrays, strict=True):
@@ -224,7 +251,7 @@ def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarr
 def quantized_product(x: jax.Array, w: QuantizedWeight, out_dtype: DTypeLike) -> jax.Array:
     """Multiply float[T, K_in] by the transpose of w, summed in float32, to out_dtype[T, N_out]."""
     x, row_scale = _round_rows(x, w)
-    y = lax.platform_dependent(x, w, cpu=_in_tiles, default=_in_parts)
+    y = lax.platform_dependent(x, w, cpu=_in_tiles, default=_in_fusions)
     return (y if row_scale is None else y * row_scale).astype(out_dtype)
 
 
@@ -255,6 +282,22 @@ def products_by_expert(x: jax.Array, w: QuantizedWeight) -> jax.Array:
         return y if row_scale is None else y * row_scale
 
     return jax.vmap(product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
+
+
+def _in_fusions(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    """Multiply without a matrix of floats in memory if XLA:GPU supports it, else in parts."""
+    quantization = w.quantization
+    whole_groups = quantization.inputs % quantization.group == 0
+    if quantization.fused and not _has_groups(w):
+        return _product(x, w)
+    if quantization.fused and whole_groups and x.dtype in ALGORITHMS:
+        return _fused_product(x, w)
+    return _in_parts(x, w)
+
+
+def _has_groups(w: QuantizedWeight) -> bool:
+    """Return True if a row has several scales, or zeros or minima to add."""
+    return w.quantization.groups > 1 or w.zero is not None or w.minimum is not None
 
 
 def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
@@ -323,7 +366,9 @@ def quantized_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax
     assert quantization.blocks is not None
     taken = _map_rows(w, lambda array: array.at[rows].get(mode="clip"))
     scale, minimum = _scales(taken)
-    if quantization.values == "int4":
+    if quantization.native:
+        values, minimum = taken.weight, _centered_minimum(taken, scale, minimum)
+    elif quantization.values == "int4":
         halves = jnp.stack([taken.weight & 15, taken.weight >> 4], axis=-2)
         split = halves.reshape(len(rows), 2, quantization.groups, -1).swapaxes(1, 2)
         values = split.reshape(len(rows), -1).astype(jnp.float32) - _zero(taken)
@@ -380,6 +425,9 @@ def _product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
         return _scaled_product(x, w.weight, scale, minimum, group)
     if quantization.values == "fp8":
         return _scaled_product(x, lax.bitcast_convert_type(w.weight, FP8), scale, None, group)
+    if quantization.native:
+        minimum = _centered_minimum(w, scale, minimum)
+        return _scaled_product(x, w.weight, scale, minimum, group)
     # One dot for each half of the bytes, so that nothing has to be interleaved.
     halves = x.reshape(len(x), quantization.groups, 2, group // 2)
     zero = jnp.full((1, 1), _zero(w), jnp.uint8) if w.zero is None else w.zero
@@ -390,6 +438,45 @@ def _product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
         values = bits.astype(jnp.int8) - zero
         parts.append(_scaled_product(part, values, scale, minimum, group // 2))
     return parts[0] + parts[1]
+
+
+def _fused_product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    """Multiply bfloat16 or float16 x as `_product` does, in a form that XLA:GPU fuses.
+
+    XLA fuses conversions and multiplications of an operand into its Triton GEMM, if scales are
+    broadcast [n, G] -> [n, G, g] -> [n, K]. It does not fuse additions, bit operations or a
+    conversion to bfloat16 after a product of floats. So the values are scaled in float32, and the
+    GEMM rounds its operands. Zeros and minima are multiplied by the sums of x over groups.
+    """
+    quantization = w.quantization
+    values = lax.bitcast_convert_type(w.weight, FP8) if quantization.values == "fp8" else w.weight
+    scale, minimum = _scales(w)
+    shape = (*scale.shape, quantization.group)
+    by_column = jnp.broadcast_to(scale[:, :, None], shape).reshape(values.shape)
+    algorithm, x = ALGORITHMS[x.dtype], x.astype(jnp.float32)
+    y = lax.dot_general(
+        x,
+        values.astype(jnp.float32) * by_column,
+        (((1,), (1,)), ((), ())),
+        precision=algorithm,
+        preferred_element_type=jnp.float32,
+    )
+    minimum = _centered_minimum(w, scale, minimum)
+    if minimum is None:
+        return y
+    sums = x.reshape(len(x), quantization.groups, quantization.group).sum(axis=2)
+    return y + jnp.dot(sums, minimum.T, precision=lax.Precision.HIGHEST)
+
+
+def _centered_minimum(
+    w: QuantizedWeight, scale: jax.Array, minimum: jax.Array | None
+) -> jax.Array | None:
+    """Return f32[n, G] to add to each stored value times its scale; None if it is zero."""
+    if w.zero is not None:
+        return (MIDDLE - w.zero.astype(jnp.float32)) * scale
+    if minimum is not None and w.quantization.native:
+        return minimum + MIDDLE * scale
+    return minimum
 
 
 def _scaled_product(

@@ -1,0 +1,113 @@
+"""Compiles products with quantized matrices for five GPUs: part of `make test-cuda-compile`.
+
+    python tests/aot/linears.py [--only TEXT] [--target TARGET] [--quick] [--output FILE]
+
+Prints a table of temporary bytes. The exit code is 1 if a product writes its matrix as floats, or
+if one does not that should: FP8 before compute capability 9.0.
+"""
+
+import deviceless  # first, because jax reads its settings at import  # isort: skip
+
+import argparse
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from hlo import large_results
+
+from forge_jax.step.options import compiler_options
+from forge_jax.weights.formats import fused_values
+from forge_jax.weights.ggml import FORMATS
+from forge_kernels.linear import Quantization, QuantizedWeight, linear
+
+OUTPUTS, INPUTS = 28672, 4096  # gate and up of Llama 3.1 8B
+TOKENS = (1, 16, 64, 256)
+QUICK_TOKENS, QUICK_TARGETS = (16,), ("h200", "a100")
+
+
+def quantizations(fused: Collection[str]) -> Iterator[tuple[str, Quantization]]:
+    """Yield the storage formats by name, as the loaders make them for a GPU."""
+
+    def of(values: Any, group: int, **options: Any) -> Quantization:
+        return Quantization(
+            values=values,
+            outputs=OUTPUTS,
+            inputs=INPUTS,
+            group=group,
+            fused=values in fused,
+            **options,
+        )
+
+    yield "fp8, blocks of 128", of("fp8", 128, activations="fp8")
+    yield "fp8, per row", of("fp8", INPUTS)
+    yield "fp8, per row, W8A8", of("fp8", INPUTS, activations="fp8")
+    yield "int8, per row", of("int8", INPUTS)
+    yield "int8, per row, W8A8", of("int8", INPUTS, activations="int8")
+    for group in (128, 32):
+        yield f"int4, groups of {group}", of("int4", group)
+        yield f"int4, groups of {group}, zeros", of("int4", group, zeros=True)
+    kinds: dict[Any, str] = {}
+    for format in FORMATS.values():
+        if format.blocks is not None:
+            kinds.setdefault(format.blocks, format.name)
+    for blocks, name in kinds.items():
+        yield name, Quantization.of_blocks(blocks, OUTPUTS, INPUTS, fused=True)
+
+
+def compile_linear(
+    compiler: deviceless.Compiler, quantization: Quantization, tokens: int
+) -> deviceless.Program:
+    x = jax.ShapeDtypeStruct((tokens, INPUTS), jnp.bfloat16)
+    options = compiler_options("gpu", command_buffers=True, deterministic=False)
+    return compiler(linear, x, QuantizedWeight.abstract(quantization), options=options)
+
+
+def faults(program: deviceless.Program, *, converted: bool) -> Iterator[str]:
+    """Return the faults of one product; `converted` if the matrix is known to be written."""
+    written = list(large_results(program.hlo, OUTPUTS * INPUTS // 2))
+    if bool(written) != converted:
+        yield f"writes an array as large as the matrix: {written}" if written else "writes none"
+    for kernel in program.kernels:
+        if kernel.spilled:
+            yield f"{kernel.name} spills {kernel.spilled} bytes of registers"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="formats whose names contain this")
+    parser.add_argument("--target", choices=deviceless.TARGETS, help="default: all")
+    parser.add_argument("--quick", action="store_true", help="two targets and one batch size")
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    args = parser.parse_args()
+    tokens = QUICK_TOKENS if args.quick else TOKENS
+    targets = QUICK_TARGETS if args.quick else deviceless.TARGETS
+    rows = [["matrix", "device", *(f"temp MB, {count} tokens" for count in tokens)]]
+    rows.append(["---"] * len(rows[0]))
+    failed = False
+    for target in [args.target] if args.target else targets:
+        compiler = deviceless.Compiler(target=target)
+        fused = fused_values(compiler.target)
+        for name, quantization in quantizations(fused):
+            if args.only not in name:
+                continue
+            row = [name, compiler.target.name]
+            converted = quantization.values not in fused
+            for count in tokens:
+                program = compile_linear(compiler, quantization, count)
+                row.append(f"{program.temp_bytes / 1e6:.1f}")
+                for fault in faults(program, converted=converted):
+                    print(f"    FAULT: {target}, {name}, {count} tokens: {fault}", flush=True)
+                    failed = True
+            print(" | ".join(row), flush=True)
+            rows.append(row)
+    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+    sys.exit(1 if failed or len(rows) == 2 else 0)
+
+
+if __name__ == "__main__":
+    main()
