@@ -1,17 +1,20 @@
 """Check the GPU's kernels and measure them: one command, under nine minutes.
 
     python -m benchmarks.gpu [--output REPORT.json] [--parts device numerics ...] [--limit 520]
+        [--resume]
 
-Each part runs in a process of its own with a time limit, the most important first. A part that
-fails or lacks a dependency costs only its own section. After every part the report is rewritten as
-JSON and Markdown. `--tiny` runs everything on small shapes, also on a CPU. It shows that the parts
-work, and its figures mean nothing.
+Each part runs in a process of its own, the most important first. Each case has a time limit. Its
+row is appended to REPORT.jsonl as soon as it exists. A case that hangs ends the process with a
+traceback in its row, and the next process continues after it. `--resume` continues an earlier run:
+cases with a row are skipped. To repeat a case, delete its line.
+
+`--tiny` runs everything on small shapes, also on a CPU. It shows that the parts work, and its
+figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -21,64 +24,98 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
-from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.tables import markdown
+from benchmarks.gpu.worker import append, drop_partial_line, read_rows, unfinished, work
 
-ENOUGH_S = 8.0  # remaining time that is enough to start a part
+GRACE_S = 10.0  # after which a process that does not end by itself is killed
+POLL_S = 0.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = reports.parser("gpu", "Measure this GPU.")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--limit", type=float, default=520.0, help="seconds for everything")
+    parser.add_argument("--resume", action="store_true", help="skip the cases that have a row")
     parser.add_argument("--tiny", action="store_true", help="use small shapes, on any device")
-    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    for name in ("--work", "--rows", "--trace", "--until"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.part is not None:  # in the child process
-        assert args.output is not None
-        args.output.write_text(json.dumps(PARTS[args.part].run(args.tiny)))
+    if args.work is not None:  # in the process of a part
+        work(args.work, Path(args.rows), Path(args.trace), float(args.until), tiny=args.tiny)
         return 0
-    report = measure(args.parts, args.limit, tiny=args.tiny, output=args.output)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "report.json" if args.output is None else args.output
+        rows = output.with_suffix(".jsonl")
+        if rows.exists() and not args.resume:
+            parser.error(f"{rows} exists: continue it with --resume, or choose another --output")
+        report = measure(args.parts, args.limit, tiny=args.tiny, output=output)
     print(markdown(report))
-    return 0 if any("figures" in part for part in report["parts"].values()) else 1
+    return 0 if any("failed" not in row for part in report["parts"].values() for row in part) else 1
 
 
-def measure(
-    names: Sequence[str], limit_s: float, *, tiny: bool, output: Path | None
-) -> dict[str, Any]:
-    """Run all parts, each in a process of its own."""
-    end_s = time.monotonic() + limit_s
+def measure(names: Sequence[str], limit_s: float, *, tiny: bool, output: Path) -> dict[str, Any]:
+    """Run the parts, each in a process of its own, and write the report after each."""
+    end_s = time.time() + limit_s
     report = reports.new("gpu", tiny=tiny, parts={})
+    rows = output.with_suffix(".jsonl")
     for name in names:
-        left_s = end_s - time.monotonic()
-        begin_s = time.monotonic()
-        if left_s < ENOUGH_S:
-            result: dict[str, Any] = {"skipped": "no time left"}
-        else:
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            result = run(name, PARTS[name], min(left_s, PARTS[name].seconds), tiny)
-        report["parts"][name] = {**result, "seconds": round(time.monotonic() - begin_s, 1)}
-        if output is not None:
-            reports.write(report, output)
-            output.with_suffix(".md").write_text(markdown(report) + "\n")
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        run(name, rows, end_s, tiny=tiny)
+        found = [row for row in read_rows(rows) if row["part"] == name and "case" in row]
+        report["parts"][name] = [{k: v for k, v in row.items() if k != "part"} for row in found]
+        reports.write(report, output)
+        output.with_suffix(".md").write_text(markdown(report) + "\n")
     return report
 
 
-def run(name: str, part: Part, limit_s: float, tiny: bool) -> dict[str, Any]:
-    """Return the figures of one part, or the reason why there are none."""
+def run(name: str, rows: Path, end_s: float, *, tiny: bool) -> None:
+    """Run a part, with another process after each case that ends its process."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "part.json"
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--output", str(output)]
-        if tiny:
-            command.append("--tiny")
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"took more than {limit_s:.0f} s"}
-        if done.returncode or not output.exists():
-            last = done.stderr.strip().splitlines()[-6:]
-            return {"failed": "\n".join(last) or f"ended with status {done.returncode}"}
-        return json.loads(output.read_text())
+        trace, errors = Path(folder) / "trace", Path(folder) / "errors"
+        while time.time() < end_s:
+            drop_partial_line(rows)
+            command = [sys.executable, "-m", "benchmarks.gpu", "--work", name]
+            command += ["--rows", str(rows), "--trace", str(trace), "--until", str(end_s)]
+            with errors.open("wb") as file:
+                process = subprocess.Popen(
+                    command + ["--tiny"] * tiny, stdout=file, stderr=subprocess.STDOUT
+                )
+                status = _wait(process, name, rows, end_s)
+            if status == 0:
+                return
+            case = unfinished(read_rows(rows), name)
+            why = _tail(trace) or _tail(errors) or f"ended with status {status}"
+            failed = {"failed": f"the process ended: {why}"}
+            if case is None:  # before or between cases: it would happen again
+                append(rows, {"part": name, "case": "start", **failed})
+                return
+            append(rows, {"part": name, "case": case["begun"], **failed})
+
+
+def _wait(process: subprocess.Popen[bytes], name: str, rows: Path, end_s: float) -> int:
+    """Return a process's exit status; kill it if its case is far beyond its limit."""
+    case, begin_s = None, time.time()
+    while process.poll() is None:
+        now_s = time.time()
+        latest = unfinished(read_rows(rows), name)
+        if latest != case:
+            case, begin_s = latest, now_s
+        limit_s = end_s - begin_s if case is None else case["limit_s"]
+        if now_s > min(begin_s + limit_s, end_s) + GRACE_S:
+            process.kill()
+            process.wait()
+            break
+        time.sleep(POLL_S)
+    assert process.returncode is not None
+    return process.returncode
+
+
+def _tail(file: Path) -> str:
+    """Return the end of a file with an error or a traceback."""
+    if not file.exists():
+        return ""
+    return "\n".join(file.read_text(errors="replace").strip().splitlines()[-12:])[-1200:]
 
 
 if __name__ == "__main__":

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.clock import seconds
+from benchmarks.gpu.parts import Case
 
 
-def device(tiny: bool) -> dict[str, Any]:
+def device(tiny: bool) -> Iterator[Case]:
+    yield Case("description", _describe, 30.0)
+    yield Case("copy", lambda: {"bytes_per_s": copy_bytes_per_s(tiny)}, 30.0)
+    yield Case("bfloat16 product", lambda: {"flops": bf16_flops(tiny)}, 30.0)
+
+
+def _describe() -> dict[str, Any]:
     first = jax.devices()[0]
     return {
         "platform": first.platform,
@@ -20,8 +28,6 @@ def device(tiny: bool) -> dict[str, Any]:
         "compute_capability": getattr(first, "compute_capability", None),
         "memory_bytes": (first.memory_stats() or {}).get("bytes_limit"),
         "driver": _driver(),
-        "copy_bytes_per_s": copy_bytes_per_s(tiny),
-        "bf16_flops": bf16_flops(tiny),
     }
 
 

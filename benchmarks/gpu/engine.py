@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
-import functools
+import atexit
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.model import write_folder
+from benchmarks.gpu.parts import Case, Missing
 
 REQUESTS, PROMPT, OUTPUT = 128, 256, 128
-PEER_S, ALL_S = 100.0, 200.0
+WRITE_S, RUN_S = 60.0, 110.0
+END_S = 5.0  # for a process to end by itself before its case counts as hanging
 
 
-def engine(tiny: bool) -> dict[str, Any]:
-    """Return both output tokens/s, prompts included, and their ratio; also with an fp8 cache."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        begin_s = time.perf_counter()
-        spec = write_folder(folder, tiny)
-        figures: dict[str, Any] = {"write_s": time.perf_counter() - begin_s}
-        sizes = (4, 16, 8) if tiny else (REQUESTS, PROMPT, OUTPUT)
-        for peer in ("forge", "transformers", "forge_fp8"):
-            left_s = ALL_S - (time.perf_counter() - begin_s)
-            command = [sys.executable, "-m", "benchmarks.gpu.engine", peer, name, *map(str, sizes)]
-            if peer == "transformers" and (missing := _missing("torch", "transformers")):
-                figures[peer] = {"skipped": f"{missing} is not installed"}
-                continue
-            figures[peer] = _run([*command, str(spec.vocab_size)], min(PEER_S, left_s))
-        ours, theirs = (figures[p].get("tokens_per_s") for p in ("forge", "transformers"))
-        figures["ratio"] = ours / theirs if ours and theirs else None
-        return {"requests": sizes[0], "prompt": sizes[1], "output": sizes[2], **figures}
+def engine(tiny: bool) -> Iterator[Case]:
+    """Yield output tokens/s, prompts included, of this engine and of transformers.
+
+    The deterministic tier also compares a request alone with the same request in the batch.
+    """
+    yield Case("write the model", lambda: _written(tiny)[1], WRITE_S)
+    for which in ("forge", "forge_deterministic", "forge_fp8", "transformers"):
+        yield Case(which, partial(_generate, which, tiny), RUN_S)
 
 
-def _missing(*packages: str) -> str | None:
-    return next((name for name in packages if importlib.util.find_spec(name) is None), None)
+@cache
+def _written(tiny: bool) -> tuple[Path, dict[str, Any]]:
+    """Return a folder with the model, which is deleted at exit, and how long it took to write."""
+    folder = Path(tempfile.mkdtemp(prefix="forge-gpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    begin_s = time.perf_counter()
+    spec = write_folder(folder, tiny)
+    return folder, {"write_s": time.perf_counter() - begin_s, "vocab_size": spec.vocab_size}
 
 
-def _run(command: list[str], limit_s: float) -> dict[str, Any]:
-    if limit_s < 1:
-        return {"skipped": "no time left"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took more than {limit_s:.0f} s"}
+def _generate(which: str, tiny: bool) -> dict[str, Any]:
+    """Run one engine in a process of its own, because each takes most of the device's memory."""
+    if which == "transformers":
+        for package in ("torch", "transformers"):
+            if importlib.util.find_spec(package) is None:
+                raise Missing(f"{package} is not installed")
+    folder, written = _written(tiny)
+    sizes = (4, 16, 8) if tiny else (REQUESTS, PROMPT, OUTPUT)
+    command = [sys.executable, "-m", "benchmarks.gpu.engine", which, str(folder)]
+    command += map(str, (*sizes, written["vocab_size"]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S - END_S)
     if done.returncode:
-        return {"failed": "\n".join(done.stderr.strip().splitlines()[-4:])}
+        raise RuntimeError("\n".join(done.stderr.strip().splitlines()[-6:]))
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -62,13 +67,23 @@ def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def forge(
-    folder: str, count: int, length: int, output: int, vocab_size: int, kv_dtype: str = "auto"
+    folder: str,
+    count: int,
+    length: int,
+    output: int,
+    vocab_size: int,
+    kv_dtype: str = "auto",
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     from forge_jax import LLM, SamplingParams
 
     begin_s = time.perf_counter()
     llm = LLM(
-        folder, kv_dtype=kv_dtype, max_model_len=length + output + 64, max_num_seqs=max(count, 4)
+        folder,
+        kv_dtype=kv_dtype,
+        max_model_len=length + output + 64,
+        max_num_seqs=max(count, 4),
+        deterministic=deterministic,
     )
     ready_s = time.perf_counter() - begin_s
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
@@ -78,7 +93,12 @@ def forge(
     outputs = llm.generate(batch, params, progress=False)
     seconds = time.perf_counter() - begin_s
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
-    return {"tokens_per_s": tokens / seconds, "ready_s": ready_s, "tokens": tokens}
+    figures = {"tokens_per_s": tokens / seconds, "ready_s": ready_s, "tokens": tokens}
+    if deterministic:
+        (alone,) = llm.generate(batch[:1], params, progress=False)
+        same = alone.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+        figures["same_alone_and_in_the_batch"] = same
+    return figures
 
 
 def transformers(
@@ -110,7 +130,8 @@ if __name__ == "__main__":
     _, which, where, *numbers = sys.argv
     run = {
         "forge": forge,
-        "forge_fp8": functools.partial(forge, kv_dtype="fp8"),
+        "forge_fp8": partial(forge, kv_dtype="fp8"),
+        "forge_deterministic": partial(forge, deterministic=True),
         "transformers": transformers,
     }[which]
     print(json.dumps(run(where, *map(int, numbers))))

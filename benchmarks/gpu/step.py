@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
+import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ import jax
 
 from benchmarks.gpu.device import copy_bytes_per_s
 from benchmarks.gpu.model import config, random_leaves
+from benchmarks.gpu.parts import Case
 from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.registry import build_model
 from forge_jax.sampling_params import SamplingParams
@@ -24,38 +30,46 @@ from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.options import RunnerOptions
 from forge_jax.step.runner import Runner
 
-BATCHES = {"auto": (1, 32, 128, 256), "fp8": (32, 256)}  # by kv dtype
+# (batch, type of the cache, command buffers), the most important first
+KINDS = (
+    (64, "auto", True), (64, "auto", False), (64, "fp8", True), (1, "auto", True),
+    (256, "auto", True), (256, "fp8", True), (16, "auto", True), (128, "auto", True),
+)  # fmt: skip
 CONTEXT = 1024
 STEPS = 40
 
 
-def step(tiny: bool) -> dict[str, Any]:
-    """Measure each batch size and kv dtype: step time, its floor, dispatch and compilation."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _step(tiny, Path(folder))
-
-
-def _step(tiny: bool, folder: Path) -> dict[str, Any]:
-    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+def step(tiny: bool) -> Iterator[Case]:
+    """Yield the time of a step, its floor, dispatch and compilation for each of KINDS."""
+    folder = tempfile.mkdtemp(prefix="forge-gpu-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    (folder / "config.json").write_text(json.dumps(config(tiny)))
-    model = build_model(read_spec(folder))
-    leaves = random_leaves(model.leaves)
-    ceiling = copy_bytes_per_s(tiny)
-    context = 128 if tiny else CONTEXT
-    rows = []
-    for kv_dtype, batches in BATCHES.items():
-        for batch in (1, 4) if tiny else batches:
-            row = {"batch": batch, "kv_dtype": kv_dtype}
-            try:
-                rows.append(row | _decode(model, leaves, batch, kv_dtype, context, ceiling))
-            except Exception as failure:
-                rows.append({**row, "failed": f"{type(failure).__name__}: {failure}"[:300]})
-    return {"copy_bytes_per_s": ceiling, "context": context, "rows": rows}
+    for batch, kv_dtype, command_buffers in KINDS[:2] if tiny else KINDS:
+        batch = 4 if tiny else batch
+        name = f"decode[{batch}], {kv_dtype} cache" + ("" if command_buffers else ", no graphs")
+        yield Case(name, partial(_decode, batch, kv_dtype, command_buffers, tiny), 120.0)
 
 
-def _runner(model: Any, batch: int, kv_dtype: str, context: int, platform: str) -> Runner:
+@cache
+def _model(tiny: bool) -> tuple[Model, Leaves]:
+    """Return a model of Llama 3.1 8B's shape with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config(tiny)))
+        model = build_model(read_spec(Path(folder)))
+    return model, random_leaves(model.leaves)
+
+
+@cache
+def _ceiling(tiny: bool) -> float:
+    return copy_bytes_per_s(tiny)
+
+
+def _runner(
+    model: Model, batch: int, kv_dtype: str, context: int, *, command_buffers: bool
+) -> Runner:
+    platform = jax.devices()[0].platform
     block_size = 16 if platform == "cpu" else 64
     per_sequence = -(-(context + STEPS * 4) // block_size)
     kv = kv_shape(
@@ -73,22 +87,16 @@ def _runner(model: Any, batch: int, kv_dtype: str, context: int, platform: str) 
             num_slots=batch,
             max_blocks=per_sequence,
             device=jax.devices()[0],
+            command_buffers=command_buffers,
         ),
     )
 
 
-def _decode(
-    model: Any,
-    leaves: tuple[jax.Array, ...],
-    batch: int,
-    kv_dtype: str,
-    context: int,
-    ceiling: float,
-) -> dict[str, Any]:
-    platform = jax.devices()[0].platform
+def _decode(batch: int, kv_dtype: str, command_buffers: bool, tiny: bool) -> dict[str, Any]:
+    (model, leaves), context = _model(tiny), 128 if tiny else CONTEXT
     compile_s = []
     for _ in range(2):  # cold, and from the cache
-        runner = _runner(model, batch, kv_dtype, context, platform)
+        runner = _runner(model, batch, kv_dtype, context, command_buffers=command_buffers)
         begin_s = time.perf_counter()
         runner.compile()
         runner.memory_bytes()
@@ -135,7 +143,7 @@ def _decode(
     kv = runner.options.kv_shape
     kv_bytes = kv.block_bytes * context * batch // kv.block_size
     floor = model.param_bytes - table + kv_bytes
-    floor_s = floor / ceiling
+    floor_s = floor / _ceiling(tiny)
     step_s = statistics.median(wall_s)
     text = runner.compiled()[f"decode[{batch}]"].as_text() or ""
     memory = runner.compiled()[f"decode[{batch}]"].memory_analysis()

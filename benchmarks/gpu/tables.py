@@ -8,28 +8,23 @@ from benchmarks import report as reports
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return a section for each part: a table, or the reason why there is none."""
+    """Return a section for each part: a table of its cases, and what failed."""
     sections = [reports.heading(report)]
     if report["tiny"]:
         sections.append("Small shapes: these figures mean nothing.")
-    for name, part in report["parts"].items():
-        sections.append(f"## {name} ({part['seconds']:.0f} s)")
-        if "failed" in part:
-            sections.append(f"failed: `{part['failed']}`")
-        elif "skipped" in part:
-            sections.append(f"skipped: {part['skipped']}")
-        else:
-            sections.append(_section(part["figures"]))
+    for name, rows in report["parts"].items():
+        seconds = sum(row.get("seconds", 0.0) for row in rows)
+        sections.append(f"## {name} ({seconds:.0f} s)")
+        measured = [row for row in rows if "failed" not in row and "skipped" not in row]
+        if measured:
+            sections.append(_table(measured))
+        for kind in ("failed", "skipped"):
+            sections += [
+                f"{row['case']} {kind}:\n\n```\n{row[kind]}\n```" for row in rows if kind in row
+            ]
+        if not rows:
+            sections.append("no time left")
     return "\n\n".join(sections)
-
-
-def _section(figures: Any) -> str:
-    """Format rows as a table, with other figures one per line above it."""
-    if isinstance(figures, list):
-        return _table(figures)
-    lines = [f"- {key}: {_text(value)}" for key, value in figures.items() if key != "rows"]
-    text = "\n".join(lines)
-    return f"{text}\n\n{_table(figures['rows'])}" if "rows" in figures else text
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -44,6 +39,4 @@ def _text(value: Any) -> str:
         if value and not 1e-3 <= abs(value) < 1e6:
             return f"{value:.3g}"
         return f"{value:,.3f}".rstrip("0").rstrip(".")
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     return str(value)

@@ -5,7 +5,7 @@ The step rotates queries and keys and writes keys and values by one scatter per 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.clock import seconds
+from benchmarks.gpu.parts import Case
 from forge_kernels.attention import rotate_and_write, write_kv
 from forge_kernels.attention.shapes import LLAMA_3_1_8B
 
@@ -22,21 +23,19 @@ LAYERS = 32
 BLOCKS = 1024  # of each layer
 
 
-def write(tiny: bool) -> list[dict[str, Any]]:
-    """Time each batch size: us per layer, for the scatter alone and after the rotation."""
-    layers, blocks = (2, 16) if tiny else (LAYERS, BLOCKS)
-    rows = []
+def write(tiny: bool) -> Iterator[Case]:
+    """Yield us per layer for each batch size, for the scatter alone and after the rotation."""
     for batch in (1, 4) if tiny else BATCHES:
-        num_bytes = 2 * 2 * LLAMA_3_1_8B.kv_heads * LLAMA_3_1_8B.head_dim * batch
-        row: dict[str, Any] = {"batch": batch, "bytes": num_bytes}
-        try:
-            row["scatter_us"] = 1e6 * _per_layer_s(_scatter, batch, layers, blocks)
-            both = 1e6 * _per_layer_s(_rotate_and_scatter, batch, layers, blocks)
-            row["rotate_and_scatter_us"] = both
-        except Exception as failure:
-            row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
-        rows.append(row)
-    return rows
+        yield Case(f"batch {batch}", partial(_row, batch, tiny), 20.0)
+
+
+def _row(batch: int, tiny: bool) -> dict[str, Any]:
+    layers, blocks = (2, 16) if tiny else (LAYERS, BLOCKS)
+    return {
+        "bytes": 2 * 2 * LLAMA_3_1_8B.kv_heads * LLAMA_3_1_8B.head_dim * batch,
+        "scatter_us": 1e6 * _per_layer_s(_scatter, batch, layers, blocks),
+        "rotate_and_scatter_us": 1e6 * _per_layer_s(_rotate_and_scatter, batch, layers, blocks),
+    }
 
 
 def _scatter(qkv: jax.Array, kv: jax.Array, half: jax.Array, slots: jax.Array):

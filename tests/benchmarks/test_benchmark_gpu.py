@@ -1,101 +1,160 @@
-"""`benchmarks.gpu`: isolation of failing parts, and the small parts on any device."""
+"""`benchmarks.gpu`: isolation of failing cases, and the small cases on any device."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from functools import partial
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, clock, engine, model, parts, write
+from benchmarks.gpu import attention, clock, engine, linears, model, parts, worker, write
 from benchmarks.gpu.tables import markdown
 from forge_jax import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
 
+ODD = """
+import os, time
+from benchmarks.gpu.parts import PARTS, Case, Missing, Part
+
+def breaks(): raise ValueError("the device is on fire")
+def lacks(): raise Missing("torch is not installed")
+def waits_for_a_barrier(): time.sleep(60)
+def dies(): os.abort()
+
+def odd(tiny):
+    yield Case("works", lambda: {"rate": 2.5e9, "tiny": tiny}, 30.0)
+    yield Case("breaks", breaks, 30.0)
+    yield Case("hangs", waits_for_a_barrier, 1.0)
+    yield Case("lacks", lacks, 30.0)
+    yield Case("dies", dies, 30.0)
+    yield Case("last", lambda: {"rate": 1.0}, 30.0)
+
+def lost(tiny):
+    raise RuntimeError("no device")
+"""
+
+
 @pytest.fixture
-def three_parts(monkeypatch, tmp_path):
-    """Install parts that work, raise, never end, and lack a dependency."""
-    (tmp_path / "odd_parts.py").write_text(
-        "import time\n"
-        "from benchmarks.gpu.parts import PARTS, Missing, Part\n"
-        "def works(tiny): return [{'rate': 2.5e9, 'tiny': tiny}, {'rate': 1.0, 'more': None}]\n"
-        "def breaks(tiny): raise ValueError('the device is on fire')\n"
-        "def hangs(tiny): time.sleep(60)\n"
-        "def lacks(tiny): raise Missing('torch is not installed')\n"
-    )
+def odd_parts(monkeypatch, tmp_path):
+    """Install parts whose cases work, raise, hang, lack a dependency and end the process."""
+    (tmp_path / "odd_parts.py").write_text(ODD)
     module = parts.__name__.rpartition(".")[0]
+    names = {"odd": "odd", "lost": "lost"}
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import odd_parts\n"
         f"sys.modules['{module}.odd_parts'] = odd_parts\n"
         "from benchmarks.gpu.parts import PARTS, Part\n"
         "PARTS.clear()\n"
-        "PARTS.update({n: Part('odd_parts', n, 30.0) "
-        "for n in ('works', 'breaks', 'hangs', 'lacks')})\n"
+        f"PARTS.update({{n: Part('odd_parts', n) for n in {list(names)}}})\n"
         "from benchmarks.gpu.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    run = gpu.subprocess.run
+    start = gpu.subprocess.Popen
 
     def with_odd_parts(command, **options):
         assert command[1:3] == ["-m", "benchmarks.gpu"]
-        return run([sys.executable, "-c", code, *command[3:]], **options)
+        return start([sys.executable, "-c", code, *command[3:]], **options)
 
-    monkeypatch.setattr(gpu.subprocess, "run", with_odd_parts)
-    made = {n: parts.Part("odd_parts", n, 30.0) for n in ("works", "breaks", "lacks", "hangs")}
-    made["hangs"] = parts.Part("odd_parts", "hangs", 2.0)
-    monkeypatch.setattr(gpu, "PARTS", made)
-    return list(made)
+    monkeypatch.setattr(gpu.subprocess, "Popen", with_odd_parts)
+    monkeypatch.setattr(gpu, "PARTS", names)
 
 
-def test_failing_part_costs_only_its_own_section(three_parts, tmp_path):
+def test_failing_case_costs_only_its_own_row(odd_parts, tmp_path):
     output = tmp_path / "report.json"
-    report = gpu.measure(three_parts, 60.0, tiny=True, output=output)
+    report = gpu.measure(["odd", "lost"], 60.0, tiny=True, output=output)
     assert json.loads(output.read_text()) == report
-    found = report["parts"]
-    assert found["works"]["figures"][0] == {"rate": 2.5e9, "tiny": True}
-    assert "on fire" in found["breaks"]["failed"]
-    assert found["hangs"]["failed"] == "took more than 2 s"
-    assert found["lacks"]["skipped"] == "torch is not installed"
+    rows = {row["case"]: row for row in report["parts"]["odd"]}
+    assert list(rows) == ["works", "breaks", "hangs", "lacks", "dies", "last"]
+    assert rows["works"]["rate"] == 2.5e9 and rows["last"]["rate"] == 1.0
+    assert "on fire" in rows["breaks"]["failed"] and "torch" in rows["lacks"]["skipped"]
+    assert "Timeout" in rows["hangs"]["failed"]
+    assert "waits_for_a_barrier" in rows["hangs"]["failed"], "where it hangs"
+    assert "Aborted" in rows["dies"]["failed"] or "status -6" in rows["dies"]["failed"]
+    [lost] = report["parts"]["lost"]
+    assert lost["case"] == "start" and "no device" in lost["failed"]
     text = output.with_suffix(".md").read_text()
     assert text.strip() == markdown(report)
-    for piece in ("| 2.5e+09 | True | - |", "on fire", "skipped: torch", "mean nothing"):
+    for piece in ("| works | 2.5e+09 | True |", "on fire", "lacks skipped", "mean nothing"):
         assert piece in text
 
 
-def test_part_that_exceeds_the_time_is_skipped(three_parts):
-    report = gpu.measure(["works"], 1.0, tiny=True, output=None)
-    assert report["parts"]["works"]["skipped"] == "no time left"
+def test_rows_exist_before_the_run_ends(odd_parts, tmp_path):
+    """A killed run leaves its rows, and `--resume` continues after them."""
+    output = tmp_path / "report.json"
+    rows = output.with_suffix(".jsonl")
+    worker.append(rows, {"part": "odd", "case": "works", "rate": 7.0, "seconds": 1.0})
+    with rows.open("a") as file:
+        file.write('{"part": "odd", "case": "bre')  # killed while it wrote
+    assert [row["case"] for row in worker.read_rows(rows)] == ["works"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--tiny", "--output", str(output), "--parts", "odd"])
+    assert gpu.main(["--tiny", "--output", str(output), "--parts", "odd", "--resume"]) == 0
+    found = json.loads(output.read_text())["parts"]["odd"]
+    assert [row["case"] for row in found] == ["works", "breaks", "hangs", "lacks", "dies", "last"]
+    assert found[0]["rate"] == 7.0, "not measured again"
 
 
-def test_every_part_has_a_function():
-
-    for part in parts.PARTS.values():
-        assert callable(
-            getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
-        )
-    assert sum(part.seconds for part in parts.PARTS.values()) > 520, "limits are for bad days"
+def test_no_case_starts_without_time(odd_parts, tmp_path):
+    report = gpu.measure(["odd"], 1.0, tiny=True, output=tmp_path / "report.json")
+    assert report["parts"]["odd"] == []
+    assert "no time left" in markdown(report)
 
 
-def test_numeric_checks_pass_on_cpu():
-    rows = attention.numerics(True)
-    assert {row["implementation"] for row in rows} >= {"xla"}
-    mine = [row for row in rows if row["implementation"] == "xla"]
-    assert {row["kv"] for row in mine} == {"bfloat16", "fp8"}
-    assert all(row.get("right") for row in mine), rows
+@pytest.mark.parametrize("name", parts.PARTS)
+def test_cases_have_names_of_their_own_and_limits(name):
+    for tiny in (True, False):
+        cases = list(parts.PARTS[name].cases(tiny))
+        names = [case.name for case in cases]
+        assert names and len(names) == len(set(names))
+        assert all(0 < case.limit_s <= 120 for case in cases)
+
+
+def test_smallest_check_of_a_kernel_runs_first():
+    assert next(iter(parts.PARTS)) == "first"
+    [case] = parts.PARTS["first"].cases(False)
+    assert case.limit_s <= 40 and "decode" in case.name
+
+
+@pytest.mark.parametrize("name", ["first", "numerics", "more_numerics"])
+def test_numeric_checks_pass_on_cpu(name):
+    rows = {case.name: case.run() for case in parts.PARTS[name].cases(True)}
+    mine = {name: row for name, row in rows.items() if name.endswith(("xla", "cpu"))}
+    assert mine and all(row["right"] for row in mine.values()), rows
+
+
+def test_poisoned_entries_are_those_without_a_sequence():
+    batch = attention.Batch([(1, 20), (1, 16)], 16)
+    layer = attention._poisoned(jnp.zeros((3, 2, 1, 16, 4)), batch)
+    bad = np.isnan(np.asarray(layer))
+    assert bad.sum() == 12 * 2 * 4  # of the second block of the first sequence
+    table = np.asarray(batch.arrays()["block_tables"])
+    assert bad[table[0, 1], :, :, 4:].all()
 
 
 def test_cache_writes_are_timed(monkeypatch):
     monkeypatch.setattr(write, "seconds", partial(clock.seconds, target_s=0.01, rounds=2))
-    rows = write.write(True)
-    assert [row["batch"] for row in rows] == [1, 4]
-    for row in rows:
+    for case in write.write(True):
+        row = case.run()
         assert row["scatter_us"] > 0 and row["rotate_and_scatter_us"] > 0, row
+
+
+def test_products_are_timed(monkeypatch):
+    monkeypatch.setattr(linears, "seconds", partial(clock.seconds, target_s=0.01, rounds=2))
+    monkeypatch.setattr(linears, "copy_bytes_per_s", lambda tiny: 1e9)
+    sizes = {}
+    for case in linears.linears(True):
+        row = case.run()
+        assert row["us"] > 0 and row["of_copy"] == pytest.approx(row["bytes_per_s"] / 1e9)
+        sizes[case.name] = row["bytes"]
+    assert sizes["bfloat16, 1 tokens"] == 256 * 512 * 2
+    assert sizes["int4, groups of 128, 4 tokens"] == 256 * 512 // 2 + 256 * 4 * 4
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
@@ -107,10 +166,8 @@ def test_wrong_kernel_is_detected(monkeypatch, kv_dtype):
         return out if implementation == "reference" else out * 1.05
 
     monkeypatch.setattr(attention, "ragged_paged_attention", wrong)
-    row = attention._error(
-        "xla", kv_dtype, "x", attention.LLAMA_3_1_8B, "decode", attention.Batch([(1, 40)]), 16
-    )
-    assert row["right"] is False
+    check = attention.Check("xla", kv_dtype, "llama-3.1-8b", "decode", 16)
+    assert attention._error(check, attention.Batch([(1, 40)]))["right"] is False
 
 
 def test_written_model_is_served(tmp_path):
