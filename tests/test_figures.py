@@ -43,7 +43,7 @@ def test_recorded_figures_become_rows_in_order():
     failed.user_properties = [("figure", ("forms", "c", "values", "same bits"))]
     figures.pytest_runtest_logreport(failed)
     assert table("forms", figures.noted["forms"]) == (
-        "| form | values | logits | bits of a value in memory | MLP on 4 devices | experts |\n"
+        "| format | values | logits | bits per value in memory | MLP on 4 devices | experts |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| b | same bits | - | - | - | - |\n| a | - | 1.2e-07 | - | - | - |\n"
     )
