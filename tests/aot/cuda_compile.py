@@ -1,4 +1,6 @@
-"""Compiles the GPU kernels and whole steps for an H200: part of `make test-cuda-compile`.
+"""Compiles the GPU kernels and whole steps for five GPUs: part of `make test-cuda-compile`.
+
+Most programs are for an H200. The others get attention, and steps with and without quantization.
 
     python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--quick] [--output FILE]
 
@@ -13,7 +15,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +65,7 @@ GGUF = "gguf, Q4_K_M"  # includes embedding and head
 QUICK += ("deterministic", f"quantized ({GGUF})")
 GPU_FORMATS = WeightFormats(fused=frozenset(("int8", "int4", "fp8")))
 SHARDS, SHARED_LAYERS = (2, 8), 2
+OTHER_TARGETS = tuple(target for target in deviceless.TARGETS if target != "h200")
 # The collective before a sum, for a matrix in this format that is cut by its inputs.
 BEFORE_SUMS = {"fp8": "all-reduce", "gptq": "all-gather"}
 
@@ -152,6 +155,7 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
         uniform=case.uniform,
         window=shape.window,
         soft_cap=shape.soft_cap,
+        device=compiler.target.gpu,
     )
     i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     places = (BLOCKS, 2, K, case.block_size)
@@ -452,6 +456,41 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, 1, 2, quantized)
             yield result
+    for target in OTHER_TARGETS:
+        yield from run_on(target, only, quick)
+
+
+def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
+    """Compile attention and steps of one layer for a GPU other than an H200."""
+    compiler, decode = deviceless.Compiler(target=target), StepShape.decode(SEQS)
+
+    def result(name: str, make: Callable[[], deviceless.Program]) -> Iterator[Result]:
+        name = f"{target}: {name}"
+        if only in name:
+            start = time.perf_counter()
+            program = make()
+            yield Result(name, program, time.perf_counter() - start)
+
+    for name, case in cases():
+        if not quick:
+            for done in result(name, partial(compile_case, compiler, case)):
+                done.faults += kernel_faults(done.program)
+                yield done
+    options = compiler_options("gpu", command_buffers=True, deterministic=False)
+    for quantized in (None, "gptq") if quick else (None, "gptq", GGUF):
+        note = "" if quantized is None else f" ({quantized})"
+        make = partial(compile_step, compiler, decode, 1, options, quantized=quantized)
+        for done in result(f"step {decode.name} of llama-3.1-8b{note}, 1 layer", make):
+            done.faults += step_faults(done.program, 1, quantized=quantized is not None)
+            yield done
+    exact = compiler_options("gpu", command_buffers=True, deterministic=True)
+    if not quick or target == OTHER_TARGETS[0]:
+        mixed = StepShape.mixed(512, SEQS, SEQS, 64)
+        make = partial(compile_step, compiler, mixed, 1, exact, uniform=True)
+        for done in result(f"deterministic step {mixed.name} of llama-3.1-8b, 1 layer", make):
+            done.faults += step_faults(done.program, 1)
+            done.faults += nondeterministic_faults(done.program)
+            yield done
 
 
 def check_the_check(compiler: deviceless.Compiler) -> None:

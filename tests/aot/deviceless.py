@@ -30,6 +30,8 @@ from jax._src.mesh import AbstractDevice  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
+from forge_kernels.attention.devices import Gpu, described  # noqa: E402
+
 FOLDER = Path(__file__).with_name("targets")
 TARGETS = ("h200", "a100", "l4", "b200", "rtx5090")
 KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
@@ -46,6 +48,11 @@ class Target:
     shared_limit: int  # bytes of shared memory that one block can use
     compute_capability: str  # such as "9.0"
     platform: str = "gpu"
+
+    @property
+    def gpu(self) -> Gpu:
+        major, minor = self.compute_capability.split(".")
+        return Gpu((int(major), int(minor)), self.cores)
 
     @classmethod
     def read(cls, key: str) -> Target:
@@ -83,6 +90,13 @@ class Program:
     compiled_conditions: int  # conditions left by XLA; it computes both branches of the others
 
 
+@dataclass(frozen=True)
+class _Described(AbstractDevice):
+    """A device with the attribute that Pallas reads from a real one."""
+
+    compute_capability: str = "9.0"
+
+
 class Compiler:
     """A compiler for one device, or for several of one host in a mesh with the one axis `axis`.
 
@@ -104,7 +118,9 @@ class Compiler:
         self.devices = list(mesh.devices.flat)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         # The device that Pallas compiles for.
-        device = AbstractDevice(self.target.name, self.target.cores, "cuda")
+        device = _Described(
+            self.target.name, self.target.cores, "cuda", self.target.compute_capability
+        )
         self._mesh = AbstractMesh((devices,), (axis,), (AxisType.Auto,), abstract_device=device)
 
     def __call__(
@@ -127,6 +143,7 @@ class Compiler:
             _standard_error() as log,
             mock.patch.object(jax, "shard_map", of_described),
             jax.sharding.use_abstract_mesh(self._mesh),
+            described(self.target.gpu),
         ):
             traced = jax.jit(function, **jit_options).trace(*args)
             compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)

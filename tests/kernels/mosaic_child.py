@@ -1,11 +1,12 @@
 """GPU attention in Pallas' interpreter, in a process of its own; prints failures as JSON.
 
-    NPROC=32 python mosaic_child.py cases|quantized|bits|faults|'some faults'
+    NPROC=32 python mosaic_child.py wgmma|mma cases|quantized|bits|faults|'some faults'
 
 The interpreter runs each warpgroup's steps in XLA's thread pool, where they wait for each other. On
 a machine with few CPUs all threads of the pool would wait. `NPROC` sets the number of threads.
 """
 
+import importlib
 import inspect
 import io
 import json
@@ -24,9 +25,14 @@ from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpr
 from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make
 
 from forge_jax.testing import random_leaves, tiny_model
-from forge_kernels.attention import mosaic_calls, mosaic_gpu
+from forge_kernels.attention import mosaic_calls
+from forge_kernels.attention.devices import HOPPER, Gpu, current_gpu, described
 from forge_kernels.attention.mosaic_gpu import jitted_attention
 from forge_kernels.attention.quantized import QuantizedKV, dequantize_rows, quantize_rows
+
+DEVICES = {"wgmma": HOPPER, "mma": Gpu((8, 0), 108)}
+# In the order in which they import each other.
+MODULES = ["mosaic_kernel", "mosaic_wgmma", "mosaic_mma", "mosaic_gpu"]
 
 SMALL = Batch(
     seqs=((1, 1), (1, 64), (1, 130), (1, 17)),
@@ -138,8 +144,9 @@ QUANTIZED = {
 
 
 def attend(arrays: tuple[Any, ...], attention: Callable = jitted_attention, **options):
-    options = {"multiprocessors": 3, "max_q_len": arrays[0].shape[0]} | options
-    options["sm_scale"] = arrays[0].shape[-1] ** -0.5
+    options = {"max_q_len": arrays[0].shape[0]} | options
+    device = current_gpu()._replace(cores=options.pop("multiprocessors", 3))
+    options |= {"sm_scale": arrays[0].shape[-1] ** -0.5, "device": device}
     printed = io.StringIO()  # the race detector prints
     with redirect_stdout(printed):
         out = attention(*arrays, interpret=mosaic_calls.interpreter(), **options)
@@ -309,77 +316,124 @@ def check_forward() -> None:
     assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
 
 
-FAULTS = {
+FAULTS = {  # of both kernels
     "sees one key too many": ("(query - first_key, scores", "(query + 1 - first_key, scores"),
     "takes the last tile for unmasked": ("item.position + 1, jnp", "item.position + 64, jnp"),
-    "leaves NaN among the values": (
-        "jnp.where(exists, part[...], jnp.zeros((), self.value_dtype))",
-        "part[...]",
-    ),
     "forgets to rescale": ("acc * gpu.columns(decay, self.head_dim)", "acc"),
     "reads the wrong head": ("(2 * g.kv_heads) + item.head)", "(2 * g.kv_heads))"),
     "adds parts up without their sums": ("acc * decay + part(i) * factor", "acc + part(i)"),
-    "writes results that are still being copied": (
-        "gpu.wait_copied_out(read_only=True)\n            out[...]",
-        "out[...]",
-    ),
-    "copies results before they are written": (
-        "gpu.commit()\n\n            def copy_slice",
-        "pass\n\n            def copy_slice",
-    ),
-    "does not wait for a free slot": ("gpu.wait(shared.k_free.at[slot])\n", "pass\n"),
-    "does not wait for keys": (
-        "gpu.wait(shared.k_full.at[slot])\n        scores",
-        "scores",
-    ),
 }
-
-
+FAULTS_OF = {
+    "wgmma": {
+        "leaves NaN among the values": (
+            "jnp.where(exists, part[...], jnp.zeros((), self.value_dtype))",
+            "part[...]",
+        ),
+        "writes results that are still being copied": (
+            "gpu.wait_copied_out(read_only=True)\n            out[...]",
+            "out[...]",
+        ),
+        "copies results before they are written": (
+            "gpu.commit()\n\n            def copy_slice",
+            "pass\n\n            def copy_slice",
+        ),
+        "does not wait for a free slot": ("gpu.wait(shared.k_free.at[slot])\n", "pass\n"),
+        "does not wait for keys": (
+            "gpu.wait(shared.k_full.at[slot])\n        scores",
+            "scores",
+        ),
+    },
+    "mma": {
+        "leaves NaN among the values": (
+            "part = jnp.where(index < exists - row, part, jnp.zeros((), part.dtype))",
+            "pass",
+        ),
+        "copies to a slot that is being read": (
+            "self._synchronize()  # all have read the slot that is filled next",
+            "pass",
+        ),
+        "does not wait for keys and values": ("gpu.wait(shared.full.at[slot])", "pass"),
+        "stores slices of other tiles": (
+            "gpu.loop(0, item.slices, store_slice)",
+            "gpu.loop(0, 8, store_slice)",
+        ),
+        "copies the tile after the next": ("copy(i + ahead)", "copy(i + ahead + 1)"),
+    },
+}
 FAULTS_OF_8_BITS = {
-    "takes the scales of another head": (
-        "copy(j, at, scale,",
-        "copy(j, at - item.head, scale,",
-    ),
-    "forgets the values' scales": (
-        "v_scale = self._value_scale(extra.v_scale.at[slot], exists)",
-        "v_scale = self._value_scale(extra.v_scale.at[slot], 0) + 1",
-    ),
-    "leaves NaN among the scales": (
-        "jnp.where(gpu.column_index(scale.shape[0]) < exists, scale, 0.0)",
-        "scale",
-    ),
-    "leaves NaN among the values": ("self._clean(values, exists)", "pass"),
-    "adds the other warpgroup's up without its sum": (
-        "exp2(their_top - new_top)",
-        "exp2(their_top - their_top)",
-    ),
-    "hands over while the last result is being copied": (
-        "gpu.wait(shared.quantized.out_free.at[0])",
-        "pass",
-    ),
-    "gives memory back before the scales are read": (
-        "v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
-        "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n"
-        "            gpu.commit()\n"
-        "            gpu.arrive(shared.v_free.at[slot])\n",
-        "gpu.arrive(shared.v_free.at[slot])\n"
-        "            v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
-        "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n",
-    ),
+    "wgmma": {
+        "takes the scales of another head": (
+            "copy(j, at, scale,",
+            "copy(j, at - item.head, scale,",
+        ),
+        "forgets the values' scales": (
+            "v_scale = self._value_scale(extra.v_scale.at[slot], exists)",
+            "v_scale = self._value_scale(extra.v_scale.at[slot], 0) + 1",
+        ),
+        "leaves NaN among the scales": (
+            "jnp.where(gpu.column_index(scale.shape[0]) < exists, scale, 0.0)",
+            "scale",
+        ),
+        "leaves NaN among the values": ("self._clean(values, exists)", "pass"),
+        "adds the other warpgroup's up without its sum": (
+            "exp2(their_top - new_top)",
+            "exp2(their_top - their_top)",
+        ),
+        "hands over while the last result is being copied": (
+            "gpu.wait(shared.quantized.out_free.at[0])",
+            "pass",
+        ),
+        "gives memory back before the scales are read": (
+            "v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
+            "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n"
+            "            gpu.commit()\n"
+            "            gpu.arrive(shared.v_free.at[slot])\n",
+            "gpu.arrive(shared.v_free.at[slot])\n"
+            "            v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
+            "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n",
+        ),
+    },
+    "mma": {
+        "takes the scales of another head": (
+            "inputs.scale.at[keys], shared",
+            "inputs.scale.at[keys - item.head], shared",
+        ),
+        "forgets the values' scales": ("weights = weights * gpu.rows(v_scale)", "pass"),
+        "leaves NaN among the scales": (
+            "v_scale = jnp.where(gpu.column_index(KV_TILE) < exists, v_scale, 0.0)",
+            "pass",
+        ),
+        "multiplies values that are not converted": (
+            "values = self._converted(values, target)",
+            "values = target",
+        ),
+    },
 }
+
+
+def faulty_attention(old: str, new: str) -> Callable:
+    """Return the attention of modules in which `old`, which occurs once, is replaced by `new`."""
+    names = [f"forge_kernels.attention.{name}" for name in MODULES]
+    modules = {name: importlib.import_module(name) for name in names}
+    texts = {name: inspect.getsource(module) for name, module in modules.items()}
+    assert sum(text.count(old) for text in texts.values()) == 1, "there is no such place"
+    try:
+        for name, text in texts.items():
+            sys.modules[name] = module = type(sys)(name)
+            exec(compile(text.replace(old, new), name, "exec"), module.__dict__)
+        return module.jitted_attention
+    finally:
+        sys.modules.update(modules)
 
 
 def check_fault(old: str, new: str, check: Callable = check, head_dim: int = 64) -> None:
     """Check that a fault breaks the contract: a wrong result, a race, or an interpreter error."""
-    text = inspect.getsource(mosaic_gpu)
-    assert text.count(old) == 1, "there is no such place"
-    module = type(sys)("faulty")
-    sys.modules["faulty"] = module  # dataclasses look there
-    exec(compile(text.replace(old, new), "faulty", "exec"), module.__dict__)
-    # Three thread blocks of five KV tiles each: two units are cut.
-    batch = replace(SMALL, head_dim=head_dim, seqs=((1, 190), (2, 150), (1, 60)), rows=4)
+    attention = faulty_attention(old, new)
+    # Thread blocks take six of the 16 KV tiles, or three if there are twice as many: units are cut.
+    seqs = ((1, 250), (2, 150), (1, 60))
+    batch = replace(SMALL, head_dim=head_dim, seqs=seqs, rows=4, max_context=256)
     try:
-        check(batch, attention=module.jitted_attention, multiprocessors=3)
+        check(batch, attention=attention, multiprocessors=3)
     except AssertionError:
         return
     except Exception:
@@ -388,7 +442,7 @@ def check_fault(old: str, new: str, check: Callable = check, head_dim: int = 64)
     raise LookupError("nobody noticed")
 
 
-def checks(group: str) -> dict[str, Callable[[], None]]:
+def checks(kernel: str, group: str) -> dict[str, Callable[[], None]]:
     match group:
         case "cases":
             cases = CASES.items()
@@ -406,9 +460,10 @@ def checks(group: str) -> dict[str, Callable[[], None]]:
                 "forward": check_forward,
             }
         case "faults" | "some faults":
-            faults = {name: partial(check_fault, *fault) for name, fault in FAULTS.items()}
+            found = FAULTS | FAULTS_OF[kernel]
+            faults = {name: partial(check_fault, *fault) for name, fault in found.items()}
             of_8_bits = partial(check_quantized, E4M3)
-            for name, fault in FAULTS_OF_8_BITS.items():
+            for name, fault in FAULTS_OF_8_BITS[kernel].items():
                 faults[f"8 bits: {name}"] = partial(
                     check_fault, *fault, check=of_8_bits, head_dim=128
                 )
@@ -418,8 +473,9 @@ def checks(group: str) -> dict[str, Callable[[], None]]:
 
 def main() -> None:
     failed, seconds = {}, {}
-    with mosaic_calls.interpreted(detect_races=True):
-        for name, run in checks(sys.argv[1]).items():
+    kernel, group = sys.argv[1:]
+    with mosaic_calls.interpreted(detect_races=True), described(DEVICES[kernel]):
+        for name, run in checks(kernel, group).items():
             start = time.perf_counter()
             try:
                 run()

@@ -17,24 +17,29 @@ import jax.numpy as jnp
 import pytest
 
 from forge_kernels.attention import api, ragged_paged_attention
+from forge_kernels.attention.devices import HOPPER, Gpu, described
 from forge_kernels.attention.mosaic_gpu import unsupported
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
+GPUS = (HOPPER, Gpu((8, 0), 108), Gpu((12, 0), 170))
 CHILD = Path(__file__).with_name("mosaic_child.py")
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("kernel", ["wgmma", "mma"])
 @pytest.mark.parametrize(
     "group",
     ["cases", "quantized", "bits", "some faults", pytest.param("faults", marks=pytest.mark.soak)],
 )
-def test_interpreted_kernels_keep_the_contract(group):
-    """The group `faults` checks that each fault planted into the kernels is detected."""
+def test_interpreted_kernels_keep_the_contract(kernel, group):
+    """`wgmma` is the kernel for Hopper, `mma` the one for other GPUs, as compiled for an A100.
+
+    The group `faults` checks that each fault planted into the kernels is detected."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, str(CHILD), group], env=environment, capture_output=True, text=True
+        [sys.executable, str(CHILD), kernel, group], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -57,6 +62,18 @@ def test_unsupported_kernel_inputs_are_named():
     # The raw bits of a supported type are not that type.
     assert "cache of uint8" in unsupported(32, 8, 128, 64, bf16, jnp.dtype(jnp.uint8))
     assert "71 query heads" in unsupported(71, 1, 128, 64, bf16, bf16)
+    # Before sm_90, threads copy blocks, and there must be enough for all of them.
+    a100, l4 = Gpu((8, 0), 108), Gpu((8, 9), 58)
+    assert unsupported(32, 8, 128, 16, bf16, bf16, a100) is None
+    for size in (32, 64):
+        assert unsupported(32, 8, 80, size, bf16, bf16, a100) is None
+    assert "multiple of 32, not 16" in unsupported(32, 8, 80, 16, bf16, bf16, a100)
+    int8, f16 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float16)
+    assert unsupported(32, 8, 128, 128, bf16, int8, a100) is None
+    assert "multiple of 64, not 32" in unsupported(32, 8, 128, 32, bf16, int8, a100)
+    assert unsupported(32, 8, 256, 64, f16, int8, a100) is None
+    assert "bytes of shared memory" in unsupported(32, 8, 256, 64, f16, int8, l4)
+    assert unsupported(32, 8, 256, 64, bf16, int8, l4) is None
     q, kv = jnp.zeros((2, 4, 72), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 72), jnp.bfloat16)
     lengths = jnp.ones(1, jnp.int32)
     with pytest.raises(TypeError, match="do not support this attention: the head dim must be"):
@@ -72,8 +89,8 @@ def test_unsupported_kernel_inputs_are_named():
         )
 
 
-def test_auto_uses_the_kernels_on_hopper_and_reports_exceptions_once(monkeypatch, caplog):
-    monkeypatch.setattr(api, "_on_hopper", lambda: True)
+@pytest.mark.parametrize("device", GPUS)
+def test_auto_uses_the_kernels_on_gpus_and_reports_exceptions_once(device, monkeypatch, caplog):
     monkeypatch.setattr(api, "_say_once", functools.cache(api._say_once.__wrapped__))
 
     def traced(head_dim: int, dtype=jnp.bfloat16) -> str:
@@ -81,7 +98,8 @@ def test_auto_uses_the_kernels_on_hopper_and_reports_exceptions_once(monkeypatch
         table, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
         call = functools.partial(ragged_paged_attention, sm_scale=1.0)
         rows = jnp.arange(2, dtype=jnp.int32)
-        return str(jax.make_jaxpr(call)(q, kv, table, lengths, rows, jnp.int32(1)))
+        with described(device):
+            return str(jax.make_jaxpr(call)(q, kv, table, lengths, rows, jnp.int32(1)))
 
     with caplog.at_level("WARNING"):
         assert "forge_attention" in traced(64)
@@ -93,15 +111,26 @@ def test_auto_uses_the_kernels_on_hopper_and_reports_exceptions_once(monkeypatch
     assert "forge_attention" not in traced(64, jnp.float32)
 
 
-def test_windows_and_soft_caps_reach_the_kernels(monkeypatch):
-    monkeypatch.setattr(api, "_on_hopper", lambda: True)
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0)])
+def test_auto_uses_plain_xla_on_older_gpus(capability):
+    q, kv = jnp.zeros((2, 4, 64), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 64), jnp.bfloat16)
+    arrays = (q, kv, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    call = functools.partial(ragged_paged_attention, sm_scale=1.0)
+    with described(Gpu(capability, 40)):
+        traced = jax.make_jaxpr(call)(*arrays, jnp.arange(2, dtype=jnp.int32), jnp.int32(1))
+    assert "forge_attention" not in str(traced)
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_windows_and_soft_caps_reach_the_kernels(device):
     q, kv = jnp.zeros((2, 4, 64), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 64), jnp.bfloat16)
     arrays = (q, kv, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     arrays += (jnp.arange(2, dtype=jnp.int32), jnp.int32(1))
 
     def traced(**options) -> str:
         call = functools.partial(ragged_paged_attention, sm_scale=1.0, **options)
-        return str(jax.make_jaxpr(call)(*arrays))
+        with described(device):
+            return str(jax.make_jaxpr(call)(*arrays))
 
     assert all("forge_attention" in traced(**o) for o in ({}, {"window": 70}, {"soft_cap": 2.0}))
     assert "70:u32" in traced(window=70)

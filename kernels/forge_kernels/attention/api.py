@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from forge_kernels.attention.cpu_ffi import cpu_attention, cpu_rotate_write, unsupported
+from forge_kernels.attention.devices import HOPPER, Gpu, current_gpu
 from forge_kernels.attention.quantized import LARGEST, QuantizedKV, quantize_rows
 from forge_kernels.attention.reference import reference_attention
 from forge_kernels.attention.xla import xla_attention
@@ -80,8 +81,8 @@ def ragged_paged_attention(  # noqa: PLR0913
         beyond it may be zero.
       implementation: `reference` is differentiable for float32 `kv`. `xla` computes only the tiles
         that the sequences have. `cpu` is the C++ kernels for bfloat16 queries, if they are loaded
-        (`forge_kernels.cpu`). `mosaic` is the Pallas kernels for NVIDIA Hopper. `auto` is `mosaic`
-        on such a GPU if it supports the shapes and types, else `xla`.
+        (`forge_kernels.cpu`). `mosaic` is the Pallas kernels for NVIDIA GPUs from sm_80 on. `auto`
+        is `mosaic` on such a GPU if it supports the shapes and types, else `xla`.
       uniform: compute every row in the same way. At fixed array shapes, its bits then do not depend
         on other rows and sequences, nor on `cu_q_lens`. `reference` and `cpu` always do this.
       window: how many keys a query attends to at most, including its own. Keys that all rows of a
@@ -333,27 +334,33 @@ def _check_cpu(q: jax.Array, kv: jax.Array | QuantizedKV, kv_dtype: jnp.dtype) -
 
 
 def _mosaic(q: jax.Array, kv: jax.Array | QuantizedKV, *rest: jax.Array, **options) -> jax.Array:
-    reason = _mosaic_unsupported(q, kv)
+    device = current_gpu() or HOPPER
+    reason = _mosaic_unsupported(q, kv, device)
     if reason is not None:
         raise TypeError(f"the GPU kernels do not support this attention: {reason}")
     attention, calls = _mosaic_modules()
-    return attention.jitted_attention(q, kv, *rest, interpret=calls.interpreter(), **options)
+    return attention.jitted_attention(
+        q, kv, *rest, device=device, interpret=calls.interpreter(), **options
+    )
 
 
 def _auto_is_mosaic(q: jax.Array, kv: jax.Array | QuantizedKV) -> bool:
     # On CPUs, including a GPU's host, bits are stored as unsigned integers.
-    if kv.dtype in _BITS or not _on_hopper():
+    device = current_gpu()
+    if kv.dtype in _BITS or device is None:
         return False
-    reason = _mosaic_unsupported(q, kv)
+    reason = _mosaic_unsupported(q, kv, device)
     if reason is not None:
         _say_once(f"attention runs in plain XLA, without the GPU kernels: {reason}")
     return reason is None
 
 
-def _mosaic_unsupported(q: jax.Array, kv: jax.Array | QuantizedKV) -> str | None:
+def _mosaic_unsupported(q: jax.Array, kv: jax.Array | QuantizedKV, device: Gpu) -> str | None:
     heads, head_dim = q.shape[1:]
     attention, _ = _mosaic_modules()
-    return attention.unsupported(heads, kv.shape[2], head_dim, kv.shape[3], q.dtype, kv.dtype)
+    return attention.unsupported(
+        heads, kv.shape[2], head_dim, kv.shape[3], q.dtype, kv.dtype, device
+    )
 
 
 def _mosaic_modules():
@@ -361,12 +368,6 @@ def _mosaic_modules():
     from forge_kernels.attention import mosaic_calls, mosaic_gpu
 
     return mosaic_gpu, mosaic_calls
-
-
-@functools.cache
-def _on_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
 
 
 @functools.cache

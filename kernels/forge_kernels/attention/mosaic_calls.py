@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -56,6 +57,7 @@ def launch(
     warpgroups: int,
     shared: Sequence[Any] = (),
     interpret: plgpu.InterpretGPUParams | None,
+    by_lane: bool = False,
 ) -> list[jax.Array]:
     """Run `body(cta, warpgroup, inputs, outputs, shared)` on `grid` CTAs of `warpgroups`."""
     num_in, num_out = len(arrays), len(outputs)
@@ -79,11 +81,17 @@ def launch(
         grid_names=("cta",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=_Semantics.Lane if by_lane else _Semantics.Warpgroup,
+        ),
         kernel_name=name,
         interpret=interpret,
     )
     return call(*arrays)
+
+
+_Semantics = plgpu.LoweringSemantics
 
 
 def matrix(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 128) -> Any:
@@ -140,9 +148,9 @@ def rows(values: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(values, (ROWS, values.shape[0]), (1,))
 
 
-def load_columns(ref: Any) -> jax.Array:
-    """Load [n] from shared memory to registers, one per column of a product's result."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+def load_columns(ref: Any, *, device_memory: bool = False) -> jax.Array:
+    """Load [n] from memory to registers, one per column of a product's result."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=not device_memory)
 
 
 def load_rows(ref: Any) -> jax.Array:
@@ -166,6 +174,33 @@ def convert(source: Any, target: Any, columns: int) -> None:
             values = values.astype(jnp.float16).astype(jnp.float32)
         target.at[part][...] = values.astype(target.dtype)
     commit()
+
+
+def convert_8_bits(source: Any, target: Any, capability: tuple[int, int]) -> None:
+    """Convert [KV tile, D] in shared memory from 8 bits to bfloat16."""
+    columns = source.shape[1]
+    if columns % 32 == 0:  # otherwise stored row by row, which cannot be split
+        columns = min(64, columns)
+    for column in range(0, source.shape[1], columns):
+        part = (slice(None), pl.ds(column, min(columns, source.shape[1] - column)))
+        values = plgpu.load(source.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        if jnp.dtype(source.dtype) == jnp.float8_e4m3fn:
+            values = values.astype(jnp.float16) if capability >= (8, 9) else _float8(values)
+            values = values.astype(jnp.float32)
+        elif capability < (9, 0):  # which have no conversion to bfloat16
+            values = values.astype(jnp.float32)
+        target.at[part][...] = values.astype(target.dtype)
+
+
+def _float8(values: jax.Array) -> jax.Array:
+    """Return float8_e4m3fn as f32 by integer operations; NaN becomes 480.
+
+    Its bits, shifted, are those of a float16 that is 256 times smaller.
+    """
+    bits = lax.bitcast_convert_type(values, jnp.int8).astype(jnp.int32)
+    halves = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    halves = lax.bitcast_convert_type(halves.astype(jnp.int16), jnp.float16)
+    return halves.astype(jnp.float32) * 256.0
 
 
 def times_transposed(
@@ -199,6 +234,79 @@ def add_product(acc: jax.Array, a: jax.Array, b_ref: Any, interpret: Any) -> jax
     return run(_accumulator.init(acc))
 
 
+def copy_width(rows: int, row_bytes: int, most: int) -> int | None:
+    """Return the width in bytes of a matrix's parts, with which `cp.async` can copy `rows` rows.
+
+    Parts have eight rows. The four warps copy four parts at a time, which must be in a column, in a
+    row, or two by two. Return None if no width fits.
+    """
+    for width in (128, 64, 32):
+        high, wide = rows // 8, row_bytes // width
+        evenly = high % 4 == 0 or (high % 2 == 0 and wide % 2 == 0) or wide % 4 == 0
+        if width <= most and row_bytes % width == 0 and evenly:
+            return width
+    return None
+
+
+def load_left(ref: Any) -> jax.Array:
+    """Load the left operand [ROWS, k] of `multiply_add` from device memory to registers."""
+    return plgpu.load(ref, layout=plgpu.Layout.MMA_LHS(jnp.dtype(ref.dtype)), optimized=False)
+
+
+def load_right(ref: Any) -> jax.Array:
+    """Load the right operand [k, n] of `multiply_add` from shared memory to registers."""
+    return plgpu.load(ref, layout=plgpu.Layout.MMA_RHS(jnp.dtype(ref.dtype)))
+
+
+def load_right_transposed(ref: Any) -> jax.Array:
+    """Load [n, k] as `load_right` loads [k, n]."""
+    return load_right(ref.transpose((1, 0)))
+
+
+def right_row_index(shape: tuple[int, int], dtype: DTypeLike) -> jax.Array:
+    """Return i32[k, n] of row numbers in a right operand of `dtype`."""
+    layout = plgpu.Layout.MMA_RHS(jnp.dtype(dtype))
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+
+
+def as_left(a: jax.Array, interpret: Any) -> jax.Array:
+    """Return 16-bit values [ROWS, k] in the layout of a product's result as a left operand."""
+    if interpret is not None:
+        return a
+    layout = mgpu.MMALayouts(jnp.dtype(a.dtype), m_warps=4).lhs
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=plgpu.Layout.MMA_LHS(a.dtype)),
+    )
+    def relabel(_, a):
+        # A thread has the same values in both layouts, in the same order.
+        registers = a.registers.reshape(layout.registers_shape(a.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=a.is_signed)
+
+    return relabel(a)
+
+
+def multiply_add(acc: jax.Array, a: jax.Array, b: jax.Array, interpret: Any) -> jax.Array:
+    """Return acc f32[ROWS, n] + a[ROWS, k] @ b[k, n], all in registers."""
+    if interpret is not None:  # the interpreter does not simulate this instruction
+        return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
+    return plgpu.mma(acc, a, b)
+
+
+def synchronize() -> None:
+    """Wait until the whole warpgroup is here, as `commit` does, before sm_90 too."""
+
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        mgpu.warpgroup_barrier()
+
+    barrier()
+
+
+wait_copied_in = plgpu.wait_gmem_to_smem
+
+
 def loop(low: Any, high: Any, step: Callable[[jax.Array], None]) -> None:
     def run(i, _):
         step(i)
@@ -207,7 +315,14 @@ def loop(low: Any, high: Any, step: Callable[[jax.Array], None]) -> None:
     lax.fori_loop(low, high, run, jnp.int32(0))
 
 
-copy_in = plgpu.copy_gmem_to_smem
+def copy_in(source: Any, target: Any, barrier: Any | None) -> None:
+    """Start a copy from device memory to shared memory."""
+    if barrier is None:
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    else:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
 copy_out = plgpu.copy_smem_to_gmem
 commit = plgpu.commit_smem
 wait = plgpu.barrier_wait

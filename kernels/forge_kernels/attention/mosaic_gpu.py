@@ -1,65 +1,37 @@
-"""Paged attention for NVIDIA Hopper: two Pallas kernels for the Mosaic GPU back end.
+"""Paged attention for NVIDIA GPUs from sm_80 on, by Pallas kernels for the Mosaic GPU back end.
 
-The first kernel has one thread block (CTA) per multiprocessor, and each processes its part of the
-plan (see `plan`). One warpgroup, the producer, only starts the hardware's copies. It copies query
-rows, and keys and values through the block table, several KV tiles ahead and across items. The
-other one or two warpgroups compute. Each has 64 query rows and runs FlashAttention's online softmax
-(Dao et al. 2022, section 3.1) on the tiles that they share. The query heads of one key/value head
-are consecutive rows, so decodes, draft verification and prefill chunks differ only in the numbers
-of the plan.
-
-For a cache of 8 bits, two warpgroups compute the same 64 query rows and take alternate KV tiles.
-One warpgroup could not keep up with the memory. Each converts its tiles to 16 bits in shared memory
-while the other's tiles are multiplied. At the end of an item, the second hands its result to the
-first. Scales are never multiplied into keys or values, so they may have any size. A key's scale
-multiplies its scores, and a value's scale multiplies the softmax weights after they are summed.
-Heads of 256 leave no registers for this, so one warpgroup does everything.
-
-The second kernel adds the results of split units in order (FlashDecoding's last step).
-
-Entries beyond a sequence may be NaN. Their scores are masked by selection, and their values and
-scales are replaced by zero before they are multiplied by the zeros of the softmax.
+`mosaic_wgmma` is for Hopper, `mosaic_mma` for all others. Both have the plan, the softmax and the
+sum of `mosaic_kernel`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
 from forge_kernels.attention import mosaic_calls as gpu
-from forge_kernels.attention.plan import KV_TILE, SLICE, Cta, Geometry, Plan, Sum, Tile, make_plan
+from forge_kernels.attention.devices import HOPPER, Gpu
+from forge_kernels.attention.mosaic_kernel import PRODUCT_DTYPES, Kernel
+from forge_kernels.attention.mosaic_mma import MmaKernel, mma_unsupported
+from forge_kernels.attention.mosaic_wgmma import WgmmaKernel
+from forge_kernels.attention.plan import Geometry, make_plan
 from forge_kernels.attention.quantized import QuantizedKV
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
-NO_SCORE = -1e30  # the initial maximum: finite, so that exp2(-inf - NO_SCORE) is 0
-LOG2_E = math.log2(math.e)
-VALUE_COLUMNS = 64  # of a tile's keys or values in registers at once
-OUT_COLUMNS = 64  # of a wide head's result in shared memory at once
-
-# The types of keys and values in the products of an 8-bit cache. They represent all 8-bit values
-# exactly, and queries are rounded to the first. Weights that have been multiplied by values' scales
-# need bfloat16's range. Converting float8_e4m3fn to float16 takes fewer instructions.
-PRODUCT_DTYPES = {
-    jnp.dtype(jnp.int8): (jnp.bfloat16, jnp.bfloat16),
-    jnp.dtype(jnp.float8_e4m3fn): (jnp.float16, jnp.bfloat16),
-}
-# The width in bytes of the parts of these matrices in shared memory. With this width, a thread's
-# place is the same in all parts and needs no register for each.
-PRODUCT_WIDTH = 32
 
 
 def unsupported(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, kv_dtype: Any
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    q_dtype: Any,
+    kv_dtype: Any,
+    device: Gpu = HOPPER,
 ) -> str | None:
-    """Return why this kernel does not support such a cache, or None if it does."""
+    """Return why the kernel for `device` does not support such a cache, or None if it does."""
     of_16_bits = q_dtype in (jnp.bfloat16, jnp.float16)
     if not of_16_bits or (kv_dtype != q_dtype and kv_dtype not in PRODUCT_DTYPES):
         return (
@@ -72,7 +44,9 @@ def unsupported(
         return f"the block size must be a multiple of 8, not {block_size}"
     if heads // kv_heads > gpu.ROWS:
         return f"{heads // kv_heads} query heads per key/value head are more than {gpu.ROWS}"
-    return None
+    if device.has_wgmma:
+        return None
+    return mma_unsupported(head_dim, block_size, q_dtype, kv_dtype, device)
 
 
 def mosaic_attention(  # noqa: PLR0913
@@ -88,14 +62,14 @@ def mosaic_attention(  # noqa: PLR0913
     uniform: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
-    multiprocessors: int | None = None,
+    device: Gpu = HOPPER,
     interpret: Any = None,
 ) -> jax.Array:  # q.dtype[T, H, D]; rows that belong to no sequence are zero
     data, scale = kv if isinstance(kv, QuantizedKV) else (kv, None)
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = data.shape[2:4]
-    few_rows = max_q_len * (heads // kv_heads) <= gpu.ROWS or head_dim > 128
-    row_groups = 1 if few_rows or scale is not None else 2
+    make: type[Kernel] = WgmmaKernel if device.has_wgmma else MmaKernel
+    rows = min(max_q_len * (heads // kv_heads), 2 * gpu.ROWS)
     geometry = Geometry(
         tokens=tokens,
         seqs=kv_lens.shape[0],
@@ -103,27 +77,25 @@ def mosaic_attention(  # noqa: PLR0913
         kv_heads=kv_heads,
         max_context=block_tables.shape[1] * block_size,
         max_q_len=max_q_len,
-        query_rows=row_groups * gpu.ROWS,
-        ctas=multiprocessors or _multiprocessors(),
+        query_rows=make.query_rows(rows, head_dim, data.dtype),
+        ctas=device.cores * make.ctas_per_core(device, head_dim, data.dtype, q.dtype),
         window=window,
         uniform=uniform,
     )
-    kernel = _Kernel(
+    kernel = make(
         geometry=geometry,
         head_dim=head_dim,
         dtype=q.dtype,
         kv_dtype=data.dtype,
         block_size=block_size,
-        row_groups=row_groups,
-        stages=_stages(head_dim, quantized=scale is not None),
-        q_buffers=1 if row_groups == 2 or head_dim > 128 else 2,
         sm_scale=sm_scale,
         soft_cap=soft_cap,
+        device=device,
         interpret=interpret,
     )
     plan = make_plan(geometry, kv_lens, cu_q_lens, num_seqs)
-    rows = q.reshape(tokens * heads, head_dim)
-    packed = rows.at[plan.pack].get(mode="fill", fill_value=0).astype(kernel.key_dtype)
+    query_rows = q.reshape(tokens * heads, head_dim)
+    packed = query_rows.at[plan.pack].get(mode="fill", fill_value=0).astype(kernel.key_dtype)
     parts, lse = kernel.attend(plan, packed, data, scale, block_tables)
     summed = kernel.add_up(plan, parts, lse)
     return summed.reshape(-1, head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
@@ -138,637 +110,7 @@ jitted_attention = jax.jit(
         "uniform",
         "window",
         "soft_cap",
-        "multiprocessors",
+        "device",
         "interpret",
     ),
 )
-
-
-def _stages(head_dim: int, *, quantized: bool) -> int:
-    """Return the KV tiles in shared memory per turn: as many as fit and hide memory latency."""
-    if quantized:
-        return {128: 2, 256: 3}.get(head_dim, 4)
-    return 2 if head_dim > 128 else 3
-
-
-def _multiprocessors() -> int:
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else MULTIPROCESSORS
-
-
-class _Item(NamedTuple):
-    """The work of a CTA for one unit, as scalars."""
-
-    seq: jax.Array
-    head: jax.Array
-    position: jax.Array  # of the first token
-    kv_len: jax.Array
-    low: jax.Array  # KV tile
-    size: jax.Array  # KV tiles
-    q_slice: jax.Array
-    slices: jax.Array
-    target: jax.Array  # slice of the results
-    partial: jax.Array  # the number of the partial item; -1 for a whole unit
-
-
-class _Shared(NamedTuple):
-    """A CTA's shared memory and barriers."""
-
-    q: Any  # [q_buffers, row_groups, ROWS, D]
-    k: Any  # [turns * stages, KV_TILE, D], as in the cache
-    v: Any
-    out: Any  # f32[row_groups, ROWS, OUT_COLUMNS or D]
-    lse: Any  # f32[row_groups, ROWS]
-    q_full: Any  # barriers: the copies in have arrived
-    k_full: Any
-    v_full: Any
-    q_free: Any  # barriers: all warpgroups have read the buffer
-    k_free: Any
-    v_free: Any
-    v_clean: Any  # barriers: warpgroup 0 has zeroed the values beyond the sequence
-    quantized: _SharedQuantized | None
-
-
-class _SharedQuantized(NamedTuple):
-    """The additional shared memory for a cache of 8 bits."""
-
-    k_scale: Any  # f32[turns * stages, KV_TILE], copied with the keys
-    v_scale: Any
-    keys: Any  # [warpgroups, KV_TILE, D], for the tensor cores
-    values: Any
-    sums: Any  # f32[2, ROWS]: warpgroup 1's maximum and total
-    out_free: Any  # barrier: warpgroup 1 may write its result to `out`
-    out_full: Any  # barrier: warpgroup 1 has written it
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kernel:
-    geometry: Geometry
-    head_dim: int
-    dtype: Any  # of queries and results
-    kv_dtype: Any
-    block_size: int
-    row_groups: int  # of ROWS query rows
-    stages: int  # KV tiles in shared memory per turn
-    q_buffers: int
-    sm_scale: float
-    soft_cap: float | None
-    interpret: Any
-
-    @property
-    def quantized(self) -> bool:
-        return self.kv_dtype in PRODUCT_DTYPES
-
-    @property
-    def key_dtype(self) -> Any:
-        """The type in which queries and keys are multiplied."""
-        return PRODUCT_DTYPES[self.kv_dtype][0] if self.quantized else self.dtype
-
-    @property
-    def value_dtype(self) -> Any:
-        return PRODUCT_DTYPES[self.kv_dtype][1] if self.quantized else self.dtype
-
-    @property
-    def wide(self) -> bool:
-        return self.head_dim > 128
-
-    @property
-    def turns(self) -> int:
-        """The number of warpgroups that take the KV tiles of the same rows in turn: 1 or 2."""
-        return 2 if self.quantized and not self.wide else 1
-
-    @property
-    def warpgroups(self) -> int:
-        """The number of warpgroups that compute."""
-        return self.row_groups * self.turns
-
-    @property
-    def piece(self) -> int:
-        """The tokens of one copy: a block, or the part of it in one KV tile."""
-        return math.gcd(self.block_size, KV_TILE)
-
-    @property
-    def num_parts(self) -> int:
-        """The slices of results: whole ones, then partial ones."""
-        return self.geometry.kv_heads * self.geometry.num_slices + self.geometry.partial_slices
-
-    def attend(
-        self,
-        plan: Plan,
-        packed: jax.Array,  # [slices * SLICE, D]
-        kv: jax.Array,  # [N, 2, K, bs, D]
-        scale: jax.Array | None,  # f32[N, 2, K, bs]
-        block_tables: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return f32[num_parts, SLICE, D] and log2 of sums, f32[partial_items, query rows]."""
-        g, D = self.geometry, self.head_dim
-        pieces = KV_TILE // self.piece
-        room = g.tile_slices - 1  # every tile is copied whole, even the last one
-        packed = jnp.pad(packed.reshape(-1, SLICE, D), ((0, room), (0, 0), (0, 0)))
-        out_columns = OUT_COLUMNS if self.wide else D
-        slots = self.turns * self.stages
-        kv_width = VALUE_COLUMNS if self.quantized else 128
-        arrivals = 2 * pieces if self.quantized else pieces
-        shared = _Shared(
-            q=gpu.matrix(
-                (self.q_buffers, self.row_groups, gpu.ROWS, D),
-                self.key_dtype,
-                width=PRODUCT_WIDTH if self.quantized else 128,
-            ),
-            k=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=kv_width),
-            v=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=kv_width),
-            out=gpu.matrix((self.row_groups, gpu.ROWS, out_columns), jnp.float32),
-            lse=gpu.vector((self.row_groups, gpu.ROWS), jnp.float32),
-            q_full=gpu.barriers(self.q_buffers, g.tile_slices),
-            k_full=gpu.barriers(slots, arrivals),
-            v_full=gpu.barriers(slots, arrivals),
-            q_free=gpu.barriers(self.q_buffers, self.warpgroups),
-            k_free=gpu.barriers(slots, self.row_groups),
-            v_free=gpu.barriers(slots, self.row_groups),
-            v_clean=gpu.barriers(slots, 1),
-            quantized=self._shared_quantized(slots) if self.quantized else None,
-        )
-        lse_shape = (max(g.partial_items, 1), self.row_groups, gpu.ROWS)
-        # [pieces of all blocks, keys or values, heads]
-        cache = [kv.reshape(-1, self.piece, D)]
-        if scale is not None:
-            cache.append(scale.reshape(-1, self.piece))
-        parts, lse = gpu.launch(
-            self._attend,
-            (plan.tiles, plan.ctas, block_tables, packed, *cache),
-            (
-                jax.ShapeDtypeStruct((self.num_parts, SLICE, D), jnp.float32),
-                jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-            ),
-            name="forge_attention",
-            grid=g.ctas,
-            warpgroups=self.warpgroups + 1,
-            shared=shared,
-            interpret=self.interpret,
-        )
-        return parts, lse
-
-    def _shared_quantized(self, slots: int) -> _SharedQuantized:
-        shape = (self.warpgroups, KV_TILE, self.head_dim)
-        return _SharedQuantized(
-            k_scale=gpu.vector((slots, KV_TILE), jnp.float32),
-            v_scale=gpu.vector((slots, KV_TILE), jnp.float32),
-            keys=gpu.matrix(shape, self.key_dtype, width=PRODUCT_WIDTH),
-            values=gpu.matrix(shape, self.value_dtype, width=PRODUCT_WIDTH),
-            sums=gpu.vector((2, gpu.ROWS), jnp.float32),
-            out_free=gpu.barriers(1, 1),
-            out_full=gpu.barriers(1, 1),
-        )
-
-    def _attend(self, cta, warpgroup, inputs, outputs, allocated):
-        tiles, ctas, block_tables, q, *cache = inputs
-        shared = _Shared(*allocated)
-
-        @pl.when(warpgroup < self.warpgroups)
-        def _():
-            if self.warpgroups > 1:
-                gpu.set_max_registers(232, action="increase")
-            step = functools.partial(self._compute, warpgroup, shared, outputs)
-            turn = 0 if self.turns == 1 else warpgroup
-            self._walk(cta, tiles, ctas, step, (turn,))
-            gpu.wait_copied_out()
-
-        @pl.when(warpgroup == self.warpgroups)
-        def _():
-            if self.warpgroups > 1:
-                gpu.set_max_registers(40, action="decrease")
-            step = functools.partial(self._produce, shared, block_tables, q, cache)
-            items, kv_tiles = self._walk(cta, tiles, ctas, step, tuple(range(self.turns)))
-
-            # Wait until everything is read, because barriers must outlive all arrivals.
-            for turn, count in enumerate(kv_tiles):
-                for barriers in (shared.k_free, shared.v_free):
-
-                    def drain(i, barriers=barriers, turn=turn):
-                        gpu.wait(barriers.at[self._slot(turn, i)])
-
-                    gpu.loop(jnp.maximum(count - self.stages, 0), count, drain)
-
-            def drain_q(i):
-                gpu.wait(shared.q_free.at[lax.rem(i, jnp.int32(self.q_buffers))])
-
-            gpu.loop(jnp.maximum(items - self.q_buffers, 0), items, drain_q)
-
-    def _slot(self, turn, count):
-        """Return the slot in shared memory of a turn's KV tile number `count`."""
-        slot = lax.rem(count, jnp.int32(self.stages))
-        return slot if self.turns == 1 else turn * self.stages + slot
-
-    def _part(self, item: _Item, turn):
-        """Return the first of an item's KV tiles that a turn takes, and how many it takes.
-
-        A turn takes all tiles or every other one. The choice depends on positions and the head
-        only, and so do a row's sums.
-        """
-        if self.turns == 1:
-            return jnp.int32(0), item.size
-        first = (item.low + item.head + turn) & 1
-        return first, (item.size - first + 1) >> 1
-
-    def _walk(self, cta, tiles, ctas, step, turns):
-        """Call `step(item, index, KV tiles before it)`, where `item()` reads the item's scalars.
-
-        Return how many items there were, and how many KV tiles for each of `turns`.
-        """
-        kv_heads = self.geometry.kv_heads
-
-        def over_items(i, state):
-            tile, head, offset, left, done = state
-            read = functools.partial(self._item, cta, tiles, tile, head, offset, left)
-            item = read()
-            step(read, i, done)
-            parts = [self._part(item, turn) for turn in turns]
-            done = tuple(n + count for n, (_, count) in zip(done, parts, strict=True))
-            offset, left = offset + item.size, left - item.size
-            ended = offset == tiles[tile, Tile.COUNT]
-            head = jnp.where(ended, head + 1, head)
-            offset = jnp.where(ended, 0, offset)
-            tile = jnp.where(head == kv_heads, tile + 1, tile)
-            head = jnp.where(head == kv_heads, 0, head)
-            return tile, head, offset, left, done
-
-        columns = (Cta.TILE, Cta.HEAD, Cta.OFFSET, Cta.LEFT)
-        start = (*(ctas[cta, column] for column in columns), (jnp.int32(0),) * len(turns))
-        items = ctas[cta, Cta.ITEMS]
-        *_, done = lax.fori_loop(0, items, over_items, start)
-        return items, done
-
-    def _item(self, cta, tiles, tile, head, offset, left) -> _Item:
-        g = self.geometry
-
-        def column(name):
-            return tiles[tile, name]
-
-        first, count, slices = column(Tile.FIRST), column(Tile.COUNT), column(Tile.SLICES)
-        size = jnp.minimum(count - offset, left)
-        low = first + offset
-        q_slice = head * g.num_slices + column(Tile.SLICE)
-        if g.uniform:
-            split = jnp.int32(g.split)
-            first_split = lax.div(first, split)
-            size = jnp.minimum(size, (lax.div(low, split) + 1) * split - low)
-            splits = lax.div(first + count - 1, split) - first_split + 1
-            partial = head * splits + lax.div(low, split) - first_split
-            target = column(Tile.PARTIAL) + partial * slices
-            partial = column(Tile.PARTIAL_ITEM) + partial
-            whole = splits == 1
-        else:
-            unit = column(Tile.START) + head * count
-            partial = lax.div(unit, column(Tile.PER_CTA)) + cta + 1
-            target = g.kv_heads * g.num_slices + partial * g.tile_slices
-            whole = size == count
-        return _Item(
-            seq=column(Tile.SEQ),
-            head=head,
-            position=column(Tile.POSITION),
-            kv_len=column(Tile.KV_LEN),
-            low=low,
-            size=size,
-            q_slice=q_slice,
-            slices=slices,
-            target=jnp.where(whole, q_slice, target),
-            partial=jnp.where(whole, -1, partial),
-        )
-
-    def _produce(self, shared: _Shared, block_tables, q, cache, read, index, kv_tiles):
-        g, piece, block_size, item = self.geometry, self.piece, self.block_size, read()
-        buffer = lax.rem(index, jnp.int32(self.q_buffers))
-
-        @pl.when(index >= self.q_buffers)
-        def _():
-            gpu.wait(shared.q_free.at[buffer])
-
-        per_warpgroup = gpu.ROWS // SLICE
-        for j in range(g.tile_slices):
-            rows = shared.q.at[buffer, j // per_warpgroup, pl.ds(j % per_warpgroup * SLICE, SLICE)]
-            gpu.copy_in(q.at[item.q_slice + j], rows, shared.q_full.at[buffer])
-
-        def over_kv_tiles(i):
-            if self.turns == 1:
-                turn, before = jnp.int32(0), kv_tiles[0] + i
-            else:
-                turn = (item.low + item.head + i) & 1
-                before = jnp.where(turn == 0, *kv_tiles) + (i >> 1)
-            slot = self._slot(turn, before)
-            position = (item.low + i) * KV_TILE
-
-            def piece_of(position):
-                block = block_tables[item.seq, lax.div(position, jnp.int32(block_size))]
-                first = (block * (2 * g.kv_heads) + item.head) * (block_size // piece)
-                return first + lax.div(lax.rem(position, jnp.int32(block_size)), jnp.int32(piece))
-
-            @pl.when(before >= self.stages)
-            def _():
-                gpu.wait(shared.k_free.at[slot])
-                gpu.wait(shared.v_free.at[slot])
-
-            def source(j):
-                # Table entries beyond the sequence are undefined, so an existing block is read.
-                inside = position + j * piece < item.kv_len
-                return piece_of(jnp.where(inside, position + j * piece, position))
-
-            def copy(j, source, array, buffer, full):
-                tokens = buffer.at[slot, pl.ds(j * piece, piece)]
-                gpu.copy_in(array.at[source], tokens, full.at[slot])
-
-            to_values = g.kv_heads * (block_size // piece)
-            if shared.quantized is None:
-                sources = [source(j) for j in range(KV_TILE // piece)]
-                for j, at in enumerate(sources):
-                    copy(j, at, cache[0], shared.k, shared.k_full)
-                for j, at in enumerate(sources):
-                    copy(j, at + to_values, cache[0], shared.v, shared.v_full)
-                return
-            data, scale = cache
-            for j in range(KV_TILE // piece):  # keeping all sources would take too many registers
-                at = source(j)
-                copy(j, at, data, shared.k, shared.k_full)
-                copy(j, at, scale, shared.quantized.k_scale, shared.k_full)
-                copy(j, at + to_values, data, shared.v, shared.v_full)
-                copy(j, at + to_values, scale, shared.quantized.v_scale, shared.v_full)
-
-        gpu.loop(0, item.size, over_kv_tiles)
-
-    def _compute(self, warpgroup, shared: _Shared, outputs, read, index, kv_tiles):
-        item = read()
-        buffer = lax.rem(index, jnp.int32(self.q_buffers))
-        gpu.wait(shared.q_full.at[buffer])
-        turn, row_group = (0, warpgroup) if self.turns == 1 else (warpgroup, 0)
-        q = shared.q.at[buffer, row_group]
-        step = functools.partial(self._kv_tile, warpgroup, shared, q, item, kv_tiles)
-        # Tiles whose keys are visible to all rows need no mask.
-        plain = jnp.int32(0)
-        if self.geometry.window is None:
-            plain = lax.div(item.position + 1, jnp.int32(KV_TILE)) - item.low
-            plain = jnp.clip(plain, 0, item.size)
-        first, count = self._part(item, turn)
-        if self.turns == 2:
-            plain = (plain - first + 1) >> 1
-        state = (
-            gpu.full((gpu.ROWS, self.head_dim), 0.0),
-            gpu.full((gpu.ROWS,), NO_SCORE),
-            gpu.full((gpu.ROWS,), 0.0),
-        )
-        if self.geometry.window is None:
-            state = lax.fori_loop(0, plain, functools.partial(step, masked=False), state)
-        state = lax.fori_loop(plain, count, functools.partial(step, masked=True), state)
-        gpu.arrive(shared.q_free.at[buffer])
-        if self.turns == 1:
-            self._finish(row_group, shared, outputs, read(), state)
-            return
-
-        @pl.when(warpgroup == 0)
-        def _():
-            self._finish(row_group, shared, outputs, read(), self._take_over(shared, state))
-
-        @pl.when(warpgroup == 1)
-        def _():
-            self._hand_over(shared, state)
-
-    def _hand_over(self, shared: _Shared, state):
-        """Hand warpgroup 1's result to warpgroup 0 through the buffer of the item's result."""
-        assert shared.quantized is not None
-        acc, top, total = state
-        sums = shared.quantized.sums
-        gpu.wait(shared.quantized.out_free.at[0])
-        shared.out[0], sums[0], sums[1] = acc, top, total
-        gpu.arrive(shared.quantized.out_full.at[0])
-
-    def _take_over(self, shared: _Shared, state):
-        """Merge warpgroup 0's state with warpgroup 1's."""
-        assert shared.quantized is not None
-        acc, top, total = state
-        gpu.wait_copied_out(read_only=True)
-        gpu.arrive(shared.quantized.out_free.at[0])
-        gpu.wait(shared.quantized.out_full.at[0])
-        their_top = gpu.load_rows(shared.quantized.sums.at[0])
-        their_total = gpu.load_rows(shared.quantized.sums.at[1])
-        new_top = jnp.maximum(top, their_top)
-        mine, theirs = jnp.exp2(top - new_top), jnp.exp2(their_top - new_top)
-        acc = acc * gpu.columns(mine, self.head_dim)
-        acc = acc + gpu.load_matrix(shared.out.at[0]) * gpu.columns(theirs, self.head_dim)
-        return acc, new_top, total * mine + their_total * theirs
-
-    def _finish(self, row_group, shared: _Shared, outputs, item: _Item, state):
-        """Copy an item's result out. `item` is read again to save registers in the loops."""
-        (parts, lse), (acc, top, total) = outputs, state
-        total = jnp.where(total > 0.0, total, 1.0)
-        factor = 1.0 / total
-        out = shared.out.at[row_group]
-        first = row_group * (gpu.ROWS // SLICE)
-        width = out.shape[1]
-        for column in range(0, self.head_dim, width):
-            gpu.wait_copied_out(read_only=True)
-            out[...] = acc[:, column : column + width] * gpu.columns(factor, width)
-            if column == 0:
-                shared.lse[row_group] = top + jnp.log2(total)
-            gpu.commit()
-
-            def copy_slice(j, column=column):
-                rows = out.at[pl.ds(pl.multiple_of(j * SLICE, SLICE), SLICE)]
-                target = parts.at[item.target + first + j, :, pl.ds(column, width)]
-                gpu.copy_out(rows, target)
-
-            gpu.loop(0, jnp.clip(item.slices - first, 0, gpu.ROWS // SLICE), copy_slice)
-
-        @pl.when(item.partial >= 0)
-        def _():
-            gpu.copy_out(shared.lse.at[row_group], lse.at[item.partial, row_group])
-
-    def _kv_tile(self, warpgroup, shared: _Shared, q, item: _Item, kv_tiles, i, state, *, masked):
-        """Continue the softmax over the warpgroup's KV tile number i of the item."""
-        turn = 0 if self.turns == 1 else warpgroup
-        slot = self._slot(turn, kv_tiles[0] + i)
-        tile = i if self.turns == 1 else self._part(item, turn)[0] + 2 * i
-        first_key = (item.low + tile) * KV_TILE
-        row_group = warpgroup if self.turns == 1 else 0
-        softmax = functools.partial(self._softmax, row_group, item, masked)
-        if self.quantized:
-            exists = item.kv_len - first_key if masked else None
-            return self._kv_tile_8_bits(
-                warpgroup, shared, q, slot, first_key, exists, softmax, state
-            )
-        if masked:
-            # Waiting here is cheap, because few registers are in use.
-            gpu.wait(shared.v_full.at[slot])
-            self._clean_values(warpgroup, shared, slot, item.kv_len - first_key)
-        gpu.wait(shared.k_full.at[slot])
-        scores = gpu.times_transposed(q, shared.k.at[slot])
-        gpu.arrive(shared.k_free.at[slot])
-        weights, (acc, *sums) = softmax(first_key, scores * self._score_factor, state)
-        if not masked:
-            gpu.wait(shared.v_full.at[slot])
-        values = shared.v.at[slot]
-        acc = gpu.add_product(acc, weights.astype(self.dtype), values, self.interpret)
-        gpu.arrive(shared.v_free.at[slot])
-        return acc, *sums
-
-    def _kv_tile_8_bits(
-        self, warpgroup, shared: _Shared, q, slot, first_key, exists, softmax, state
-    ):
-        """Process a KV tile of 8 bits, converted to 16 bits without its scales.
-
-        Scales may have any size. A key's scale multiplies its scores, and a value's scale
-        multiplies its weights after they are summed. If `exists` is given, tokens from that number
-        on do not exist and may be NaN.
-        """
-        extra = shared.quantized
-        assert extra is not None
-        keys, values = extra.keys.at[warpgroup], extra.values.at[warpgroup]
-        gpu.wait(shared.k_full.at[slot])
-        if not self.wide:
-            # The commit at the end of a conversion orders these reads before the next copy.
-            k_scale = gpu.load_columns(extra.k_scale.at[slot]) * self._score_factor
-            gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)
-            gpu.arrive(shared.k_free.at[slot])
-
-            def convert_values():
-                gpu.wait(shared.v_full.at[slot])
-                self._convert_values(shared.v.at[slot], values, exists)
-
-            scores = gpu.times_transposed(q, keys, convert_values)
-            weights, (acc, *sums) = softmax(first_key, scores * gpu.rows(k_scale), state)
-            v_scale = self._value_scale(extra.v_scale.at[slot], exists)
-            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)
-            gpu.commit()
-            gpu.arrive(shared.v_free.at[slot])
-            return gpu.add_product(acc, weights, values, self.interpret), *sums
-
-        # The results of wide heads leave registers for only half as many scores.
-        gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)
-        gpu.wait(shared.v_full.at[slot])
-        self._convert_values(shared.v.at[slot], values, exists)
-
-        def half(i, state):
-            start = pl.multiple_of(i * (KV_TILE // 2), KV_TILE // 2)
-            tokens = pl.ds(start, KV_TILE // 2)
-            scores = gpu.times_transposed(q, keys.at[tokens])
-            k_scale = gpu.load_columns(extra.k_scale.at[slot, tokens]) * self._score_factor
-            weights, (acc, *sums) = softmax(first_key + start, scores * gpu.rows(k_scale), state)
-            v_scale = self._value_scale(
-                extra.v_scale.at[slot, tokens], None if exists is None else exists - start
-            )
-            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)
-            return gpu.add_product(acc, weights, values.at[tokens], self.interpret), *sums
-
-        state = lax.fori_loop(0, 2, half, state)
-        gpu.commit()
-        gpu.arrive(shared.k_free.at[slot])
-        gpu.arrive(shared.v_free.at[slot])
-        return state
-
-    def _value_scale(self, scale, exists):
-        """Load the scales, f32[n], with 0 for tokens from number `exists` on if that is given."""
-        scale = gpu.load_columns(scale)
-        if exists is not None:
-            scale = jnp.where(gpu.column_index(scale.shape[0]) < exists, scale, 0.0)
-        return scale
-
-    def _convert_values(self, source, values, exists):
-        gpu.convert(source, values, VALUE_COLUMNS)
-        if exists is not None and self.kv_dtype != jnp.int8:  # int8 has no NaN
-
-            @pl.when(exists < KV_TILE)
-            def _():
-                self._clean(values, exists)
-
-    @property
-    def _score_factor(self) -> float:
-        """The factor on scores: to base 2 logarithms, or to multiples of the cap."""
-        if self.soft_cap is None:
-            return self.sm_scale * LOG2_E
-        return self.sm_scale / self.soft_cap
-
-    def _softmax(self, row_group, item: _Item, masked, first_key, scores, state):
-        """Return weights f32[ROWS, n] of n keys, and the state before their values are added."""
-        acc, top, total = state
-        if self.soft_cap is not None:
-            scores = jnp.tanh(scores) * (self.soft_cap * LOG2_E)
-        if masked:
-            scores = self._masked(scores, row_group, item, first_key)
-        new_top = jnp.maximum(top, scores.max(axis=1))
-        decay = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - gpu.columns(new_top, scores.shape[1]))
-        total = total * decay + weights.sum(axis=1)
-        return weights, (acc * gpu.columns(decay, self.head_dim), new_top, total)
-
-    def _masked(self, scores, row_group, item: _Item, first_key):
-        """Mask scores f32[ROWS, n] with -inf for keys after the query or before its window."""
-        row = gpu.row_index() + row_group * gpu.ROWS
-        query = item.position + lax.div(row, jnp.int32(self.geometry.group))
-        column = gpu.index(scores.shape, 1)
-        behind = gpu.columns(query - first_key, scores.shape[1]) - column
-        # Unsigned, a key after the query is far behind it, so one comparison is enough.
-        window = self.geometry.window or 2**31
-        return jnp.where(behind.astype(jnp.uint32) < jnp.uint32(window), scores, -jnp.inf)
-
-    def _clean_values(self, warpgroup, shared: _Shared, slot, num_tokens):
-        """Clean values that the warpgroups share; warpgroup 0 does it for all."""
-
-        @pl.when((num_tokens < KV_TILE) & (warpgroup == 0))
-        def _():
-            self._clean(shared.v.at[slot], num_tokens)
-            if self.warpgroups > 1:
-                gpu.arrive(shared.v_clean.at[slot])
-
-        if self.warpgroups > 1:
-
-            @pl.when((num_tokens < KV_TILE) & (warpgroup != 0))
-            def _():
-                gpu.wait(shared.v_clean.at[slot])
-
-    def _clean(self, values, num_tokens):
-        """Zero the values beyond the sequence, which may be NaN, because 0 * NaN is NaN."""
-        for column in range(0, self.head_dim, VALUE_COLUMNS):
-            size = min(VALUE_COLUMNS, self.head_dim - column)
-            part = values.at[:, pl.ds(column, size)]
-            exists = gpu.index((KV_TILE, size), 0) < num_tokens
-            part[...] = jnp.where(exists, part[...], jnp.zeros((), self.value_dtype))
-        gpu.commit()
-
-    def add_up(self, plan: Plan, parts: jax.Array, lse: jax.Array) -> jax.Array:
-        """Add the partial results, weighted by their sums, in order: q.dtype[slices, SLICE, D]."""
-        slices, shape = plan.sums.shape[0], (SLICE, self.head_dim)
-        query_rows = self.geometry.query_rows
-
-        def body(cta, warpgroup, inputs, outputs, shared):
-            del warpgroup, shared
-            sums, parts, lse = inputs
-            (out,) = outputs
-            first, stride, count, item, row = (sums[cta, i] for i in range(Sum.COLUMNS))
-
-            def part(i):
-                return gpu.load_slice(parts.at[first + i * stride])
-
-            def weight(i):
-                scalars = [lse[(item + i) * query_rows + row + j] for j in range(SLICE)]
-                return gpu.rows_of(scalars, shape)
-
-            def add(i, state):
-                acc, top, total = state
-                new = weight(i)
-                new_top = jnp.maximum(top, new)
-                decay, factor = jnp.exp2(top - new_top), jnp.exp2(new - new_top)
-                return acc * decay + part(i) * factor, new_top, total * decay + factor
-
-            @pl.when(count > 0)
-            def _():
-                start = (part(0), weight(0), gpu.rows_of([jnp.float32(1.0)] * SLICE, shape))
-                acc, _, total = lax.fori_loop(1, count, add, start)
-                gpu.store_slice(out.at[cta], (acc / total).astype(self.dtype))
-
-        (out,) = gpu.launch(
-            body,
-            (plan.sums, parts, lse.reshape(-1)),
-            (jax.ShapeDtypeStruct((slices, *shape), self.dtype),),
-            name="forge_attention_sum",
-            grid=slices,
-            warpgroups=1,
-            interpret=self.interpret,
-        )
-        return out
