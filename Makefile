@@ -42,7 +42,7 @@ test-clients: .venv/.serve .venv-clients/.clients $(NODE_CLIENTS)/node_modules/.
 test-browser: .venv/.serve .venv-browser/.driver ## test the page in headless Chromium
 	.venv-browser/bin/python -m pytest -c tests/browser/pytest.ini tests/browser $(ARGS)
 
-test-cuda-compile: .venv-aot/.aot ## compile steps and kernels for an H200, and products for five GPUs; needs no GPU
+test-cuda-compile: .venv-aot/.aot ## compile kernels, steps and products for five GPUs; needs no GPU
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/linears.py $(filter --quick,$(ARGS))
 

@@ -319,7 +319,7 @@ def check_forward() -> None:
 FAULTS = {  # of both kernels
     "sees one key too many": ("(query - first_key, scores", "(query + 1 - first_key, scores"),
     "takes the last tile for unmasked": ("item.position + 1, jnp", "item.position + 64, jnp"),
-    "forgets to rescale": ("acc * gpu.columns(decay, self.head_dim)", "acc"),
+    "forgets to rescale": ("part * gpu.columns(decay, part.shape[1])", "part"),
     "reads the wrong head": ("(2 * g.kv_heads) + item.head)", "(2 * g.kv_heads))"),
     "adds parts up without their sums": ("acc * decay + part(i) * factor", "acc + part(i)"),
 }
@@ -345,7 +345,7 @@ FAULTS_OF = {
     },
     "mma": {
         "leaves NaN among the values": (
-            "part = jnp.where(index < exists - row, part, jnp.zeros((), part.dtype))",
+            "right = jnp.where(index < exists - row, right, jnp.zeros((), right.dtype))",
             "pass",
         ),
         "copies to a slot that is being read": (
@@ -398,7 +398,10 @@ FAULTS_OF_8_BITS = {
             "inputs.scale.at[keys], shared",
             "inputs.scale.at[keys - item.head], shared",
         ),
-        "forgets the values' scales": ("weights = weights * gpu.rows(v_scale)", "pass"),
+        "forgets the values' scales": (
+            "scale(shared=shared.v_scale, from_keys=self._to_values)",
+            "jnp.ones_like(k_scale)",
+        ),
         "leaves NaN among the scales": (
             "v_scale = jnp.where(gpu.column_index(KV_TILE) < exists, v_scale, 0.0)",
             "pass",

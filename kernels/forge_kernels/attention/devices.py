@@ -23,12 +23,12 @@ class Gpu(NamedTuple):
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether it has Hopper's tensor cores, which no other GPU has."""
+        """True if it has Hopper's tensor cores, which no other GPU has."""
         return self.capability[0] == 9
 
     @property
     def copies_to_barriers(self) -> bool:
-        """Whether its copies to shared memory can be waited for by barriers."""
+        """True if barriers can wait for copies to shared memory."""
         return self.capability[0] >= 9
 
     @property

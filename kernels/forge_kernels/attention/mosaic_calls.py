@@ -26,6 +26,7 @@ ROWS = 64  # of a warpgroup's matrix product
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
 _accumulator: Any = plgpu.WGMMAAccumulatorRef
+_inline: Any = plgpu.inline_mgpu
 
 _interpret: contextvars.ContextVar[plgpu.InterpretGPUParams | None] = contextvars.ContextVar(
     "interpret", default=None
@@ -180,7 +181,7 @@ def convert_8_bits(source: Any, target: Any, capability: tuple[int, int]) -> Non
     """Convert [KV tile, D] in shared memory from 8 bits to bfloat16."""
     columns = source.shape[1]
     if columns % 32 == 0:  # otherwise stored row by row, which cannot be split
-        columns = min(64, columns)
+        columns = min(64 if columns <= 128 else 32, columns)
     for column in range(0, source.shape[1], columns):
         part = (slice(None), pl.ds(column, min(columns, source.shape[1] - column)))
         values = plgpu.load(source.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
@@ -263,7 +264,7 @@ def load_right_transposed(ref: Any) -> jax.Array:
     return load_right(ref.transpose((1, 0)))
 
 
-def right_row_index(shape: tuple[int, int], dtype: DTypeLike) -> jax.Array:
+def right_row_index(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Return i32[k, n] of row numbers in a right operand of `dtype`."""
     layout = plgpu.Layout.MMA_RHS(jnp.dtype(dtype))
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
@@ -275,7 +276,7 @@ def as_left(a: jax.Array, interpret: Any) -> jax.Array:
         return a
     layout = mgpu.MMALayouts(jnp.dtype(a.dtype), m_warps=4).lhs
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=plgpu.Layout.MMA_LHS(a.dtype)),
     )
@@ -297,7 +298,7 @@ def multiply_add(acc: jax.Array, a: jax.Array, b: jax.Array, interpret: Any) -> 
 def synchronize() -> None:
     """Wait until the whole warpgroup is here, as `commit` does, before sm_90 too."""
 
-    @plgpu.inline_mgpu()
+    @_inline()
     def barrier(_):
         mgpu.warpgroup_barrier()
 

@@ -1,4 +1,4 @@
-"""What the attention kernels for GPUs share: their view of the plan, the softmax and the sum.
+"""The base of the attention kernels for GPUs: their items, the softmax and the sum.
 
 A kernel has one thread block (CTA) per place of the plan's line (see `plan`), and each processes
 its items. The query heads of one key/value head are consecutive rows, so decodes, draft
@@ -232,7 +232,8 @@ class Kernel:
         decay = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - gpu.columns(new_top, scores.shape[1]))
         total = total * decay + weights.sum(axis=1)
-        return weights, (acc * gpu.columns(decay, self.head_dim), new_top, total)
+        acc = jax.tree.map(lambda part: part * gpu.columns(decay, part.shape[1]), acc)
+        return weights, (acc, new_top, total)
 
     def _masked(self, scores, row_group, item: Item, first_key):
         """Mask scores f32[ROWS, n] with -inf for keys after the query or before its window."""

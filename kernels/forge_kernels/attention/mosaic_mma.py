@@ -1,15 +1,15 @@
-"""Paged attention for the other NVIDIA GPUs: sm_80, sm_89, sm_100 and sm_120.
+"""Paged attention for NVIDIA GPUs other than Hopper: sm_80, sm_89, sm_100 and sm_120.
 
 A CTA is one warpgroup that copies and computes. It starts the copies of the next KV tile, waits for
-those of this one, and continues the online softmax of 64 query rows with `mma`, the matrix product
-that all these GPUs have. Its operands are in registers: queries for a whole item, or for one tile
-if heads are wide; keys and values for a few rows at a time.
+those of the current one, and continues the online softmax of 64 query rows. Its products are `mma`
+instructions, which all these GPUs have. Their operands are in registers. Queries stay there for a
+whole item, unless heads are wide. Keys and values are loaded a few rows at a time.
 
-From sm_90 on, copies are the hardware's and arrive at barriers. Before, they are `cp.async`, which
+Copies are the hardware's from sm_90 on, and arrive at barriers. Before, they are `cp.async`, which
 threads wait for.
 
-The tiles of an 8-bit cache are converted to bfloat16 in shared memory, without their scales. A
-key's scale multiplies its scores, and a value's scale multiplies the weights after they are summed.
+The tiles of an 8-bit cache are converted to 16 bits in shared memory, without their scales. A key's
+scale multiplies its scores, and a value's scale multiplies the weights after they are summed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from forge_kernels.attention.mosaic_kernel import PRODUCT_DTYPES, Item, Kernel
 from forge_kernels.attention.plan import KV_TILE, SLICE, Plan
 
 OUT_COLUMNS = 32  # of a result in shared memory at once
-KEY_COLUMNS = 64  # of a tile's keys in registers at once
-VALUE_ROWS = 16  # of a tile's values in registers at once
+VALUE_ROWS, VALUE_COLUMNS = 16, 128  # of a tile's values in registers at once
 RESERVED_BYTES = 2048  # of shared memory per CTA: barriers, alignment and CUDA's own
 
 
@@ -52,8 +51,8 @@ class _Inputs(NamedTuple):
     ctas: Any
     block_tables: Any
     q: Any  # [rows of all slices, D]
-    kv: Any  # [pieces of all blocks, keys or values, heads; piece; D]
-    scale: Any = None  # f32[as kv; piece]
+    kv: Any  # [pieces of blocks x keys or values x heads, tokens, D]
+    scale: Any = None  # f32 of the same shape without D
 
 
 def mma_unsupported(
@@ -98,7 +97,7 @@ class MmaKernel(Kernel):
 
     @property
     def barriers(self) -> bool:
-        """Whether copies arrive at barriers, as they always do in the interpreter."""
+        """True if copies arrive at barriers, as they always do in the interpreter."""
         return self.device.copies_to_barriers or self.interpret is not None
 
     @property
@@ -112,6 +111,11 @@ class MmaKernel(Kernel):
     @property
     def stages(self) -> int:
         return _stages(self.device, self.head_dim, self.kv_dtype, self.dtype)
+
+    @property
+    def key_columns(self) -> int:
+        """The columns of a tile's keys in registers at once: fewer if others need registers."""
+        return 64 >> (self.wide + self.quantized)
 
     @property
     def pieces(self) -> int:
@@ -151,7 +155,8 @@ class MmaKernel(Kernel):
     def _shared(self) -> _Shared:
         """The description of a CTA's shared memory."""
         row = self.head_dim * jnp.dtype(self.kv_dtype).itemsize
-        width = math.gcd(64 if self.quantized else 128, row)
+        columns = 64 >> self.wide if self.quantized else self.key_columns
+        width = math.gcd(columns * jnp.dtype(self.kv_dtype).itemsize, row)
         if not self.barriers:
             width = gpu.copy_width(self.piece, row, width) or width
         tile = gpu.matrix((self.stages, KV_TILE, self.head_dim), self.kv_dtype, width=width)
@@ -171,7 +176,7 @@ class MmaKernel(Kernel):
         )
 
     def _products(self, dtype: Any) -> Any:
-        return gpu.matrix((KV_TILE, self.head_dim), dtype)
+        return gpu.matrix((KV_TILE, self.head_dim), dtype, width=2 * self.key_columns)
 
     def _attend(self, cta, warpgroup, inputs, outputs, allocated):
         del warpgroup
@@ -192,7 +197,7 @@ class MmaKernel(Kernel):
         def query(column, size):
             return gpu.load_left(inputs.q.at[rows, pl.ds(column, size)])
 
-        if not self.wide:
+        if not (self.wide or self.quantized):
             loaded = {column: query(column, size) for column, size in self._key_columns}
 
             def query(column, size):
@@ -200,17 +205,24 @@ class MmaKernel(Kernel):
                 return loaded[column]
 
         step = functools.partial(self._kv_tile, inputs, shared, query, item, kv_tiles[0], copy)
-        plain, state = self._unmasked(item), self._start()
+        acc, *sums = self._start()
+        plain, state = self._unmasked(item), (self._column_parts(acc), *sums)
         if self.geometry.window is None:
             state = lax.fori_loop(0, plain, functools.partial(step, masked=False), state)
         state = lax.fori_loop(plain, item.size, functools.partial(step, masked=True), state)
         self._finish(shared, outputs, read(), state)
 
+    def _column_parts(self, x):
+        """Split [ROWS, D] into parts of VALUE_COLUMNS columns, to load values for one at a time."""
+        return tuple(x[:, c : c + VALUE_COLUMNS] for c in range(0, self.head_dim, VALUE_COLUMNS))
+
     @property
     def _key_columns(self) -> list[tuple[int, int]]:
         """The first column and the number of each part of the keys that is multiplied at once."""
-        every = range(0, self.head_dim, KEY_COLUMNS)
-        return [(column, min(KEY_COLUMNS, self.head_dim - column)) for column in every]
+        size = self.key_columns
+        return [
+            (column, min(size, self.head_dim - column)) for column in range(0, self.head_dim, size)
+        ]
 
     def _copy(self, inputs: _Inputs, shared: _Shared, item: Item, first_slot, i):
         """Start the copies of the item's KV tile number i."""
@@ -246,19 +258,23 @@ class MmaKernel(Kernel):
                 gpu.wait_copied_in(0)
 
     def _synchronize(self):
-        """Let no thread go on before the accesses of all threads to shared memory are done."""
+        """Wait until all threads' reads and writes of shared memory are done."""
         if self.barriers:
             gpu.commit()
         else:
             gpu.synchronize()
 
-    def _scales(self, inputs: _Inputs, shared: _Shared, item: Item, slot, i):
-        """Return the scales of the item's keys and values in KV tile number i: f32[KV_TILE]."""
-        if shared.k_scale is not None:
-            return tuple(gpu.load_columns(s.at[slot]) for s in (shared.k_scale, shared.v_scale))
-        at = self._source(item, inputs.block_tables, (item.low + i) * KV_TILE, 0)
-        places = (at, at + self._to_values)
-        return tuple(gpu.load_columns(inputs.scale.at[at], device_memory=True) for at in places)
+    def _scale(self, inputs: _Inputs, shared, item: Item, slot, i, from_keys):
+        """Return scales of the item's KV tile number i: f32[KV_TILE].
+
+        Args:
+          shared: the scales of the keys or values in shared memory, or None.
+          from_keys: the places from the keys' scales to these in device memory.
+        """
+        if shared is not None:
+            return gpu.load_columns(shared.at[slot])
+        keys = self._source(item, inputs.block_tables, (item.low + i) * KV_TILE, 0)
+        return gpu.load_columns(inputs.scale.at[keys + from_keys], device_memory=True)
 
     def _kv_tile(
         self, inputs: _Inputs, shared: _Shared, query, item, first_slot, copy, i, state, *, masked
@@ -267,25 +283,32 @@ class MmaKernel(Kernel):
         slot = lax.rem(first_slot + i, jnp.int32(self.stages))
         self._wait(shared, item, slot, copy, i)
         first_key = (item.low + i) * KV_TILE
-        keys, values, factor = shared.k.at[slot], shared.v.at[slot], self._score_factor
-        if self.quantized:
-            k_scale, v_scale = self._scales(inputs, shared, item, slot, i)
-            factor = gpu.rows(k_scale * factor)
-            keys = self._converted(keys, shared.keys)
+        keys, values = shared.k.at[slot], shared.v.at[slot]
+        exists = item.kv_len - first_key if masked else None
+        if not self.quantized:
+            scores = self._scores(keys, query) * self._score_factor
+            weights, (acc, *sums) = self._softmax(0, item, masked, first_key, scores, state)
+            return self._add_values(acc, weights.astype(self.dtype), values, exists), *sums
+        scale = functools.partial(self._scale, inputs, item=item, slot=slot, i=i)
+        scores = self._scores(self._converted(keys, shared.keys), query)
+        k_scale = scale(shared=shared.k_scale, from_keys=0) * self._score_factor
+        scores = scores * gpu.rows(k_scale)
+        weights, (acc, *sums) = self._softmax(0, item, masked, first_key, scores, state)
+        v_scale = scale(shared=shared.v_scale, from_keys=self._to_values)
+        if exists is not None:
+            v_scale = jnp.where(gpu.column_index(KV_TILE) < exists, v_scale, 0.0)
+        weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)
+        target = shared.keys if shared.values is None else shared.values
+        values = self._converted(values, target)
+        return self._add_values(acc, weights, values, exists), *sums
+
+    def _scores(self, keys, query):
+        """Multiply the queries by the keys of a tile: f32[ROWS, KV_TILE]."""
         scores = gpu.full((gpu.ROWS, KV_TILE), 0.0)
         for column, size in self._key_columns:
             part = gpu.load_right_transposed(keys.at[:, pl.ds(column, size)])
             scores = gpu.multiply_add(scores, query(column, size), part, self.interpret)
-        exists = item.kv_len - first_key if masked else None
-        weights, (acc, *sums) = self._softmax(0, item, masked, first_key, scores * factor, state)
-        if self.quantized:
-            if exists is not None:
-                v_scale = jnp.where(gpu.column_index(KV_TILE) < exists, v_scale, 0.0)
-            weights = weights * gpu.rows(v_scale)
-            target = shared.keys if shared.values is None else shared.values
-            values = self._converted(values, target)
-        acc = self._add_values(acc, weights.astype(self.value_dtype), values, exists)
-        return acc, *sums
+        return scores
 
     def _converted(self, tile, target):
         """Convert keys or values of 8 bits to the type of `target`, and return it."""
@@ -296,14 +319,17 @@ class MmaKernel(Kernel):
 
     def _add_values(self, acc, weights, values, exists):
         """Add weights [ROWS, KV_TILE] times values; those from number `exists` on may be NaN."""
+        acc = list(acc)
         for row in range(0, KV_TILE, VALUE_ROWS):
-            part = gpu.load_right(values.at[pl.ds(row, VALUE_ROWS)])
-            if exists is not None:  # 0 * NaN is NaN
-                index = gpu.right_row_index(part.shape, part.dtype)
-                part = jnp.where(index < exists - row, part, jnp.zeros((), part.dtype))
             left = gpu.as_left(weights[:, row : row + VALUE_ROWS], self.interpret)
-            acc = gpu.multiply_add(acc, left, part, self.interpret)
-        return acc
+            for i, sum_of_part in enumerate(acc):
+                columns = pl.ds(i * VALUE_COLUMNS, sum_of_part.shape[1])
+                right = gpu.load_right(values.at[pl.ds(row, VALUE_ROWS), columns])
+                if exists is not None:  # 0 * NaN is NaN
+                    index = gpu.right_row_index(right.shape, right.dtype)
+                    right = jnp.where(index < exists - row, right, jnp.zeros((), right.dtype))
+                acc[i] = gpu.multiply_add(sum_of_part, left, right, self.interpret)
+        return tuple(acc)
 
     def _finish(self, shared: _Shared, outputs, item: Item, state):
         """Store an item's slices, by way of shared memory because a tile may have fewer."""
@@ -311,11 +337,11 @@ class MmaKernel(Kernel):
         total = jnp.where(total > 0.0, total, 1.0)
         factor, out = 1.0 / total, shared.out
         for column in range(0, self.head_dim, OUT_COLUMNS):
+            part, first = acc[column // VALUE_COLUMNS], column % VALUE_COLUMNS
             size = min(OUT_COLUMNS, self.head_dim - column)
             self._synchronize()  # all have stored the columns before
-            out.at[:, pl.ds(0, size)][...] = acc[:, column : column + size] * gpu.columns(
-                factor, size
-            )
+            part = part[:, first : first + size]
+            out.at[:, pl.ds(0, size)][...] = part * gpu.columns(factor, size)
             self._synchronize()
 
             def store_slice(j, column=column, size=size):
