@@ -2,16 +2,19 @@
 
 Most programs are for an H200. The others get attention, and steps with and without quantization.
 
-    python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--quick] [--output FILE]
+    python tests/aot/cuda_compile.py [--only TEXT] [--target TARGET] [--layers N] [--quick]
+                                     [--output FILE]
 
 Prints a table. The exit code is 1 if a program fails a check: spilled registers, shared memory,
-copies of caches or matrices, command buffers, unrequested values.
+copies of caches or matrices, command buffers, unrequested values. Each GPU has its own process,
+because Mosaic compiles for only one GPU per process.
 """
 
 import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -41,10 +44,10 @@ from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.ggml_types import GGMLTypes
 from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.partition import AXIS, shard_spec
-from forge_kernels.attention.devices import Gpu
 from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention, unsupported
 from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
+from forge_kernels.devices import Gpu
 
 BLOCKS, MAX_BLOCKS, SEQS = 2048, 128, 64
 # One of each head size.
@@ -466,8 +469,6 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, 1, 2, quantized)
             yield result
-    for target in OTHER_TARGETS:
-        yield from run_on(target, only, quick)
 
 
 def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
@@ -540,21 +541,43 @@ def table(rows: list[list[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose names contain this")
+    parser.add_argument("--target", choices=deviceless.TARGETS, help="default: all")
     parser.add_argument("--layers", type=int, default=LLAMA_3_1_8B.layers)
     parser.add_argument("--quick", action="store_true", help="a few kernels, fewer layers")
     parser.add_argument("--output", type=Path, help="write the table there too")
     args = parser.parse_args()
+    if args.target is None:
+        sys.exit(run_all_targets(args.output))
+    if args.target == "h200":
+        found = run(args.only, args.layers, args.quick)
+    else:
+        found = run_on(args.target, args.only, args.quick)
     results = []
-    for result in run(args.only, args.layers, args.quick):
+    for result in found:
         results.append(result)
-        print(" | ".join(result.row), flush=True)
+        print(f"| {' | '.join(result.row)} |", flush=True)
         for fault in result.faults:
             print(f"    FAULT: {fault}", flush=True)
-    text = table([result.row for result in results])
-    print(f"\n{text}")
     if args.output is not None:
-        args.output.write_text(text + "\n")
-    sys.exit(1 if not results or any(result.faults for result in results) else 0)
+        args.output.write_text(table([result.row for result in results]) + "\n")
+    sys.exit(1 if any(result.faults for result in results) else 0)
+
+
+def run_all_targets(output: Path | None) -> int:
+    """Run this script for each target, and return the exit code: 1 without any program."""
+    code, text = 0, table([])
+    print(text, flush=True)
+    for target in deviceless.TARGETS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--target", target]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                text += f"\n{line.strip()}" if line.startswith("|") else ""
+        code = code or child.returncode
+    if output is not None:
+        output.write_text(text + "\n")
+    return code or int(text == table([]))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from jax._src.mesh import AbstractDevice  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
-from forge_kernels.attention.devices import Gpu, described  # noqa: E402
+from forge_kernels.devices import Gpu, described  # noqa: E402
 
 FOLDER = Path(__file__).with_name("targets")
 TARGETS = ("h200", "a100", "l4", "b200", "rtx5090")

@@ -26,9 +26,9 @@ from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make
 
 from forge_jax.testing import random_leaves, tiny_model
 from forge_kernels.attention import mosaic_calls
-from forge_kernels.attention.devices import HOPPER, Gpu, current_gpu, described
 from forge_kernels.attention.mosaic_gpu import jitted_attention
 from forge_kernels.attention.quantized import QuantizedKV, dequantize_rows, quantize_rows
+from forge_kernels.devices import HOPPER, Gpu, current_gpu, described
 
 DEVICES = {"wgmma": HOPPER, "mma": Gpu((8, 0), 108)}
 # In the order in which they import each other.

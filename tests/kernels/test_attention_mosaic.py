@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import pytest
 
 from forge_kernels.attention import api, ragged_paged_attention
-from forge_kernels.attention.devices import HOPPER, Gpu, described
 from forge_kernels.attention.mosaic_gpu import unsupported
+from forge_kernels.devices import HOPPER, Gpu, described
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

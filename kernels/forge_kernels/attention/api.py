@@ -17,10 +17,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from forge_kernels.attention.cpu_ffi import cpu_attention, cpu_rotate_write, unsupported
-from forge_kernels.attention.devices import HOPPER, Gpu, current_gpu
 from forge_kernels.attention.quantized import LARGEST, QuantizedKV, quantize_rows
 from forge_kernels.attention.reference import reference_attention
 from forge_kernels.attention.xla import xla_attention
+from forge_kernels.devices import HOPPER, Gpu, current_gpu
 from forge_kernels.rope import apply_rope
 
 Implementation = Literal["auto", "reference", "xla", "cpu", "mosaic"]

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from forge_kernels.attention import mosaic_calls as gpu
-from forge_kernels.attention.devices import HOPPER, Gpu
 from forge_kernels.attention.mosaic_kernel import PRODUCT_DTYPES, Kernel
 from forge_kernels.attention.mosaic_mma import MmaKernel, mma_unsupported
 from forge_kernels.attention.mosaic_wgmma import WgmmaKernel
 from forge_kernels.attention.plan import Geometry, make_plan
 from forge_kernels.attention.quantized import QuantizedKV
+from forge_kernels.devices import HOPPER, Gpu
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 

@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from forge_kernels.attention import mosaic_calls as gpu
-from forge_kernels.attention.devices import Gpu
 from forge_kernels.attention.plan import KV_TILE, SLICE, Cta, Geometry, Plan, Sum, Tile
+from forge_kernels.devices import Gpu
 
 NO_SCORE = -1e30  # the initial maximum: finite, so that exp2(-inf - NO_SCORE) is 0
 LOG2_E = math.log2(math.e)

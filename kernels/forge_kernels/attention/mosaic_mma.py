@@ -24,9 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from forge_kernels.attention import mosaic_calls as gpu
-from forge_kernels.attention.devices import Gpu
 from forge_kernels.attention.mosaic_kernel import PRODUCT_DTYPES, Item, Kernel
 from forge_kernels.attention.plan import KV_TILE, SLICE, Plan
+from forge_kernels.devices import Gpu
 
 OUT_COLUMNS = 32  # of a result in shared memory at once
 VALUE_ROWS, VALUE_COLUMNS = 16, 128  # of a tile's values in registers at once

@@ -25,9 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from forge_kernels.attention import mosaic_calls as gpu
-from forge_kernels.attention.devices import Gpu
 from forge_kernels.attention.mosaic_kernel import PRODUCT_DTYPES, Item, Kernel
 from forge_kernels.attention.plan import KV_TILE, SLICE, Plan
+from forge_kernels.devices import Gpu
 
 VALUE_COLUMNS = 64  # of a tile's keys or values in registers at once
 OUT_COLUMNS = 64  # of a wide head's result in shared memory at once

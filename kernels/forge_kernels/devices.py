@@ -1,4 +1,4 @@
-"""The GPU that attention is compiled for, and how a process describes one that it does not have."""
+"""The GPU that kernels are compiled for, and how a process describes one that it does not have."""
 
 from __future__ import annotations
 
