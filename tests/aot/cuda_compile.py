@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from experts import compile_experts, expert_calls, expert_faults
 from hlo import large_results
 
 from forge_jax.config.hf_config import HFConfig
@@ -48,6 +49,7 @@ from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention,
 from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
 from forge_kernels.devices import Gpu
+from forge_kernels.experts.xla import all_experts
 
 BLOCKS, MAX_BLOCKS, SEQS = 2048, 128, 64
 # One of each head size.
@@ -66,7 +68,7 @@ QUANTIZED = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
 GGUF = "gguf, Q4_K_M"  # includes embedding and head
-QUICK += ("deterministic", f"quantized ({GGUF})")
+QUICK += ("deterministic", f"quantized ({GGUF})", "experts: step")
 GPU_FORMATS = WeightFormats(fused=frozenset(("int8", "int4", "fp8")))
 SHARDS, SHARED_LAYERS = (2, 8), 2
 WIDE_SPILL_BYTES = 64  # per thread, for heads of 256 and an 8-bit cache on other GPUs than an H200
@@ -213,7 +215,7 @@ def llama_3_1_8b(layers: int, quantized: str | None = None) -> ModelSpec:
     )
 
 
-def qwen_3_30b_a3b(layers: int, quantized: str) -> ModelSpec:
+def qwen_3_30b_a3b(layers: int, quantized: str | None) -> ModelSpec:
     """Return Qwen3 30B A3B with this many layers, quantized as in one of QUANTIZED."""
     config = {
         **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "vocab_size": 151936},
@@ -222,7 +224,7 @@ def qwen_3_30b_a3b(layers: int, quantized: str) -> ModelSpec:
         **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
         **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
         **{"bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16"},
-        **{"tie_word_embeddings": False, "quantization_config": QUANTIZED[quantized]},
+        **{"tie_word_embeddings": False, "quantization_config": QUANTIZED.get(quantized or "")},
     }
     return find_architecture("Qwen3MoeForCausalLM").read(HFConfig(config), HFConfig({}))
 
@@ -375,7 +377,7 @@ def step_faults(
             f"{program.compiled_conditions} of {program.written_conditions} conditions are left: "
             "of the others both sides are computed in each step"
         )
-    attention = program.hlo.count('custom_call_target="mosaic_gpu')
+    attention = program.hlo.count('custom_call_target="mosaic_gpu') - len(expert_calls(program))
     if attention != 2 * layers:
         yield f"{attention} calls of the kernels in {layers} layers"
 
@@ -441,6 +443,15 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, 1, quantized=True)
             yield result
+    name = f"experts: step {decode.name} of qwen-3-30b-a3b, 1 layer"
+    if wanted(name):
+        start = time.perf_counter()
+        spec = qwen_3_30b_a3b(1, None)
+        program = compile_step(compiler, decode, 1, options, spec=spec)
+        result = Result(name, program, time.perf_counter() - start)
+        result.faults += step_faults(program, 1, spec=spec)
+        result.faults += expert_faults(program, SEQS)
+        yield result
     for quantized in QUANTIZED:
         name = f"experts ({quantized}): step {decode.name} of qwen-3-30b-a3b, 1 layer"
         if wanted(name):
@@ -507,7 +518,7 @@ def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
 
 
 def check_the_check(compiler: deviceless.Compiler) -> None:
-    """Check that a copied cache and a loop outside command buffers are detected."""
+    """Check that copies, loops outside command buffers and unchosen experts are detected."""
     program = compile_step(compiler, StepShape.decode(SEQS), 1, {}, donated=())
     faults = list(step_faults(program, 1))
     noticed = ("written in place", "makes an array as large as a matrix")
@@ -520,6 +531,24 @@ def check_the_check(compiler: deviceless.Compiler) -> None:
     faults = list(nondeterministic_faults(program))
     noticed = ("Triton", "adds in any order", "no cuBLAS")
     assert all(any(text in fault for fault in faults) for text in noticed), faults
+    for tokens, mix, noticed in (
+        (64, _all_experts, "no experts' kernels"),
+        (4, _all_experts, "bytes of experts' matrices are read"),
+        (4, _copied_experts, "makes an array as large as a matrix"),
+    ):
+        faults = list(expert_faults(compile_experts(compiler, tokens, mix), tokens))
+        assert any(noticed in fault for fault in faults), faults
+
+
+def _all_experts(*arrays: jax.Array) -> jax.Array:
+    return all_experts(*arrays, jnp.int32(len(arrays[0])))
+
+
+def _copied_experts(x, gate_up, down, experts, weights):
+    chosen = jax.lax.optimization_barrier((gate_up[experts], down[experts]))  # [T, k, N, K]
+    both = jnp.einsum("td,tknd->tkn", x, chosen[0])
+    gate, up = jnp.split(jax.nn.silu(both), 2, axis=-1)
+    return jnp.einsum("tki,tkdi,tk->td", gate * up, chosen[1], weights.astype(x.dtype))
 
 
 def _loop_and_lost_condition(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forge_kernels.experts import choose_experts, mix_experts
-from forge_kernels.experts.xla import all_experts, tile_rows, tiled_experts
+from forge_kernels.experts.xla import all_experts, experts_by_pair, tile_rows, tiled_experts
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack_experts
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -81,6 +81,8 @@ def _call(form, a: tuple, num_rows):
             return tiled_experts(*a, num_rows)
         case "all":
             return all_experts(*a, num_rows)
+        case "by pair":
+            return experts_by_pair(*a, num_rows)
         case "reference":
             return mix_experts(*a, num_rows=num_rows, implementation="reference")
         case _:
@@ -95,7 +97,7 @@ def run(form: str, a: Arrays, num_rows: int | None = None) -> np.ndarray:
     return np.asarray(y)[:num_rows].astype(np.float32)
 
 
-FORMS = ("tiled", "all", "reference")
+FORMS = ("tiled", "all", "by pair", "reference")
 SHAPES = {  # rows, experts, of a token, d, inner
     "a single row": (1, 4, 2, 24, 16),
     "few rows of many experts": (5, 12, 3, 24, 10),
@@ -119,7 +121,7 @@ def test_test_shapes_cover_tiles_of_all_sizes():
     assert sizes == {2, 9, 15, 16, 64}
 
 
-@pytest.mark.parametrize("form", ["tiled", "all"])
+@pytest.mark.parametrize("form", ["tiled", "all", "by pair"])
 def test_16_bit_experts_stay_close(form):
     arrays = make(40, 6, 2, 64, 48, ml_dtypes.bfloat16)
     want = expected(arrays)
@@ -155,7 +157,7 @@ def check_company(form: str, a: Arrays) -> None:
         np.testing.assert_array_equal(run(form, a, row + 1), whole[: row + 1], f"before {row}")
 
 
-@pytest.mark.parametrize("form", ["tiled", "all"])
+@pytest.mark.parametrize("form", ["tiled", "all", "by pair"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("rows", [7, 64])
 def test_row_bits_are_independent_of_the_batch(form, dtype, rows):

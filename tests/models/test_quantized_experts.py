@@ -48,7 +48,7 @@ from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.stored import FLOAT8_E4M3
 from forge_kernels import cpu
 from forge_kernels.experts import mix_experts
-from forge_kernels.experts.xla import CHUNK_BYTES, chunk_of, experts_by_chunks
+from forge_kernels.experts.xla import CHUNK_BYTES, chunk_of, experts_by_chunks, experts_by_pair
 from forge_kernels.linear import OrderedWeight, Quantization, QuantizedWeight
 
 MOE = "model.layers.0.block_sparse_moe"
@@ -161,6 +161,18 @@ def test_chunked_computation_gives_the_same_result(name, tmp_path, monkeypatch):
     x, choice = jnp.asarray(rows(9)), choose(9)
     chunks, tiles = (mixed(loaded, x, *choice, by=by) for by in (experts_by_chunks, None))
     by_row = np.linalg.norm(chunks - tiles, axis=1) / np.linalg.norm(tiles, axis=1)
+    assert np.median(by_row) < 2e-6 and by_row.max() < 0.03
+
+
+@pytest.mark.parametrize("name", ["fp8_blocks", "int8_matrix_static", "gptq_ordered", "int8_rows"])
+@pytest.mark.quick_cases(2)
+def test_computation_by_pair_gives_the_same_result(name, tmp_path):
+    """GPUs read the matrices of each token's experts if there are few tokens."""
+    write_experts(CASES[name], tmp_path)
+    loaded, x, choice = load(tmp_path), jnp.asarray(rows(9)), choose(9)
+    pairs = mixed(loaded, x, *choice, by=lambda *a: experts_by_pair(*a[:5], jnp.int32(9), *a[6:]))
+    tiles = mixed(loaded, x, *choice)
+    by_row = np.linalg.norm(pairs - tiles, axis=1) / np.linalg.norm(tiles, axis=1)
     assert np.median(by_row) < 2e-6 and by_row.max() < 0.03
 
 

@@ -1,9 +1,12 @@
 """Mixtures of experts with SwiGLU: the choice by a router's logits, and the weighted sum.
 
 A token's result depends only on that token. Every expert that it chose computes it, whatever other
-tokens chose, and its sum is in the order of the experts' numbers.
+tokens chose. Its sum is in the order of the experts' numbers, or of its choices.
 """
 
+import functools
+import logging
+from collections.abc import Callable
 from typing import Literal, cast
 
 import jax
@@ -12,7 +15,13 @@ from jax import lax
 
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
-from forge_kernels.experts.xla import all_experts, experts_by_chunks, tiled_experts
+from forge_kernels.experts.xla import (
+    all_experts,
+    experts_by_chunks,
+    experts_by_pair,
+    few_pairs,
+    tiled_experts,
+)
 from forge_kernels.linear import (
     MatrixWeight,
     MixedMatrix,
@@ -24,6 +33,10 @@ from forge_kernels.linear import (
 
 IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats that the kernels can combine
 Implementation = Literal["auto", "reference"]
+
+Matrices = jax.Array | PackedWeight | QuantizedWeight  # of all experts
+
+log = logging.getLogger(__name__)
 
 
 def choose_experts(
@@ -59,8 +72,9 @@ def mix_experts(
     """Return the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
     The sum is in float32. On a CPU, rows are sorted by expert and multiplied in tiles, by the C++
-    kernels if packed, so experts without tokens are not read. Elsewhere every expert computes every
-    row; quantized matrices are converted to floats for a few experts at a time.
+    kernels if packed, so experts without tokens are not read. Neither are they on a GPU, if there
+    are few rows or a Pallas kernel supports the matrices. Otherwise every expert computes every
+    row, and quantized matrices are converted to floats for a few experts at a time.
 
     Args:
       x: float[T, d].
@@ -93,18 +107,54 @@ def mix_experts(
     if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
         if implementation == "reference":
             return experts_by_chunks(x, gate_up, down, experts, weights, None, order)
-        default = experts_by_chunks
-    else:
-        if implementation == "reference":
-            return reference_experts(x, gate_up, down, experts, weights)
-        default = all_experts
+    elif implementation == "reference":
+        return reference_experts(x, gate_up, down, experts, weights)
+    default = _gpu_form(x, gate_up, down, experts)
     rows = jnp.int32(len(x)) if num_rows is None else num_rows
     arrays = (x, gate_up, down, experts, weights, rows)
     arrays += () if order is None else (order,)
     return lax.platform_dependent(*arrays, cpu=tiled_experts, default=default)
 
 
-Matrices = jax.Array | PackedWeight | QuantizedWeight  # of all experts
+def _gpu_form(
+    x: jax.Array,
+    gate_up: jax.Array | QuantizedWeight,
+    down: jax.Array | QuantizedWeight,
+    experts: jax.Array,
+) -> Callable[..., jax.Array]:
+    """Return the function that computes these shapes on the accelerator, if there is one."""
+    if few_pairs(experts.size, gate_up):
+        return experts_by_pair
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        return experts_by_chunks
+    capability = _compute_capability()
+    if capability is None:
+        return all_experts
+    # Pallas takes a second to import, and CPUs do not need it.
+    from forge_kernels.experts import mosaic_gpu
+
+    outputs, inputs = down.shape[1:]
+    reason = mosaic_gpu.unsupported(outputs, inputs, x.dtype, capability)
+    if reason is not None:
+        _say_once(f"experts run in plain XLA, which reads all of them: {reason}")
+        return all_experts
+    return functools.partial(mosaic_gpu.jitted_experts, capability=capability)
+
+
+def _compute_capability() -> tuple[int, int] | None:
+    """Return that of the GPU that is compiled for, or None if it is another device."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    device = jax.devices()[0] if described is None else described
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return None
+    major, _, minor = str(capability).partition(".")
+    return int(major), int(minor or 0)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)
 
 
 def _of_experts(w: jax.Array | MatrixWeight) -> Matrices:

@@ -1,6 +1,8 @@
-"""Mixtures of experts in plain XLA: in tiles of rows with one expert, or all experts for all rows.
+"""Mixtures of experts in plain XLA.
 
-Matrices in 8 or 4 bits are converted to floats where they are multiplied, a few experts at a time.
+There are three forms: tiles of rows with one expert, one product per row and expert, and all
+experts for all rows. Matrices in 8 or 4 bits are converted to floats where they are multiplied. The
+last form converts a few experts at a time.
 """
 
 import dataclasses
@@ -15,9 +17,11 @@ from forge_kernels.linear.quantized import (
     QuantizedWeight,
     expert_product,
     products_by_expert,
+    products_by_pair,
 )
 
 Matrices = jax.Array | QuantizedWeight  # [E, N, K]
+PAIRS_PER_EXPERT = 0.25  # at most, for `experts_by_pair`
 CHUNK_BYTES = 256 * 2**20  # of floats made from 8 or 4 bits at once, or one expert's if larger
 
 
@@ -67,6 +71,39 @@ def tiled_experts(
 
     y = lax.fori_loop(0, tiles_end[-1], add_tile, jnp.zeros(x.shape, jnp.float32))
     return y.astype(x.dtype)
+
+
+def few_pairs(pairs: int, w: Matrices) -> bool:
+    """Return True if `experts_by_pair` reads few matrices twice.
+
+    Tokens that choose experts at random choose at least 7/8 as many different experts as pairs.
+    """
+    return pairs <= PAIRS_PER_EXPERT * num_experts(w)
+
+
+def experts_by_pair(
+    x: jax.Array,  # float[T, d]
+    gate_up: Matrices,  # [E, 2 I, d]
+    down: Matrices,  # [E, d, I]
+    experts: jax.Array,  # i32[T, k]
+    weights: jax.Array,  # f32[T, k]
+    num_rows: jax.Array,  # i32[]
+    order: jax.Array | None = None,  # i32[E, d]
+) -> jax.Array:  # [T, d] of x's type
+    """Multiply each token by the matrices of its experts, for GPUs and few tokens.
+
+    XLA:GPU compiles each product to one reduction that reads these matrices and no others.
+    """
+    tokens, k = experts.shape
+    # Rows that the caller ignores read the matrices of the first row again.
+    exists = jnp.arange(tokens)[:, None] < num_rows
+    pairs = jnp.where(exists, experts, experts[:1]).reshape(-1)
+    rows = jnp.repeat(x, k, axis=0)
+    if order is not None:
+        rows = jnp.take_along_axis(rows, order[pairs], axis=1)
+    inner = _swiglu(_by_pair(rows, gate_up, pairs)).astype(x.dtype)
+    out = _by_pair(inner, down, pairs).reshape(tokens, k, -1)
+    return jnp.sum(out * weights[:, :, None], axis=1).astype(x.dtype)
 
 
 def all_experts(
@@ -159,6 +196,13 @@ def _by_expert(x: jax.Array, w: Matrices) -> jax.Array:
     if isinstance(w, QuantizedWeight):
         return products_by_expert(x, w)
     return jax.vmap(_product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
+
+
+def _by_pair(x: jax.Array, w: Matrices, experts: jax.Array) -> jax.Array:
+    """Multiply each row of float[R, K] by its expert's matrix to f32[R, N]."""
+    if isinstance(w, QuantizedWeight):
+        return products_by_pair(x, w, experts)
+    return jax.vmap(_product)(x[:, None], w.at[experts].get(mode="clip"))[:, 0]
 
 
 def _some(w: Matrices, first: int, count: int) -> Matrices:

@@ -284,6 +284,25 @@ def products_by_expert(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     return jax.vmap(product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
 
 
+def products_by_pair(x: jax.Array, w: QuantizedWeight, experts: jax.Array) -> jax.Array:
+    """Multiply each row of x by its own expert's matrix, for GPUs.
+
+    XLA:GPU computes products of single rows as reductions. It fuses the selection of the matrices
+    and their conversion into them, so each row's matrix is read once and nothing else is written.
+
+    Args:
+      x: float[R, K_in].
+      w: the matrices of all experts.
+      experts: i32[R].
+
+    Returns:
+      f32[R, N_out].
+    """
+    w = jax.tree.map(lambda array: array.at[experts].get(mode="clip"), w)
+    w = dataclasses.replace(w, quantization=dataclasses.replace(w.quantization, experts=len(x)))
+    return products_by_expert(x[:, None], w)[:, 0]
+
+
 def _in_fusions(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """Multiply without a matrix of floats in memory if XLA:GPU supports it, else in parts."""
     quantization = w.quantization

@@ -1,0 +1,203 @@
+"""Compiles the experts of Qwen3 30B-A3B for five GPUs: part of `make test-cuda-compile`.
+
+    python tests/aot/experts.py [--only TEXT] [--target TARGET] [--quick] [--output FILE]
+
+Prints a table. The exit code is 1 if a program reads experts that no token chose, copies their
+matrices, spills registers or leaves the command buffer. The GPU kernel reads experts by its plan,
+which `tests/kernels` counts. Without `--target`, each GPU has its own process, because Mosaic
+compiles for only one GPU per process.
+"""
+
+import deviceless  # first, because jax reads its settings at import  # isort: skip
+
+import argparse
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from hlo import large_results
+
+from forge_kernels.experts import mix_experts
+from forge_kernels.linear import Quantization, QuantizedWeight
+
+EXPERTS, PER_TOKEN, WIDTH, INNER = 128, 8, 2048, 768
+MATRICES = ((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
+TOKENS = (1, 4, 16, 64, 512, 2048)
+QUICK_TOKENS, QUICK_TARGETS = (4, 64), ("h200", "a100")
+KERNELS = 2  # calls per layer
+GRAPHS = {"xla_gpu_graph_min_graph_size": 1}  # a command buffer for any number of kernels
+
+
+def quantized(values: Any, group: int, **options: Any) -> tuple[QuantizedWeight, ...]:
+    """Return gate_up and down as the loaders make them for a GPU."""
+    return tuple(
+        QuantizedWeight.abstract(
+            Quantization(
+                values=values, outputs=outputs, inputs=inputs, group=min(group, inputs),
+                experts=EXPERTS, **options,
+            )
+        )
+        for _, outputs, inputs in MATRICES
+    )  # fmt: skip
+
+
+FORMATS: dict[str, tuple[Any, ...]] = {
+    "bfloat16": tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in MATRICES),
+    "fp8, blocks of 128": quantized("fp8", 128, activations="fp8"),
+    "int8, per row, W8A8": quantized("int8", 2048, activations="int8"),
+    "int4, groups of 128, zeros": quantized("int4", 128, zeros=True),
+}
+
+
+def compile_experts(
+    compiler: deviceless.Compiler,
+    tokens: int,
+    mix: Callable[..., jax.Array] = mix_experts,
+    format: str = "bfloat16",
+) -> deviceless.Program:
+    gate_up, down = FORMATS[format]
+    return compiler(
+        mix,
+        jax.ShapeDtypeStruct((tokens, WIDTH), jnp.bfloat16),
+        gate_up,
+        down,
+        jax.ShapeDtypeStruct((tokens, PER_TOKEN), jnp.int32),
+        jax.ShapeDtypeStruct((tokens, PER_TOKEN), jnp.float32),
+        options=GRAPHS,
+    )
+
+
+def expert_faults(
+    program: deviceless.Program, tokens: int, layers: int = 1, format: str = "bfloat16"
+) -> Iterator[str]:
+    """Return the faults of a program.
+
+    XLA may read the matrices of one expert per pair of a token and an expert. If these are many,
+    only the GPU kernel may read matrices.
+    """
+    made = large_results(program.hlo, sys.maxsize, MATRICES)
+    yield from (f"copies the experts' matrices: {line}" for line in made)
+    calls = len(expert_calls(program))
+    weights = [getattr(w, "weight", w) for w in FORMATS[format]]
+    read = bytes_read(program.hlo, {w.size * w.dtype.itemsize for w in weights})
+    one = sum(w.size * w.dtype.itemsize for w in weights) / EXPERTS
+    pairs = tokens * PER_TOKEN
+    if calls == KERNELS * layers:
+        if read:
+            yield f"{read} bytes of experts' matrices are read outside the kernel"
+    elif calls:
+        yield f"{calls} calls of the experts' kernels in {layers} layers"
+    elif pairs * 4 > EXPERTS:
+        yield f"no experts' kernels for {tokens} tokens"
+    elif read > 1.2 * layers * pairs * one:
+        yield f"{read} bytes of experts' matrices are read; {pairs} pairs need {pairs * one}"
+    elif read < layers * pairs * one:
+        yield f"only {read} bytes of experts' matrices are read"
+    if not calls:  # a gathered matrix must not be written
+        limit = pairs * min(w.size * w.dtype.itemsize for w in weights) // EXPERTS
+        made = large_results(program.hlo, limit)
+        yield from (f"makes an array as large as a matrix: {line}" for line in made)
+
+
+def expert_calls(program: deviceless.Program) -> list[str]:
+    """Return the calls of the experts' kernels."""
+    calls = [line for line in program.hlo.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+    return [line for line in calls if "experts" in line or "attention" not in line]
+
+
+def bytes_read(hlo: str, sizes: Collection[int]) -> float:
+    """Return the bytes that XLA's instructions read of the parameters of these sizes.
+
+    The kernels of Mosaic are not counted, because HLO does not show what they read.
+    """
+    from passes import parse, used
+
+    computations, entry = parse(hlo)
+    matrices = {
+        i.name
+        for i in entry.instructions.values()
+        if i.opcode == "parameter" and len(i.sizes) == 1 and i.sizes[0] in sizes
+    }
+    total = 0.0
+    for i in entry.instructions.values():
+        if i.opcode == "bitcast" and i.operands[0] in matrices:
+            matrices.add(i.name)
+        elif i.opcode != "parameter" and "mosaic" not in i.target:
+            counts = used(computations[i.called[0]]) if i.opcode == "fusion" else {}
+            for position, operand in enumerate(i.operands):
+                if operand in matrices:
+                    whole = float(entry.instructions[operand].bytes)
+                    total += counts.get(position, whole)
+    return total
+
+
+def faults(program: deviceless.Program, tokens: int, format: str) -> Iterator[str]:
+    yield from expert_faults(program, tokens, format=format)
+    if (program.command_buffers, program.outside) != (1, ()):
+        yield f"{program.command_buffers} command buffers, and {program.outside} outside of them"
+    for kernel in program.kernels:
+        if kernel.spilled:
+            yield f"{kernel.name} spills {kernel.spilled} bytes of registers"
+    for shared in program.shared_bytes:
+        if shared > program.target.shared_limit:
+            yield f"{shared} bytes of shared memory"
+
+
+def row(program: deviceless.Program, name: str) -> list[str]:
+    registers = [str(k.registers) for k in program.kernels if k.name.startswith("forge_")]
+    shared = max(program.shared_bytes, default=0)
+    temp = f"{program.temp_bytes / 1e6:.1f}"
+    return [program.target.name, name, " / ".join(registers), str(shared), temp]
+
+
+HEADER = ["device", "experts", "registers", "shared", "temp MB"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="programs whose names contain this")
+    parser.add_argument("--target", choices=deviceless.TARGETS, help="default: all")
+    parser.add_argument("--quick", action="store_true", help="two targets and two batch sizes")
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    args = parser.parse_args()
+    if args.target is None:
+        sys.exit(_all_targets(args))
+    compiler, failed, rows = deviceless.Compiler(target=args.target), False, 0
+    for tokens, format in itertools.product(QUICK_TOKENS if args.quick else TOKENS, FORMATS):
+        name = f"{format}, {tokens} tokens"
+        # In other formats there is no kernel for many tokens.
+        if args.only not in name or (format != "bfloat16" and tokens > 4):
+            continue
+        program, rows = compile_experts(compiler, tokens, format=format), rows + 1
+        print(f"| {' | '.join(row(program, name))} |", flush=True)
+        for fault in faults(program, tokens, format):
+            print(f"    FAULT: {fault}", flush=True)
+            failed = True
+    sys.exit(1 if failed or not rows else 0)
+
+
+def _all_targets(args: Any) -> int:
+    """Run one process per GPU, and return the exit code."""
+    lines = [f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |"]
+    print("\n".join(lines), flush=True)
+    failed = False
+    for target in QUICK_TARGETS if args.quick else deviceless.TARGETS:
+        command = [sys.executable, __file__, "--target", target, "--only", args.only]
+        done = subprocess.run(
+            [*command, *(["--quick"] if args.quick else [])], stdout=subprocess.PIPE, text=True
+        )
+        print(done.stdout, end="", flush=True)
+        lines += [line for line in done.stdout.splitlines() if line.startswith("|")]
+        failed = failed or done.returncode != 0
+    if args.output is not None:
+        args.output.write_text("\n".join(lines) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    main()
