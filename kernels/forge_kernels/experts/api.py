@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.devices import current_gpu
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
 from forge_kernels.experts.xla import (
@@ -127,29 +128,18 @@ def _gpu_form(
         return experts_by_pair
     if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
         return experts_by_chunks
-    capability = _compute_capability()
-    if capability is None:
+    device = current_gpu()
+    if device is None:
         return all_experts
     # Pallas takes a second to import, and CPUs do not need it.
     from forge_kernels.experts import mosaic_gpu
 
     outputs, inputs = down.shape[1:]
-    reason = mosaic_gpu.unsupported(outputs, inputs, x.dtype, capability)
+    reason = mosaic_gpu.unsupported(outputs, inputs, x.dtype)
     if reason is not None:
         _say_once(f"experts run in plain XLA, which reads all of them: {reason}")
         return all_experts
-    return functools.partial(mosaic_gpu.jitted_experts, capability=capability)
-
-
-def _compute_capability() -> tuple[int, int] | None:
-    """Return that of the GPU that is compiled for, or None if it is another device."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    device = jax.devices()[0] if described is None else described
-    capability = getattr(device, "compute_capability", None)
-    if capability is None:
-        return None
-    major, _, minor = str(capability).partition(".")
-    return int(major), int(minor or 0)
+    return functools.partial(mosaic_gpu.jitted_experts, capability=device.capability)
 
 
 @functools.cache

@@ -38,19 +38,14 @@ _swizzle: Any = plgpu.SwizzleTransform
 _accumulator: Any = plgpu.WGMMAAccumulatorRef
 
 
-def unsupported(
-    outputs: int, inputs: int, dtype: DTypeLike, capability: tuple[int, int]
-) -> str | None:
+def unsupported(outputs: int, inputs: int, dtype: DTypeLike) -> str | None:
     """Return why this kernel does not support such experts, or None if it does.
 
     Args:
       outputs: rows of an expert's down matrix, d.
       inputs: its columns, I.
       dtype: of x and the matrices.
-      capability: the GPU's compute capability.
     """
-    if capability < (8, 0):
-        return f"the compute capability must be at least 8.0, not {'.'.join(map(str, capability))}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"x must be bfloat16 or float16, not {dtype}"
     if outputs % COLUMNS or inputs % COLUMNS:
