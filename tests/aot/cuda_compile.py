@@ -41,6 +41,7 @@ from forge_jax.step.mesh import TensorMesh
 from forge_jax.step.options import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
+from forge_jax.step.targets import TARGETS
 from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.ggml_types import GGMLTypes
 from forge_jax.weights.methods import read_quantization
@@ -72,7 +73,7 @@ QUICK += ("deterministic", f"quantized ({GGUF})", "experts: step")
 GPU_FORMATS = WeightFormats(fused=frozenset(("int8", "int4", "fp8")))
 SHARDS, SHARED_LAYERS = (2, 8), 2
 WIDE_SPILL_BYTES = 64  # per thread, for heads of 256 and an 8-bit cache on other GPUs than an H200
-OTHER_TARGETS = tuple(target for target in deviceless.TARGETS if target != "h200")
+OTHER_TARGETS = tuple(target for target in TARGETS if target != "h200")
 # The collective before a sum, for a matrix in this format that is cut by its inputs.
 BEFORE_SUMS = {"fp8": "all-reduce", "gptq": "all-gather"}
 
@@ -570,7 +571,7 @@ def table(rows: list[list[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose names contain this")
-    parser.add_argument("--target", choices=deviceless.TARGETS, help="default: all")
+    parser.add_argument("--target", choices=TARGETS, help="default: all")
     parser.add_argument("--layers", type=int, default=LLAMA_3_1_8B.layers)
     parser.add_argument("--quick", action="store_true", help="a few kernels, fewer layers")
     parser.add_argument("--output", type=Path, help="write the table there too")
@@ -596,7 +597,7 @@ def run_all_targets(output: Path | None) -> int:
     """Run this script for each target, and return the exit code: 1 without any program."""
     code, text = 0, table([])
     print(text, flush=True)
-    for target in deviceless.TARGETS:
+    for target in TARGETS:
         command = [sys.executable, __file__, *sys.argv[1:], "--target", target]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None

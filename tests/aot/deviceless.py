@@ -30,40 +30,10 @@ from jax._src.mesh import AbstractDevice  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
-from forge_kernels.devices import Gpu, described  # noqa: E402
+from forge_jax.step.targets import Target  # noqa: E402
+from forge_kernels.devices import described  # noqa: E402
 
-FOLDER = Path(__file__).with_name("targets")
-TARGETS = ("h200", "a100", "l4", "b200", "rtx5090")
 KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
-
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU's description, as XLA's compiler takes it."""
-
-    key: str
-    config: str  # a GpuTargetConfigProto as text
-    name: str
-    cores: int  # streaming multiprocessors
-    shared_limit: int  # bytes of shared memory that one block can use
-    compute_capability: str  # such as "9.0"
-    platform: str = "gpu"
-
-    @property
-    def gpu(self) -> Gpu:
-        major, minor = self.compute_capability.split(".")
-        return Gpu((int(major), int(minor)), self.cores)
-
-    @classmethod
-    def read(cls, key: str) -> Target:
-        config = (FOLDER / f"{key}.txtpb").read_text()
-        (name,) = _find(r'name: "(.*)"', config)
-        (cores,) = _find(r"core_count: (\d+)", config)
-        (shared,) = _find(r"shared_memory_per_block_optin: (\d+)", config)
-        (major,) = _find(r"capability \{ major: (\d+)", config)
-        minor = re.search(r"minor: (\d+)", config.partition("capability")[2].partition("}")[0])
-        capability = f"{major}.{0 if minor is None else minor[1]}"
-        return cls(key, config, name, int(cores), int(shared), capability)
 
 
 @dataclass(frozen=True)

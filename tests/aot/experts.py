@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from hlo import large_results
 
+from forge_jax.step.targets import TARGETS
 from forge_kernels.experts import mix_experts
 from forge_kernels.linear import Quantization, QuantizedWeight
 
@@ -161,7 +162,7 @@ HEADER = ["device", "experts", "registers", "shared", "temp MB"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose names contain this")
-    parser.add_argument("--target", choices=deviceless.TARGETS, help="default: all")
+    parser.add_argument("--target", choices=TARGETS, help="default: all")
     parser.add_argument("--quick", action="store_true", help="two targets and two batch sizes")
     parser.add_argument("--output", type=Path, help="write the table there too")
     args = parser.parse_args()
@@ -186,7 +187,7 @@ def _all_targets(args: Any) -> int:
     lines = [f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |"]
     print("\n".join(lines), flush=True)
     failed = False
-    for target in QUICK_TARGETS if args.quick else deviceless.TARGETS:
+    for target in QUICK_TARGETS if args.quick else TARGETS:
         command = [sys.executable, __file__, "--target", target, "--only", args.only]
         done = subprocess.run(
             [*command, *(["--quick"] if args.quick else [])], stdout=subprocess.PIPE, text=True

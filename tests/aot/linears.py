@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from hlo import large_results
 
 from forge_jax.step.options import compiler_options
+from forge_jax.step.targets import TARGETS
 from forge_jax.weights.formats import fused_values
 from forge_jax.weights.ggml import FORMATS
 from forge_kernels.linear import Quantization, QuantizedWeight, linear
@@ -78,12 +79,12 @@ def faults(program: deviceless.Program, *, converted: bool) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="formats whose names contain this")
-    parser.add_argument("--target", choices=deviceless.TARGETS, help="default: all")
+    parser.add_argument("--target", choices=TARGETS, help="default: all")
     parser.add_argument("--quick", action="store_true", help="two targets and one batch size")
     parser.add_argument("--output", type=Path, help="write the table there too")
     args = parser.parse_args()
     tokens = QUICK_TOKENS if args.quick else TOKENS
-    targets = QUICK_TARGETS if args.quick else deviceless.TARGETS
+    targets = QUICK_TARGETS if args.quick else TARGETS
     rows = [["matrix", "device", *(f"temp MB, {count} tokens" for count in tokens)]]
     rows.append(["---"] * len(rows[0]))
     failed = False
