@@ -23,6 +23,7 @@ from forge_jax.models.lora import Lora, LoraShape, set_adapter
 from forge_jax.research import new_kv
 from forge_jax.weights.formats import WeightFormats
 from forge_kernels.lora import lora
+from forge_kernels.lora.xla import all_places, own_places
 
 SHAPE = LoraShape(places=3, rank=8)
 BLOCK, LENGTH = 16, 13
@@ -155,8 +156,9 @@ def test_packed_matrices_support_adapters(goldens, tmp_path):
     assert error < 0.03 * np.linalg.norm(exact) < 0.1 * effect
 
 
+@pytest.mark.parametrize("products", [all_places, own_places])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_row_bits_depend_only_on_its_own_adapter(dtype):
+def test_row_bits_depend_only_on_its_own_adapter(dtype, products):
     """It must not depend on the batch, on other adapters, or on the adapter's place."""
     rng = np.random.default_rng(0)
     places, rank, rows = 4, 8, 16
@@ -165,7 +167,7 @@ def test_row_bits_depend_only_on_its_own_adapter(dtype):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     x, a, b = random(rows, 48), random(places, rank, 48), random(40, places, rank)
-    run = jax.jit(lora)
+    run = jax.jit(products)
     chosen = jnp.asarray([1, 2, 3, 4, 0] * 3 + [1], jnp.int32)
     together = run(x, a, b, chosen)
     assert not together[chosen == 0].any()
@@ -181,6 +183,17 @@ def test_row_bits_depend_only_on_its_own_adapter(dtype):
     wanted = jnp.einsum("ti,tri,otr->to", x[:4], a[chosen[:4] - 1], b[:, chosen[:4] - 1])
     close = {"rtol": 0, "atol": 1e-3 if dtype == jnp.float32 else 1.0}
     np.testing.assert_allclose(together[:4].astype("f4"), wanted.astype("f4"), **close)
+
+
+@pytest.mark.parametrize(("rows", "own"), [(1, True), (4, True), (5, False), (64, False)])
+def test_gpus_read_only_the_adapters_of_few_rows(rows, own):
+    places, rank, inputs, outputs = 8, 16, 64, 48
+    shapes = ((rows, inputs), (places, rank, inputs), (outputs, places, rank))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    place = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    for platform, selects in (("cuda", own), ("cpu", False)):
+        lowered = jax.jit(lora).trace(*arrays, place).lower(lowering_platforms=(platform,))
+        assert ("gather" in lowered.as_text()) == selects
 
 
 # ---- their files -------------------------------------------------------------------------------

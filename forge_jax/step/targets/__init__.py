@@ -34,6 +34,7 @@ class Target:
     cores: int
     shared_limit: int
     compute_capability: str
+    platform: str = "gpu"
 
     @property
     def gpu(self) -> Gpu:
