@@ -56,6 +56,7 @@ def _quantizations(tiny: bool, *, fused: bool) -> dict[str, Quantization]:
         "int4, groups of 128": of("int4", 128),
         "int4, groups of 128, zeros": of("int4", 128, zeros=True),
         "fp8, blocks of 128": of("fp8", 128, activations="fp8"),
+        "fp8, per row, W8A8": of("fp8", inputs, activations="fp8"),
         "int8, per row": of("int8", inputs),
         "int8, per row, W8A8": of("int8", inputs, activations="int8"),
     }

@@ -27,6 +27,11 @@ class Gpu(NamedTuple):
         return self.capability[0] == 9
 
     @property
+    def has_fp8(self) -> bool:
+        """True if its tensor cores multiply FP8."""
+        return self.capability >= (8, 9)
+
+    @property
     def copies_to_barriers(self) -> bool:
         """True if barriers can wait for copies to shared memory."""
         return self.capability[0] >= 9

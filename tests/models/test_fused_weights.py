@@ -20,8 +20,9 @@ from forge_jax.checkpoint.load import load_weights, read_shards
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.models import build_model
 from forge_jax.weights.formats import WeightFormats, fused_values
-from forge_kernels.linear import MixedMatrix, OrderedWeight, QuantizedWeight
-from forge_kernels.linear.quantized import _in_fusions, _in_parts
+from forge_kernels.devices import HOPPER, Gpu, described
+from forge_kernels.linear import MixedMatrix, OrderedWeight, Quantization, QuantizedWeight, linear
+from forge_kernels.linear.quantized import _in_fusions, _in_parts, fp8_product
 
 ALL = frozenset(("int8", "int4", "fp8"))
 
@@ -82,6 +83,37 @@ def test_fused_matrices_have_the_checkpoints_values(name, tmp_path):
 def test_fused_matrices_have_the_rounded_values(kind, goldens):
     source = goldens / "llama2"
     assert_same_matrices(load(source, rounded=kind, fused=ALL), load(source, rounded=kind))
+
+
+@pytest.mark.parametrize("name", ["fp8_matrix_dynamic", "fp8_matrix_static", "fp8_rows"])
+def test_products_of_two_fp8_operands_equal_products_of_floats(name, tmp_path):
+    quantized.write(quantized.CASES[name], tmp_path, torch_dtype="bfloat16")
+    for w in weights(*load(tmp_path)):
+        assert w.quantization.activations == "fp8"
+        x = np.random.default_rng(0).normal(0, 100, (5, w.quantization.inputs))
+        x = jnp.asarray(np.clip(x, -448, 448), jnp.float8_e4m3fn)
+        want = _in_parts(x.astype(jnp.float32), w)
+        np.testing.assert_allclose(fp8_product(x.astype(jnp.bfloat16), w), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        (HOPPER, {"activations": "fp8"}, True),
+        (Gpu((8, 9), 58), {"activations": "fp8"}, True),
+        (Gpu((8, 0), 108), {"activations": "fp8"}, False),
+        (HOPPER, {}, False),  # rows of x are not rounded
+        (HOPPER, {"activations": "fp8", "group": 128}, False),
+    ],
+)
+def test_fp8_tensor_cores_multiply_rows_with_one_scale(device, options, expected):
+    options = {"values": "fp8", "outputs": 256, "inputs": 256, "group": 256} | options
+    w = QuantizedWeight.abstract(Quantization(**options))
+    with described(device):
+        product = jax.jit(lambda x, w: linear(x, w))  # not traced for another device before
+        traced = product.trace(jax.ShapeDtypeStruct((16, 256), jnp.bfloat16), w)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("tensor<16x256xf8E4M3FN>, tensor<256x256xf8E4M3FN>" in text) == expected
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from forge_kernels.blocks import Blocks
+from forge_kernels.devices import current_gpu
 from forge_kernels.linear.blocks import MIDDLE, Read
 from forge_kernels.linear.operands import MatmulOptions, Operands, around, check
 from forge_kernels.linear.panels import aligned_empty
@@ -189,7 +190,8 @@ class QuantizedWeight:
         check(x, given, kind=kept.values, dtype=x.dtype, shape=(kept.outputs, kept.inputs))
 
         def product(x: jax.Array) -> jax.Array:
-            return quantized_product(x, self, dtype)
+            gpu = current_gpu()
+            return quantized_product(x, self, dtype, fp8_cores=gpu is not None and gpu.has_fp8)
 
         return around(x, product, given)
 
@@ -247,11 +249,20 @@ def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarr
 
 
 # Traced and lowered once for all layers of a model.
-@functools.partial(jax.jit, static_argnames="out_dtype")
-def quantized_product(x: jax.Array, w: QuantizedWeight, out_dtype: DTypeLike) -> jax.Array:
-    """Multiply float[T, K_in] by the transpose of w, summed in float32, to out_dtype[T, N_out]."""
+@functools.partial(jax.jit, static_argnames=("out_dtype", "fp8_cores"))
+def quantized_product(
+    x: jax.Array, w: QuantizedWeight, out_dtype: DTypeLike, *, fp8_cores: bool = False
+) -> jax.Array:
+    """Multiply float[T, K_in] by the transpose of w, summed in float32, to out_dtype[T, N_out].
+
+    Args:
+      fp8_cores: True to multiply FP8 by FP8 on a GPU, if x is rounded to one scale per row.
+    """
     x, row_scale = _round_rows(x, w)
-    y = lax.platform_dependent(x, w, cpu=_in_tiles, default=_in_fusions)
+    both_fp8 = w.quantization.values == w.quantization.activations == "fp8"
+    in_fp8 = fp8_cores and both_fp8 and w.quantization.groups == 1
+    on_gpu = fp8_product if in_fp8 else _in_fusions
+    y = lax.platform_dependent(x, w, cpu=_in_tiles, default=on_gpu)
     return (y if row_scale is None else y * row_scale).astype(out_dtype)
 
 
@@ -301,6 +312,30 @@ def products_by_pair(x: jax.Array, w: QuantizedWeight, experts: jax.Array) -> ja
     w = jax.tree.map(lambda array: array.at[experts].get(mode="clip"), w)
     w = dataclasses.replace(w, quantization=dataclasses.replace(w.quantization, experts=len(x)))
     return products_by_expert(x[:, None], w)[:, 0]
+
+
+def fp8_product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    """Multiply rows of FP8 values by w, with a scale per row, on FP8 tensor cores.
+
+    XLA:GPU computes it by cuBLASLt or Triton. `HIGHEST` excludes sums of less precision than
+    float32, which Hopper's tensor cores offer. It does not change the operands.
+
+    Args:
+      x: float[T, K_in], FP8 values.
+      w: without groups.
+
+    Returns:
+      f32[T, N_out].
+    """
+    values = lax.bitcast_convert_type(w.weight, FP8)
+    sums = lax.dot_general(
+        x.astype(FP8),
+        values,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return sums * w.scale[:, 0][None]
 
 
 def _in_fusions(x: jax.Array, w: QuantizedWeight) -> jax.Array:
