@@ -16,7 +16,6 @@ from forge_jax.weights.ggml_formats import fused_format, ggml_formats
 from forge_jax.weights.quantized import (
     cut_formats,
     expert_leaves,
-    num_experts,
     quantized_formats,
 )
 from forge_jax.weights.rounding import rounded_formats
@@ -72,11 +71,7 @@ def build_model(
         if not leaves.keys().isdisjoint(both):
             leaves = dict.fromkeys(both, PLAIN) | leaves
     if formats.fused:
-        leaves |= {
-            leaf: fused_format(format, formats.fused)
-            for leaf, format in leaves.items()
-            if num_experts(leaf, spec) is None
-        }
+        leaves = {leaf: fused_format(format, formats.fused) for leaf, format in leaves.items()}
     formats = dataclasses.replace(formats, leaves=leaves)
     return Model.build(architecture.decoder, spec, resolve_dtype(spec, dtype), formats, shards)
 

@@ -15,14 +15,19 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from hlo import large_results
+from jax.dtypes import itemsize_bits
 
-from forge_jax.step.targets import TARGETS
+from forge_jax.step.options import compiler_options
+from forge_jax.step.targets import TARGETS, Target
+from forge_jax.weights.formats import fused_values
+from forge_jax.weights.ggml import BY_NAME
 from forge_kernels.experts import mix_experts
 from forge_kernels.linear import Quantization, QuantizedWeight
 
@@ -32,26 +37,47 @@ TOKENS = (1, 4, 16, 64, 512, 2048)
 QUICK_TOKENS, QUICK_TARGETS = (4, 64), ("h200", "a100")
 KERNELS = 2  # calls per layer
 GRAPHS = {"xla_gpu_graph_min_graph_size": 1}  # a command buffer for any number of kernels
+OPTIONS = compiler_options("gpu", command_buffers=True, deterministic=False) | GRAPHS
+FEW_TOKENS = 4  # each with its experts' matrices
+FUSED_TOKENS = 64  # in other formats than bfloat16; more tokens convert some experts at a time
 
 
-def quantized(values: Any, group: int, **options: Any) -> tuple[QuantizedWeight, ...]:
+def quantized(
+    values: Any, group: int, target: Target, **options: Any
+) -> tuple[QuantizedWeight, ...]:
     """Return gate_up and down as the loaders make them for a GPU."""
     return tuple(
         QuantizedWeight.abstract(
             Quantization(
                 values=values, outputs=outputs, inputs=inputs, group=min(group, inputs),
-                experts=EXPERTS, **options,
+                experts=EXPERTS, fused=values in fused_values(target), **options,
             )
         )
         for _, outputs, inputs in MATRICES
     )  # fmt: skip
 
 
-FORMATS: dict[str, tuple[Any, ...]] = {
-    "bfloat16": tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in MATRICES),
-    "fp8, blocks of 128": quantized("fp8", 128, activations="fp8"),
-    "int8, per row, W8A8": quantized("int8", 2048, activations="int8"),
-    "int4, groups of 128, zeros": quantized("int4", 128, zeros=True),
+def in_blocks(name: str, target: Target) -> tuple[QuantizedWeight, ...]:
+    blocks = BY_NAME[name].blocks
+    assert blocks is not None
+    return tuple(
+        QuantizedWeight.abstract(
+            Quantization.of_blocks(
+                blocks, outputs, inputs, EXPERTS, fused=blocks.values in fused_values(target)
+            )
+        )
+        for _, outputs, inputs in MATRICES
+    )
+
+
+FORMATS: dict[str, Callable[[Target], tuple[Any, ...]]] = {
+    "bfloat16": lambda _: tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in MATRICES),
+    "fp8, blocks of 128": partial(quantized, "fp8", 128, activations="fp8"),
+    "int8, per row, W8A8": partial(quantized, "int8", 2048, activations="int8"),
+    "int4, groups of 128": partial(quantized, "int4", 128),
+    "int4, groups of 128, zeros": partial(quantized, "int4", 128, zeros=True),
+    "Q4_K": partial(in_blocks, "Q4_K"),
+    "Q6_K": partial(in_blocks, "Q6_K"),
 }
 
 
@@ -61,7 +87,7 @@ def compile_experts(
     mix: Callable[..., jax.Array] = mix_experts,
     format: str = "bfloat16",
 ) -> deviceless.Program:
-    gate_up, down = FORMATS[format]
+    gate_up, down = FORMATS[format](compiler.target)
     return compiler(
         mix,
         jax.ShapeDtypeStruct((tokens, WIDTH), jnp.bfloat16),
@@ -69,7 +95,7 @@ def compile_experts(
         down,
         jax.ShapeDtypeStruct((tokens, PER_TOKEN), jnp.int32),
         jax.ShapeDtypeStruct((tokens, PER_TOKEN), jnp.float32),
-        options=GRAPHS,
+        options=OPTIONS,
     )
 
 
@@ -79,28 +105,32 @@ def expert_faults(
     """Return the faults of a program.
 
     XLA may read the matrices of one expert per pair of a token and an expert. If these are many,
-    only the GPU kernel may read matrices.
+    only the GPU kernel may read matrices, or products of all experts that convert them.
     """
     made = large_results(program.hlo, sys.maxsize, MATRICES)
     yield from (f"copies the experts' matrices: {line}" for line in made)
     calls = len(expert_calls(program))
-    weights = [getattr(w, "weight", w) for w in FORMATS[format]]
-    read = bytes_read(program.hlo, {w.size * w.dtype.itemsize for w in weights})
-    one = sum(w.size * w.dtype.itemsize for w in weights) / EXPERTS
+    weights = [getattr(w, "weight", w) for w in FORMATS[format](program.target)]
+    sizes = [w.size * itemsize_bits(w.dtype) // 8 for w in weights]
+    read, one = bytes_read(program.hlo, set(sizes)), sum(sizes) / EXPERTS
     pairs = tokens * PER_TOKEN
     if calls == KERNELS * layers:
         if read:
             yield f"{read} bytes of experts' matrices are read outside the kernel"
     elif calls:
         yield f"{calls} calls of the experts' kernels in {layers} layers"
-    elif pairs * 4 > EXPERTS:
+    elif pairs * 4 > EXPERTS and format == "bfloat16":
         yield f"no experts' kernels for {tokens} tokens"
+    elif pairs * 4 > EXPERTS:
+        if read != layers * sum(sizes):
+            yield f"{read} bytes of experts' matrices are read, of {sum(sizes)}"
+        pairs = EXPERTS
     elif read > 1.2 * layers * pairs * one:
         yield f"{read} bytes of experts' matrices are read; {pairs} pairs need {pairs * one}"
     elif read < layers * pairs * one:
         yield f"only {read} bytes of experts' matrices are read"
     if not calls:  # a gathered matrix must not be written
-        limit = pairs * min(w.size * w.dtype.itemsize for w in weights) // EXPERTS
+        limit = pairs * min(sizes) // EXPERTS
         made = large_results(program.hlo, limit)
         yield from (f"makes an array as large as a matrix: {line}" for line in made)
 
@@ -171,8 +201,7 @@ def main() -> None:
     compiler, failed, rows = deviceless.Compiler(target=args.target), False, 0
     for tokens, format in itertools.product(QUICK_TOKENS if args.quick else TOKENS, FORMATS):
         name = f"{format}, {tokens} tokens"
-        # In other formats there is no kernel for many tokens.
-        if args.only not in name or (format != "bfloat16" and tokens > 4):
+        if args.only not in name or is_copied(format, tokens, compiler.target):
             continue
         program, rows = compile_experts(compiler, tokens, format=format), rows + 1
         print(f"| {' | '.join(row(program, name))} |", flush=True)
@@ -180,6 +209,13 @@ def main() -> None:
             print(f"    FAULT: {fault}", flush=True)
             failed = True
     sys.exit(1 if failed or not rows else 0)
+
+
+def is_copied(format: str, tokens: int, target: Target) -> bool:
+    """Return True if matrices are converted first, some experts at a time."""
+    quantizations = [getattr(w, "quantization", None) for w in FORMATS[format](target)]
+    is_fused = all(q is not None and q.fused for q in quantizations)
+    return format != "bfloat16" and tokens > (FUSED_TOKENS if is_fused else FEW_TOKENS)
 
 
 def _all_targets(args: Any) -> int:

@@ -48,7 +48,14 @@ from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.stored import FLOAT8_E4M3
 from forge_kernels import cpu
 from forge_kernels.experts import mix_experts
-from forge_kernels.experts.xla import CHUNK_BYTES, chunk_of, experts_by_chunks, experts_by_pair
+from forge_kernels.experts.xla import (
+    CHUNK_BYTES,
+    FUSED_BYTES,
+    chunk_of,
+    experts_by_chunks,
+    experts_by_pair,
+    in_fusions,
+)
 from forge_kernels.linear import OrderedWeight, Quantization, QuantizedWeight
 
 MOE = "model.layers.0.block_sparse_moe"
@@ -174,6 +181,32 @@ def test_computation_by_pair_gives_the_same_result(name, tmp_path):
     tiles = mixed(loaded, x, *choice)
     by_row = np.linalg.norm(pairs - tiles, axis=1) / np.linalg.norm(tiles, axis=1)
     assert np.median(by_row) < 2e-6 and by_row.max() < 0.03
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick_cases(4)
+def test_products_of_all_experts_in_fusions_give_the_same_result(name, tmp_path):
+    """GPUs convert values inside the products of all experts."""
+    write_experts(CASES[name], tmp_path)
+    plain = load(tmp_path)
+    fused = load(tmp_path, formats=WeightFormats(fused=frozenset(("int8", "int4", "fp8"))))
+    x, choice = jnp.asarray(rows(9), jnp.bfloat16), choose(9)
+    assert error(mixed(fused, x, *choice, by=experts_by_chunks), mixed(plain, x, *choice)) < 6e-3
+    pairs = mixed(fused, x, *choice, by=lambda *a: experts_by_pair(*a[:5], jnp.int32(9), *a[6:]))
+    assert error(pairs, mixed(plain, x, *choice)) < 6e-3
+
+
+def test_fused_products_of_all_experts_have_a_memory_limit(tmp_path):
+    write_experts(CASES["int8_rows"], tmp_path)
+    of = {}
+    for fused in (frozenset[str](), frozenset(("int8",))):
+        model = load(tmp_path, formats=WeightFormats(fused=fused)).model
+        matrices = [
+            model.weight(model.leaves, f"layers.0.mlp.{p}.weight") for p in ("gate_up", "down")
+        ]
+        most = FUSED_BYTES // (4 * writer.EXPERTS * 2 * 192)
+        of[bool(fused)] = [in_fusions(rows, *matrices) for rows in (1, most, most + 1)]
+    assert of == {False: [False] * 3, True: [True, True, False]}
 
 
 def choose(count: int) -> tuple[np.ndarray, np.ndarray]:

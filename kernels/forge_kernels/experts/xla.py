@@ -1,8 +1,8 @@
 """Mixtures of experts in plain XLA.
 
 There are three forms: tiles of rows with one expert, one product per row and expert, and all
-experts for all rows. Matrices in 8 or 4 bits are converted to floats where they are multiplied. The
-last form converts a few experts at a time.
+experts for all rows. Matrices in 8 or 4 bits are converted to floats where they are multiplied. For
+many rows, the last form converts a few experts at a time.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from forge_kernels.linear.quantized import (
 Matrices = jax.Array | QuantizedWeight  # [E, N, K]
 PAIRS_PER_EXPERT = 0.25  # at most, for `experts_by_pair`
 CHUNK_BYTES = 256 * 2**20  # of floats made from 8 or 4 bits at once, or one expert's if larger
+FUSED_BYTES = 128 * 2**20  # of the results of all experts, in float32, for products of 8 or 4 bits
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -139,14 +140,16 @@ def experts_by_chunks(
     num_rows: jax.Array | None,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
 ) -> jax.Array:  # [T, d] of x's type
-    """Compute as `all_experts` with matrices in 8 or 4 bits, converting a chunk of experts at once.
+    """Compute as `all_experts` with matrices in 8 or 4 bits.
 
-    There is no loop, because it would split a GPU's step into several command buffers.
+    A chunk of experts at a time is converted to floats, or nothing if `in_fusions`. There is no
+    loop, because it would split a GPU's step into several command buffers.
     """
     del num_rows
     count = num_experts(gate_up)
+    fused = in_fusions(len(x), gate_up, down)
     largest = max(math.prod(_shape(each)[1:]) for each in (gate_up, down)) * x.dtype.itemsize
-    step = chunk_of(count, largest)
+    step = count if fused else chunk_of(count, largest)
     y = jnp.zeros(x.shape, jnp.float32)
     for first in range(0, count, step):
         if first:  # the floats of a chunk are freed before those of the next are made
@@ -155,14 +158,21 @@ def experts_by_chunks(
         rows = x
         if order is not None:
             rows = x[:, order[first : first + step]].swapaxes(0, 1)
-        inner = _swiglu(_by_expert(rows, up)).astype(x.dtype)  # [C, T, I]
-        out = _by_expert(inner, then)  # f32[C, T, d]
+        inner = _swiglu(_by_expert(rows, up, fused)).astype(x.dtype)  # [C, T, I]
+        out = _by_expert(inner, then, fused)  # f32[C, T, d]
         number = first + jnp.arange(step)[:, None, None]
         is_chosen = experts[None] == number  # [C, T, k]
         weight = jnp.sum(jnp.where(is_chosen, weights[None], 0.0), axis=-1)  # [C, T]
         chosen = jnp.any(is_chosen, axis=-1)
         y = y + jnp.sum(jnp.where(chosen[..., None], weight[..., None] * out, 0.0), axis=0)
     return y.astype(x.dtype)
+
+
+def in_fusions(rows: int, *matrices: Matrices) -> bool:
+    """Return True if the products of all experts convert their matrices and fit into memory."""
+    quantizations = [w.quantization for w in matrices if isinstance(w, QuantizedWeight)]
+    widest = max(math.prod(_shape(w)[:2]) for w in matrices)
+    return all(q.fused for q in quantizations) and 4 * rows * widest <= FUSED_BYTES
 
 
 def chunk_of(count: int, one_bytes: int) -> int:
@@ -191,10 +201,10 @@ def _of_expert(x: jax.Array, w: Matrices, expert: jax.Array) -> jax.Array:
     return _product(x, lax.dynamic_index_in_dim(w, expert, keepdims=False))
 
 
-def _by_expert(x: jax.Array, w: Matrices) -> jax.Array:
+def _by_expert(x: jax.Array, w: Matrices, fused: bool) -> jax.Array:
     """Multiply float[T, K], or float[C, T, K] per expert, by all matrices to f32[C, T, N]."""
     if isinstance(w, QuantizedWeight):
-        return products_by_expert(x, w)
+        return products_by_expert(x, w, in_fusions=fused)
     return jax.vmap(_product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
 
 

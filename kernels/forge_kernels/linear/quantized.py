@@ -283,13 +283,17 @@ def expert_product(x: jax.Array, w: QuantizedWeight, expert: jax.Array) -> jax.A
     return y if row_scale is None else y * row_scale
 
 
-def products_by_expert(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-    """Multiply float[T, K_in], or float[E, T, K_in] per expert, by all of w to f32[E, T, N_out]."""
+def products_by_expert(x: jax.Array, w: QuantizedWeight, *, in_fusions: bool = False) -> jax.Array:
+    """Multiply float[T, K_in], or float[E, T, K_in] per expert, by all of w to f32[E, T, N_out].
+
+    Args:
+      in_fusions: False to convert the matrices to floats first, or in reductions.
+    """
 
     def product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
         w = dataclasses.replace(w, quantization=w.quantization.one)
         x, row_scale = _round_rows(x, w)
-        y = _product(x, w)
+        y = _in_fusions(x, w) if in_fusions else _product(x, w)
         return y if row_scale is None else y * row_scale
 
     return jax.vmap(product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
