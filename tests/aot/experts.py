@@ -30,16 +30,18 @@ from forge_jax.weights.formats import fused_values
 from forge_jax.weights.ggml import BY_NAME
 from forge_kernels.experts import mix_experts
 from forge_kernels.linear import Quantization, QuantizedWeight
+from forge_kernels.linear.quantized import convertible
 
 EXPERTS, PER_TOKEN, WIDTH, INNER = 128, 8, 2048, 768
 MATRICES = ((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
 TOKENS = (1, 4, 16, 64, 512, 2048)
 QUICK_TOKENS, QUICK_TARGETS = (4, 64), ("h200", "a100")
 KERNELS = 2  # calls per layer
+CONVERTED_KERNELS = 6  # with matrices that are converted in chunks of 256 MiB
 GRAPHS = {"xla_gpu_graph_min_graph_size": 1}  # a command buffer for any number of kernels
 OPTIONS = compiler_options("gpu", command_buffers=True, deterministic=False) | GRAPHS
 FEW_TOKENS = 4  # each with its experts' matrices
-FUSED_TOKENS = 64  # in other formats than bfloat16; more tokens convert some experts at a time
+FUSED_TOKENS = 128  # in other formats; more tokens convert some experts at a time
 
 
 def quantized(
@@ -105,7 +107,8 @@ def expert_faults(
     """Return the faults of a program.
 
     XLA may read the matrices of one expert per pair of a token and an expert. If these are many,
-    only the GPU kernel may read matrices, or products of all experts that convert them.
+    only the GPU kernel may read matrices, or products of all experts that convert them. For more
+    tokens, the kernel reads converted ones.
     """
     made = large_results(program.hlo, sys.maxsize, MATRICES)
     yield from (f"copies the experts' matrices: {line}" for line in made)
@@ -114,12 +117,15 @@ def expert_faults(
     sizes = [w.size * itemsize_bits(w.dtype) // 8 for w in weights]
     read, one = bytes_read(program.hlo, set(sizes)), sum(sizes) / EXPERTS
     pairs = tokens * PER_TOKEN
-    if calls == KERNELS * layers:
+    if calls and format != "bfloat16":
+        if (read, calls) != (layers * sum(sizes), CONVERTED_KERNELS * layers):
+            yield f"{read} bytes of experts' matrices are converted for {calls} calls"
+    elif calls == KERNELS * layers:
         if read:
             yield f"{read} bytes of experts' matrices are read outside the kernel"
     elif calls:
         yield f"{calls} calls of the experts' kernels in {layers} layers"
-    elif pairs * 4 > EXPERTS and format == "bfloat16":
+    elif pairs * 4 > EXPERTS and (format == "bfloat16" or tokens > FUSED_TOKENS):
         yield f"no experts' kernels for {tokens} tokens"
     elif pairs * 4 > EXPERTS:
         if read != layers * sum(sizes):
@@ -158,6 +164,12 @@ def bytes_read(hlo: str, sizes: Collection[int]) -> float:
     for i in entry.instructions.values():
         if i.opcode == "bitcast" and i.operands[0] in matrices:
             matrices.add(i.name)
+        elif i.opcode == "get-tuple-element":
+            source = entry.instructions[i.operands[0]]
+            if source.opcode == "tuple" and source.operands[i.number] in matrices:
+                matrices.add(i.name)
+        elif i.opcode == "tuple":  # of a barrier, which reads nothing
+            continue
         elif i.opcode != "parameter" and "mosaic" not in i.target:
             counts = used(computations[i.called[0]]) if i.opcode == "fusion" else {}
             for position, operand in enumerate(i.operands):
@@ -212,10 +224,13 @@ def main() -> None:
 
 
 def is_copied(format: str, tokens: int, target: Target) -> bool:
-    """Return True if matrices are converted first, some experts at a time."""
-    quantizations = [getattr(w, "quantization", None) for w in FORMATS[format](target)]
-    is_fused = all(q is not None and q.fused for q in quantizations)
-    return format != "bfloat16" and tokens > (FUSED_TOKENS if is_fused else FEW_TOKENS)
+    """Return True if XLA multiplies all experts, which it converts first, some at a time."""
+    if format == "bfloat16":
+        return False
+    weights = FORMATS[format](target)
+    if not all(w.quantization.fused for w in weights):
+        return tokens > FEW_TOKENS
+    return tokens > FUSED_TOKENS and not all(map(convertible, weights))
 
 
 def _all_targets(args: Any) -> int:

@@ -4,6 +4,7 @@ The interpreter simulates memory, barriers, copies and the `wgmma` instruction, 
 The `mma` instruction is replaced by an ordinary product. `tests/aot` compiles the kernel.
 """
 
+import dataclasses
 import functools
 import inspect
 import io
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,8 @@ from forge_kernels.experts import plan as plan_file
 from forge_kernels.experts.mosaic_gpu import grouped_experts, unsupported
 from forge_kernels.experts.plan import Geometry, Plan, make_plan, tiles_read
 from forge_kernels.experts.reference import reference_experts
+from forge_kernels.experts.xla import chunk_of, experts_by_chunks
+from forge_kernels.linear import Quantization, QuantizedWeight
 
 BF16 = jnp.dtype(jnp.bfloat16)
 jitted_plan = jax.jit(make_plan, static_argnums=0)
@@ -139,7 +143,7 @@ def compiled(capability, kernel=grouped_experts):
 
 def run(a: Arrays, capability=HOPPER, num_rows: int | None = None, kernel=grouped_experts):
     num_rows = len(a.x) if num_rows is None else num_rows
-    arrays = map(jnp.asarray, (a.x, a.gate_up, a.down, a.experts, a.weights))
+    arrays = jax.tree.map(jnp.asarray, (a.x, a.gate_up, a.down, a.experts, a.weights))
     printed = io.StringIO()  # the race detector prints
     with redirect_stdout(printed):
         y = compiled(capability, kernel)(*arrays, jnp.int32(num_rows))
@@ -164,6 +168,47 @@ def check(a: Arrays, capability, num_rows: int | None = None, kernel=grouped_exp
 @pytest.mark.quick_cases(3)
 def test_kernel_matches_the_reference(name, capability):
     check(make(*SHAPES[name], ml_dtypes.bfloat16), capability)
+
+
+def quantized_experts(quantization: Quantization, seed: int) -> QuantizedWeight:
+    """Return experts with random values of about 1."""
+    rng, w = np.random.default_rng(seed), QuantizedWeight.abstract(quantization)
+    if quantization.values == "fp8":
+        values = jnp.asarray(rng.standard_normal(w.weight.shape), jnp.float8_e4m3fn)
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    else:
+        values = jnp.asarray(rng.integers(-8, 8, w.weight.shape), w.weight.dtype)
+    scale = jnp.asarray(rng.uniform(0.1, 0.3, w.scale.shape), w.scale.dtype)
+    zero = None if w.zero is None else jnp.asarray(rng.integers(0, 16, w.zero.shape), jnp.uint8)
+    return dataclasses.replace(w, weight=values, scale=scale, zero=zero)
+
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "int4 with zeros": {"values": "int4", "group": 32, "zeros": True},
+    "int8": {"values": "int8", "group": 64},
+    "fp8 in blocks, with activations": {"values": "fp8", "group": 32, "activations": "fp8"},
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.quick_cases(1)
+def test_kernel_multiplies_quantized_experts_in_chunks(name, monkeypatch):
+    monkeypatch.setattr("forge_kernels.experts.xla.CHUNK_BYTES", 2 * 2 * 128 * 64)
+    a = make(20, 6, 2, 64, 64, ml_dtypes.bfloat16)
+    gate_up, down = (
+        quantized_experts(
+            Quantization(outputs=outputs, inputs=64, experts=6, fused=True, **QUANTIZED[name]), seed
+        )
+        for seed, outputs in enumerate((128, 64))
+    )
+    assert chunk_of(6, 2 * 128 * 64) == 2  # of gates and ups; 3 of down
+    monkeypatch.setattr("forge_kernels.experts.xla.FUSED_BYTES", 0)
+    want = np.asarray(
+        jax.jit(experts_by_chunks)(a.x, gate_up, down, a.experts, a.weights, None), np.float32
+    )
+    out = run(dataclasses.replace(a, gate_up=gate_up, down=down))
+    error = np.linalg.norm(out - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 0.01
 
 
 def test_test_shapes_cover_kernels_of_all_tile_sizes():
@@ -267,3 +312,27 @@ def test_gpus_use_the_kernel_and_report_exceptions_once(monkeypatch, caplog):
     assert "reads all of them: sizes must be multiples of 64, not 64 and 66" in caplog.text
     assert "forge_experts_down" not in traced(3, dtype=jnp.dtype(jnp.float32))
     assert "forge_experts_down" not in traced(3, capability=(7, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "expected"),
+    [
+        ({"values": "int4", "group": 32}, 3, False),  # inside products of all experts
+        ({"values": "int4", "group": 32}, 9, True),
+        ({"values": "fp8", "group": 32, "activations": "fp8"}, 9, True),
+        ({"values": "int8", "group": 64, "activations": "int8"}, 9, False),
+        ({"values": "int4", "group": 32, "fused": False}, 9, False),  # two values per byte
+    ],
+)
+def test_kernel_multiplies_many_rows_of_quantized_experts(options, rows, expected, monkeypatch):
+    a = make(rows, 16, 2, 64, 64, BF16)
+    monkeypatch.setattr("forge_kernels.experts.xla.FUSED_BYTES", 8 * 4 * 16 * 128)  # of 8 rows
+    options = {"inputs": 64, "experts": 16, "fused": True} | options
+    gate_up, down = (
+        quantized_experts(Quantization(outputs=outputs, **options), 0) for outputs in (128, 64)
+    )
+    with described(Gpu(HOPPER, 100)):
+        call = functools.partial(mix_experts)
+        rest = map(jnp.asarray, (a.experts, a.weights))
+        text = str(jax.make_jaxpr(call)(jnp.asarray(a.x), gate_up, down, *rest))
+    assert ("forge_experts_down" in text) == expected

@@ -21,6 +21,8 @@ from forge_kernels.experts.xla import (
     experts_by_chunks,
     experts_by_pair,
     few_pairs,
+    in_fusions,
+    shape_of,
     tiled_experts,
 )
 from forge_kernels.linear import (
@@ -31,6 +33,7 @@ from forge_kernels.linear import (
     PlainWeight,
     QuantizedWeight,
 )
+from forge_kernels.linear.quantized import convertible
 
 IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats that the kernels can combine
 Implementation = Literal["auto", "reference"]
@@ -74,8 +77,9 @@ def mix_experts(
 
     The sum is in float32. On a CPU, rows are sorted by expert and multiplied in tiles, by the C++
     kernels if packed, so experts without tokens are not read. Neither are they on a GPU, if there
-    are few rows or a Pallas kernel supports the matrices. Otherwise every expert computes every
-    row, and quantized matrices are converted to floats for a few experts at a time.
+    are few rows or a Pallas kernel supports the matrices. For many rows, it supports quantized
+    matrices by converting a few experts at a time to floats. Otherwise every expert computes every
+    row.
 
     Args:
       x: float[T, d].
@@ -110,7 +114,7 @@ def mix_experts(
             return experts_by_chunks(x, gate_up, down, experts, weights, None, order)
     elif implementation == "reference":
         return reference_experts(x, gate_up, down, experts, weights)
-    default = _gpu_form(x, gate_up, down, experts)
+    default = _gpu_form(x, gate_up, down, experts, order)
     rows = jnp.int32(len(x)) if num_rows is None else num_rows
     arrays = (x, gate_up, down, experts, weights, rows)
     arrays += () if order is None else (order,)
@@ -122,23 +126,25 @@ def _gpu_form(
     gate_up: jax.Array | QuantizedWeight,
     down: jax.Array | QuantizedWeight,
     experts: jax.Array,
+    order: jax.Array | None,
 ) -> Callable[..., jax.Array]:
     """Return the function that computes these shapes on the accelerator, if there is one."""
     if few_pairs(experts.size, gate_up):
         return experts_by_pair
-    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-        return experts_by_chunks
+    quantized = [w for w in (gate_up, down) if isinstance(w, QuantizedWeight)]
+    plain_xla = experts_by_chunks if quantized else all_experts
     device = current_gpu()
-    if device is None:
-        return all_experts
+    if device is None or order is not None or not all(map(convertible, quantized)):
+        return plain_xla
+    if quantized and in_fusions(len(x), gate_up, down):
+        return experts_by_chunks
     # Pallas takes a second to import, and CPUs do not need it.
     from forge_kernels.experts import mosaic_gpu
 
-    outputs, inputs = down.shape[1:]
-    reason = mosaic_gpu.unsupported(outputs, inputs, x.dtype)
+    reason = mosaic_gpu.unsupported(*shape_of(down)[1:], x.dtype)
     if reason is not None:
         _say_once(f"experts run in plain XLA, which reads all of them: {reason}")
-        return all_experts
+        return plain_xla
     return functools.partial(mosaic_gpu.jitted_experts, capability=device.capability)
 
 

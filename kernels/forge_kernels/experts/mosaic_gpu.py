@@ -7,7 +7,8 @@ are `mma`, or `wgmma` on Hopper if a tile has 64 rows. CTAs of unused tiles retu
 matrices of chosen experts are read.
 
 The product with gates and ups multiplies a tile by both and applies SwiGLU. A second product
-computes the outputs. XLA gathers and weights them.
+computes the outputs. XLA gathers and weights them. Quantized matrices are converted to floats
+first, a chunk of experts at a time.
 
 Tile size and order of summation depend on array shapes only, so a row's bits do not depend on other
 rows.
@@ -16,7 +17,7 @@ rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from forge_kernels.experts.plan import Geometry, Plan, make_plan
+from forge_kernels.experts.xla import Matrices, chunk_of, num_experts, shape_of, some_experts
+from forge_kernels.linear.quantized import QuantizedWeight, float_matrices, rounded_rows
 
 COLUMNS = 64  # outputs of a CTA, or gates and as many ups
 DEPTH = 64  # inputs per copy
@@ -55,8 +58,8 @@ def unsupported(outputs: int, inputs: int, dtype: DTypeLike) -> str | None:
 
 def grouped_experts(
     x: jax.Array,  # bf16 or f16[T, d]
-    gate_up: jax.Array,  # the same type[E, 2 I, d]
-    down: jax.Array,  # [E, d, I]
+    gate_up: Matrices,  # [E, 2 I, d] of the same type, or `convertible` to it
+    down: Matrices,  # [E, d, I]
     experts: jax.Array,  # i32[T, k]
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
@@ -65,7 +68,7 @@ def grouped_experts(
     interpret: Any = None,
 ) -> jax.Array:  # [T, d] of x's type
     """Compute each pair of a token and its expert once, in tiles of one expert each."""
-    geometry = Geometry(len(x), experts.shape[1], len(gate_up))
+    geometry = Geometry(len(x), experts.shape[1], num_experts(gate_up))
     # Without the barrier, XLA computes the plan again in each kernel that uses it.
     plan = lax.optimization_barrier(make_plan(geometry, experts, num_rows))
     rows = x.at[plan.token].get(mode="clip")
@@ -97,11 +100,34 @@ class _Product:
         self,
         plan: Plan,
         rows: jax.Array,  # [rows, K]
+        w: Matrices,  # [E, N, K]
+        **options: Any,
+    ) -> jax.Array:  # [rows, N], or [rows, N / 2] if `paired`; unused tiles are undefined
+        if not isinstance(w, QuantizedWeight):
+            return self._multiply(plan.expert, rows, w, **options)
+        rows = rounded_rows(rows, w)
+        of_row = jnp.repeat(plan.expert, self.geometry.tile_rows)[:, None]
+        count, outputs, inputs = shape_of(w)
+        step = chunk_of(count, outputs * inputs * rows.dtype.itemsize)
+        y: jax.Array | None = None
+        for first in range(0, count, step):
+            if y is not None:  # the floats of a chunk are freed before those of the next are made
+                w, y = lax.optimization_barrier((w, y))
+            floats = float_matrices(cast(QuantizedWeight, some_experts(w, first, step)), rows.dtype)
+            part = self._multiply(plan.expert - first, rows, floats, **options)
+            y = part if y is None else jnp.where(of_row >= first, part, y)
+        assert y is not None
+        return y
+
+    def _multiply(
+        self,
+        experts: jax.Array,  # i32[num_tiles]; tiles without one of w's experts are not computed
+        rows: jax.Array,  # [rows, K]
         w: jax.Array,  # [E, N, K]
         *,
         paired: bool,
         out_dtype: DTypeLike,
-    ) -> jax.Array:  # [rows, N], or [rows, N / 2] if `paired`; unused tiles are undefined
+    ) -> jax.Array:
         count, outputs, inputs = w.shape
         outputs = outputs // 2 if paired else outputs
         blocks, height = outputs // COLUMNS, self.geometry.tile_rows
@@ -113,7 +139,7 @@ class _Product:
             tile, block = lax.div(cta, jnp.int32(blocks)), lax.rem(cta, jnp.int32(blocks))
             expert = tile_experts[tile]
 
-            @pl.when(expert < count)
+            @pl.when((expert >= 0) & (expert < count))
             def _():
                 parts = (block, block + blocks) if paired else (block,)
                 specs = [_copies(height, rows.dtype, tile, delay)]
@@ -134,7 +160,7 @@ class _Product:
             kernel_name="forge_experts_gate_up" if paired else "forge_experts_down",
             interpret=self.interpret,
         )
-        return call(plan.expert, rows, w)
+        return call(experts, rows, w)
 
     def _by_wgmma(self, steps: int, specs: list[Any], refs: tuple[Any, ...]) -> list[jax.Array]:
         height = self.geometry.tile_rows

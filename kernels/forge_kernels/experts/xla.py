@@ -148,13 +148,13 @@ def experts_by_chunks(
     del num_rows
     count = num_experts(gate_up)
     fused = in_fusions(len(x), gate_up, down)
-    largest = max(math.prod(_shape(each)[1:]) for each in (gate_up, down)) * x.dtype.itemsize
+    largest = max(math.prod(shape_of(each)[1:]) for each in (gate_up, down)) * x.dtype.itemsize
     step = count if fused else chunk_of(count, largest)
     y = jnp.zeros(x.shape, jnp.float32)
     for first in range(0, count, step):
         if first:  # the floats of a chunk are freed before those of the next are made
             gate_up, down, y = lax.optimization_barrier((gate_up, down, y))
-        up, then = (_some(each, first, step) for each in (gate_up, down))
+        up, then = (some_experts(each, first, step) for each in (gate_up, down))
         rows = x
         if order is not None:
             rows = x[:, order[first : first + step]].swapaxes(0, 1)
@@ -171,7 +171,7 @@ def experts_by_chunks(
 def in_fusions(rows: int, *matrices: Matrices) -> bool:
     """Return True if the products of all experts convert their matrices and fit into memory."""
     quantizations = [w.quantization for w in matrices if isinstance(w, QuantizedWeight)]
-    widest = max(math.prod(_shape(w)[:2]) for w in matrices)
+    widest = max(math.prod(shape_of(w)[:2]) for w in matrices)
     return all(q.fused for q in quantizations) and 4 * rows * widest <= FUSED_BYTES
 
 
@@ -182,10 +182,10 @@ def chunk_of(count: int, one_bytes: int) -> int:
 
 
 def num_experts(w: Matrices) -> int:
-    return _shape(w)[0]
+    return shape_of(w)[0]
 
 
-def _shape(w: Matrices) -> tuple[int, int, int]:
+def shape_of(w: Matrices) -> tuple[int, int, int]:
     if not isinstance(w, QuantizedWeight):
         count, outputs, inputs = w.shape
         return count, outputs, inputs
@@ -215,7 +215,7 @@ def _by_pair(x: jax.Array, w: Matrices, experts: jax.Array) -> jax.Array:
     return jax.vmap(_product)(x[:, None], w.at[experts].get(mode="clip"))[:, 0]
 
 
-def _some(w: Matrices, first: int, count: int) -> Matrices:
+def some_experts(w: Matrices, first: int, count: int) -> Matrices:
     """Return `count` experts from the number `first` on."""
     if not isinstance(w, QuantizedWeight):
         return w[first : first + count]

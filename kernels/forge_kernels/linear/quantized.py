@@ -435,6 +435,33 @@ def quantized_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax
     return _floats(values, scale, minimum, quantization.group).astype(dtype)
 
 
+def convertible(w: QuantizedWeight) -> bool:
+    """Return True if `float_matrices` and `rounded_rows` support this storage."""
+    quantization = w.quantization
+    rounded_by_group = quantization.activations is None or quantization.groups > 1
+    return quantization.fused and rounded_by_group
+
+
+def float_matrices(w: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
+    """Return the matrices of experts as dtype[E, N_out, K_in], each value rounded once."""
+    quantization = w.quantization
+    rows = _map_rows(w, lambda array: array.reshape(-1, array.shape[-1]))
+    scale, minimum = _scales(rows)
+    minimum = _centered_minimum(rows, scale, minimum)
+    values = rows.weight
+    if quantization.values == "fp8":
+        values = lax.bitcast_convert_type(values, FP8)
+    floats = _floats(values, scale, minimum, quantization.group)
+    return floats.astype(dtype).reshape(*w.weight.shape[:2], quantization.inputs)
+
+
+def rounded_rows(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    """Return float[T, K_in] with each group of a row rounded as w's activations."""
+    rounded, row_scale = _round_rows(x, w)
+    assert row_scale is None
+    return rounded
+
+
 def _scales(w: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
     """Return the scales, f32[n, G], and the minima if there are any."""
     blocks = w.quantization.blocks
