@@ -10,7 +10,7 @@ copies of caches or matrices, command buffers, unrequested values. Each GPU has 
 because Mosaic compiles for only one GPU per process.
 """
 
-import deviceless  # first, because jax reads its settings at import  # isort: skip
+from benchmarks.aot import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
 import re
@@ -27,24 +27,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from experts import compile_experts, expert_calls, expert_faults
-from hlo import large_results
 
+from benchmarks.aot.hlo import large_results
+from benchmarks.aot.steps import (
+    BLOCKS,
+    MAX_BLOCKS,
+    Q4_K_M,
+    QUANTIZED,
+    SEQS,
+    Cache,
+    StepOptions,
+    compile_shared_step,
+    compile_step,
+    llama,
+)
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.grammar.masks import mask_width
-from forge_jax.models import build_model
-from forge_jax.models.kv import element_dtype
 from forge_jax.models.registry import find_architecture
-from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.models.spec import ModelSpec
 from forge_jax.step.inputs import StepShape
-from forge_jax.step.kv_cache import KVShape, kv_shape
-from forge_jax.step.mesh import TensorMesh
 from forge_jax.step.options import compiler_options
-from forge_jax.step.slots import slots_shape
-from forge_jax.step.step import make_step
 from forge_jax.step.targets import TARGETS
-from forge_jax.weights.formats import WeightFormats
-from forge_jax.weights.ggml_types import GGMLTypes
-from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.partition import AXIS, shard_spec
 from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention, unsupported
 from forge_kernels.attention.quantized import QuantizedKV
@@ -52,7 +54,6 @@ from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
 from forge_kernels.devices import Gpu
 from forge_kernels.experts.xla import FUSED_BYTES, all_experts
 
-BLOCKS, MAX_BLOCKS, SEQS = 2048, 128, 64
 # One of each head size.
 OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b")
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
@@ -62,15 +63,7 @@ QUANTIZED_TEMP_BYTES = (
     300e6  # 165e6 for a step without quantization; the largest matrix is 117e6 in bfloat16
 )
 EXPERTS_TEMP_BYTES = 250e6  # gates and ups of all experts are 302e6 in 4 bits
-QUANTIZED = {
-    "fp8 in blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "fp8": {"quant_method": "fp8"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
-}
-GGUF = "gguf, Q4_K_M"  # includes embedding and head
-QUICK += ("deterministic", f"quantized ({GGUF})", "experts: step")
-GPU_FORMATS = WeightFormats(fused=frozenset(("int8", "int4", "fp8")))
+QUICK += ("deterministic", f"quantized ({Q4_K_M})", "experts: step")
 SHARDS, SHARED_LAYERS = (2, 8), 2
 WIDE_SPILL_BYTES = 64  # per thread, for heads of 256 and an 8-bit cache on other GPUs than an H200
 OTHER_TARGETS = tuple(target for target in TARGETS if target != "h200")
@@ -190,32 +183,6 @@ def supported(case: Case, device: Gpu) -> bool:
     return unsupported(*heads, case.block_size, dtype, kv_dtype, device) is None
 
 
-def llama_3_1_8b(layers: int, quantized: str | None = None) -> ModelSpec:
-    """Return Llama 3.1 8B with this many layers, quantized as in one of QUANTIZED."""
-    attention = LLAMA_3_1_8B
-    return ModelSpec(
-        architecture="LlamaForCausalLM",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=attention.heads,
-        num_key_value_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope=RopeSpec(theta=500000.0),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-        bos_token_id=128000,
-        eos_token_ids=(128001,),
-        quantization=read_quantization(
-            HFConfig({"quantization_config": QUANTIZED.get(quantized or "")})
-        ),
-        ggml_types=gguf_types(layers) if quantized == GGUF else None,
-    )
-
-
 def qwen_3_30b_a3b(layers: int, quantized: str | None) -> ModelSpec:
     """Return Qwen3 30B A3B with this many layers, quantized as in one of QUANTIZED."""
     config = {
@@ -230,90 +197,13 @@ def qwen_3_30b_a3b(layers: int, quantized: str | None) -> ModelSpec:
     return find_architecture("Qwen3MoeForCausalLM").read(HFConfig(config), HFConfig({}))
 
 
-def gguf_types(layers: int) -> GGMLTypes:
-    """Return the types of llama.cpp's Q4_K_M, where values differ from queries and keys."""
-    of_layer = {
-        **dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.o"), "Q4_K"),
-        **{"self_attn.v": "Q6_K", "mlp.gate": "Q4_K", "mlp.up": "Q4_K", "mlp.down": "Q6_K"},
-    }
-    named = {
-        f"model.layers.{layer}.{name}_proj.weight": kind
-        for layer in range(layers)
-        for name, kind in of_layer.items()
-    }
-    named |= {"model.embed_tokens.weight": "Q4_K", "lm_head.weight": "Q6_K"}
-    return GGMLTypes(tuple(named.items()))
-
-
-def cache(spec: ModelSpec, kv_dtype: str) -> KVShape:
-    return kv_shape(
-        spec,
-        num_blocks=BLOCKS,
-        block_size=64,
-        dtype=element_dtype(kv_dtype, spec.dtype),
-        platform="gpu",
-    )
-
-
-def compile_step(
-    compiler: deviceless.Compiler,
-    shape: StepShape,
-    layers: int,
-    options: dict,
-    donated: tuple[int, ...] = (1, 2),
-    kv_dtype: str = "auto",
-    quantized: str | None = None,
-    spec: ModelSpec | None = None,
-    uniform: bool = False,
-) -> deviceless.Program:
-    """Compile a step of Llama 3.1 8B, or of `spec`, with the engine's own function."""
-    spec = spec or llama_3_1_8b(layers, quantized)
-    model, block_size = build_model(spec, formats=GPU_FORMATS), 64
-    return compiler(
-        make_step(model, shape, block_size, implementation="mosaic", uniform=uniform),
-        model.leaves,
-        (cache(spec, kv_dtype).layer,) * layers,
-        slots_shape(SEQS, MAX_BLOCKS, spec.vocab_size),
-        jax.ShapeDtypeStruct((shape.width,), jnp.int32),
-        jax.ShapeDtypeStruct((shape.num_rows, mask_width(spec.vocab_size)), jnp.int32),
-        donate_argnums=donated,
-        options=options,
-    )
-
-
-def compile_shared_step(
-    compiler: deviceless.Compiler,
-    shape: StepShape,
-    layers: int,
-    options: dict,
-    quantized: str | None = None,
-) -> deviceless.Program:
-    """Compile a step of Llama 3.1 8B that all devices of `compiler` share."""
-    spec, mesh = llama_3_1_8b(layers, quantized), TensorMesh.of(compiler.devices)
-    model = build_model(spec, formats=GPU_FORMATS, shards=mesh.shards)
-    layer = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.kv(model)),
-        mesh.kv_shape(cache(shard_spec(spec, mesh.shards), "auto")).layer,
-    )
-    return compiler(
-        mesh.shard_step(model, make_step(model, shape, 64, implementation="mosaic")),
-        mesh.leaves(model),
-        (layer,) * layers,
-        slots_shape(SEQS, MAX_BLOCKS, spec.vocab_size),
-        jax.ShapeDtypeStruct((shape.width,), jnp.int32),
-        jax.ShapeDtypeStruct((shape.num_rows, mask_width(spec.vocab_size)), jnp.int32),
-        donate_argnums=(1, 2),
-        options=options,
-    )
-
-
 def shared_step_faults(
     program: deviceless.Program, layers: int, shards: int, quantized: str | None = None
 ) -> Iterator[str]:
     """Return one device's faults."""
     yield from kernel_faults(program)
     yield from command_buffer_faults(program)
-    kv_bytes = cache(shard_spec(llama_3_1_8b(layers), shards), "auto").total_bytes
+    kv_bytes = Cache().shape(shard_spec(llama(layers), shards)).total_bytes
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
@@ -354,7 +244,7 @@ def step_faults(
 ) -> Iterator[str]:
     """Return the faults of a step; a quantized one with `spec` has experts."""
     yield from kernel_faults(program)
-    kv = cache(spec or llama_3_1_8b(layers), kv_dtype)
+    kv = Cache(dtype=kv_dtype).shape(spec or llama(layers))
     kv_bytes, arrays = kv.total_bytes, jax.tree.leaves(kv.layer)
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
@@ -413,7 +303,9 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             yield result
     if wanted("the check"):
         check_the_check(compiler)
-    options = compiler_options("gpu", command_buffers=True, deterministic=False)
+    options = StepOptions(
+        compiler=compiler_options("gpu", command_buffers=True, deterministic=False)
+    )
     mixed_layers = min(layers, QUICK_MIXED_LAYERS) if quick else layers
     decode, mixed = StepShape.decode(SEQS), StepShape.mixed(512, SEQS, SEQS, 64)
     for shape, count, kv_dtype, note in (
@@ -424,24 +316,27 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
         name = f"step {shape.name} of llama-3.1-8b, {count} layers{note}"
         if wanted(name):
             start = time.perf_counter()
-            program = compile_step(compiler, shape, count, options, kv_dtype=kv_dtype)
+            of_cache = replace(options, cache=Cache(dtype=kv_dtype))
+            program = compile_step(compiler, shape, llama(count), of_cache)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, count, kv_dtype)
             yield result
     name = f"deterministic step {mixed.name} of llama-3.1-8b, 1 layer"
     if wanted(name):
         start = time.perf_counter()
-        exact = compiler_options("gpu", command_buffers=True, deterministic=True)
-        program = compile_step(compiler, mixed, 1, exact, uniform=True)
+        exact = StepOptions(
+            compiler=compiler_options("gpu", command_buffers=True, deterministic=True), uniform=True
+        )
+        program = compile_step(compiler, mixed, llama(1), exact)
         result = Result(name, program, time.perf_counter() - start)
         result.faults += step_faults(program, 1)
         result.faults += nondeterministic_faults(program)
         yield result
-    for quantized in (*QUANTIZED, GGUF):
+    for quantized in (*QUANTIZED, Q4_K_M):
         name = f"quantized ({quantized}): step {decode.name} of llama-3.1-8b, 1 layer"
         if wanted(name):
             start = time.perf_counter()
-            program = compile_step(compiler, decode, 1, options, quantized=quantized)
+            program = compile_step(compiler, decode, llama(1, quantized), options)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, 1, quantized=True)
             yield result
@@ -449,7 +344,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
     if wanted(name):
         start = time.perf_counter()
         spec = qwen_3_30b_a3b(1, None)
-        program = compile_step(compiler, decode, 1, options, spec=spec)
+        program = compile_step(compiler, decode, spec, options)
         result = Result(name, program, time.perf_counter() - start)
         result.faults += step_faults(program, 1, spec=spec)
         result.faults += expert_faults(program, SEQS)
@@ -459,17 +354,19 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
         if wanted(name):
             start = time.perf_counter()
             spec = qwen_3_30b_a3b(1, quantized)
-            program = compile_step(compiler, decode, 1, options, spec=spec)
+            program = compile_step(compiler, decode, spec, options)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, 1, quantized=True, spec=spec)
             yield result
-    shared_options = compiler_options("gpu", command_buffers=True, deterministic=False, shards=2)
+    shared_options = StepOptions(
+        compiler=compiler_options("gpu", command_buffers=True, deterministic=False, shards=2)
+    )
     for shards in SHARDS:
         name = f"step {decode.name} of llama-3.1-8b, {SHARED_LAYERS} layers, on {shards} devices"
         if wanted(name) and not (quick and shards != SHARDS[0]):
             start = time.perf_counter()
             several = deviceless.Compiler(shards, AXIS)
-            program = compile_shared_step(several, decode, SHARED_LAYERS, shared_options)
+            program = compile_shared_step(several, decode, llama(SHARED_LAYERS), shared_options)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, SHARED_LAYERS, shards)
             yield result
@@ -478,7 +375,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
         if wanted(name):
             start = time.perf_counter()
             several = deviceless.Compiler(2, AXIS)
-            program = compile_shared_step(several, decode, 1, shared_options, quantized)
+            program = compile_shared_step(several, decode, llama(1, quantized), shared_options)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, 1, 2, quantized)
             yield result
@@ -502,17 +399,21 @@ def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
                 limit = WIDE_SPILL_BYTES if wide_of_8_bits else 0
                 done.faults += kernel_faults(done.program, limit)
                 yield done
-    options = compiler_options("gpu", command_buffers=True, deterministic=False)
-    for quantized in (None, "gptq") if quick else (None, "gptq", GGUF):
+    options = StepOptions(
+        compiler=compiler_options("gpu", command_buffers=True, deterministic=False)
+    )
+    for quantized in (None, "gptq") if quick else (None, "gptq", Q4_K_M):
         note = "" if quantized is None else f" ({quantized})"
-        make = partial(compile_step, compiler, decode, 1, options, quantized=quantized)
+        make = partial(compile_step, compiler, decode, llama(1, quantized), options)
         for done in result(f"step {decode.name} of llama-3.1-8b{note}, 1 layer", make):
             done.faults += step_faults(done.program, 1, quantized=quantized is not None)
             yield done
-    exact = compiler_options("gpu", command_buffers=True, deterministic=True)
+    exact = StepOptions(
+        compiler=compiler_options("gpu", command_buffers=True, deterministic=True), uniform=True
+    )
     if not quick or target == OTHER_TARGETS[0]:
         mixed = StepShape.mixed(512, SEQS, SEQS, 64)
-        make = partial(compile_step, compiler, mixed, 1, exact, uniform=True)
+        make = partial(compile_step, compiler, mixed, llama(1), exact)
         for done in result(f"deterministic step {mixed.name} of llama-3.1-8b, 1 layer", make):
             done.faults += step_faults(done.program, 1)
             done.faults += nondeterministic_faults(done.program)
@@ -521,7 +422,8 @@ def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
 
 def check_the_check(compiler: deviceless.Compiler) -> None:
     """Check that copies, loops outside command buffers and unchosen experts are detected."""
-    program = compile_step(compiler, StepShape.decode(SEQS), 1, {}, donated=())
+    options = StepOptions(donated=())
+    program = compile_step(compiler, StepShape.decode(SEQS), llama(1), options)
     faults = list(step_faults(program, 1))
     noticed = ("written in place", "makes an array as large as a matrix")
     assert all(any(text in fault for fault in faults) for text in noticed), faults

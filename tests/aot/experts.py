@@ -8,7 +8,7 @@ which `tests/kernels` counts. Without `--target`, each GPU has its own process, 
 compiles for only one GPU per process.
 """
 
-import deviceless  # first, because jax reads its settings at import  # isort: skip
+from benchmarks.aot import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
 import itertools
@@ -21,9 +21,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from hlo import large_results
 from jax.dtypes import itemsize_bits
 
+from benchmarks.aot.hlo import large_results, parse, used
 from forge_jax.step.options import compiler_options
 from forge_jax.step.targets import TARGETS, Target
 from forge_jax.weights.formats import fused_values
@@ -152,8 +152,6 @@ def bytes_read(hlo: str, sizes: Collection[int]) -> float:
 
     The kernels of Mosaic are not counted, because HLO does not show what they read.
     """
-    from passes import parse, used
-
     computations, entry = parse(hlo)
     matrices = {
         i.name

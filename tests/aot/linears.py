@@ -7,7 +7,7 @@ if one does not that should. Before compute capability 9.0, that is FP8, unless 
 The exit code is also 1 if few rows read other adapters than their own.
 """
 
-import deviceless  # first, because jax reads its settings at import  # isort: skip
+from benchmarks.aot import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
 import re
@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from experts import bytes_read
-from hlo import large_results
 
+from benchmarks.aot.hlo import large_results
 from forge_jax.step.options import compiler_options
 from forge_jax.step.targets import TARGETS
 from forge_jax.weights.formats import fused_values

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from forge_kernels.devices import Gpu
 
@@ -34,7 +35,7 @@ class Target:
     cores: int
     shared_limit: int
     compute_capability: str
-    platform: str = "gpu"
+    platform: ClassVar[str] = "gpu"  # as of a `jax.Device`
 
     @property
     def gpu(self) -> Gpu:

@@ -121,6 +121,7 @@ class Compiler:
         memory = compiled.memory_analysis()
         buffers, outside = _thunks(new)
         hlo = compiled.as_text()
+        assert hlo is not None and memory is not None
         return Program(
             target=self.target,
             hlo=hlo,
@@ -181,7 +182,7 @@ def _kernels(log: str) -> Iterator[Kernel]:
 def _find(pattern: str, text: str) -> tuple[str, ...]:
     found = re.search(pattern, text)
     if found is None:
-        raise ValueError(f"ptxas says nothing like {pattern!r}")
+        raise ValueError(f"ptxas reported nothing that matches {pattern!r}")
     return found.groups()
 
 

@@ -1,0 +1,1 @@
+"""Compile programs for GPUs without a GPU, and read them."""
