@@ -8,10 +8,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "u16": 2, "bf16": 2, "f16": 2}
-SIZES |= {"s4": 0.5, "s32": 4, "u32": 4, "f32": 4}
+SIZES |= {"s4": 0.5, "u4": 0.5, "s16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
+SIZES |= {"f8e5m2": 1, "f64": 8}
 NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant", "opt-barrier"}
 SLICES = {"gather", "slice", "dynamic-slice"}
 IN_PLACE = {"scatter", "dynamic-update-slice"}
+# Instructions of a fusion that compute nothing, because they only select what others read.
+MOVES = {"broadcast", "reshape", "transpose", "copy", "iota", "concatenate", "pad", "reverse"}
+COLLECTIVES = (
+    *("all-reduce", "all-gather", "all-to-all", "reduce-scatter"),
+    *("collective-permute", "collective-broadcast"),
+)
 # Scopes that name a part; the innermost one counts.
 PARTS = (
     "inputs", "rope_tables", "embed", "norm", "rope_write", "attention", "swiglu", "residual",
@@ -48,6 +55,12 @@ class Instruction:
     scope: str
     target: str  # of a custom call
     number: int  # of a parameter, or of a tuple's element
+    shapes: list[tuple[int, ...]]  # of each array
+    contracted: tuple[int, ...] = ()  # axes of a product's left operand
+
+    @property
+    def elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
 
     @property
     def bytes(self) -> float:
@@ -78,19 +91,23 @@ def parse(hlo: str) -> tuple[dict[str, Computation], Computation]:
         scope = re.search(r'op_name="([^"]*)"', rest)
         target = re.search(r'custom_call_target="([^"]*)"', rest)
         number = re.search(r"\bindex=(\d+)", rest) or re.match(r"(\d+)\)", rest)
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]+)\}", rest)
+        arrays = [
+            (kind, tuple(int(size) for size in dimensions.split(",") if size))
+            for kind, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", shape)
+            if kind in SIZES
+        ]
         current.instructions[name] = Instruction(
             name=name,
             opcode=opcode,
-            sizes=[
-                SIZES[kind] * math.prod(int(size) for size in dimensions.split(",") if size)
-                for kind, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", shape)
-                if kind in SIZES
-            ],
+            sizes=[SIZES[kind] * math.prod(dimensions) for kind, dimensions in arrays],
             operands=re.findall(r"%([\w.-]+)", arguments),
             called=re.findall(r"(?:calls|true_computation|false_computation)=%([\w.-]+)", rest),
             scope=scope[1] if scope else "",
             target=target[1] if target else "",
             number=int(number[1]) if number else 0,
+            shapes=[dimensions for _, dimensions in arrays],
+            contracted=tuple(map(int, contracted[1].split(","))) if contracted else (),
         )
         if root:
             current.root = name
@@ -99,12 +116,22 @@ def parse(hlo: str) -> tuple[dict[str, Computation], Computation]:
 
 def used(fused: Computation) -> dict[int, float]:
     """Return the bytes that the computation reads of each parameter."""
+    read = _read(fused)
+    return {
+        i.number: read.get(i.name, 0.0)
+        for i in fused.instructions.values()
+        if i.opcode == "parameter"
+    }
+
+
+def _read(fused: Computation) -> dict[str, float]:
+    """Return the bytes that the computation needs of each instruction's result."""
     read: dict[str, float] = {}
     order = list(fused.instructions.values())
     for instruction in reversed(order):
         name, wanted = instruction.name, read.get(instruction.name, 0.0)
         if name == fused.root:
-            wanted = instruction.bytes
+            wanted = read[name] = instruction.bytes
         part = min(1.0, wanted / instruction.bytes) if instruction.bytes else 1.0
         for position, operand in enumerate(instruction.operands):
             source = fused.instructions.get(operand)
@@ -119,7 +146,7 @@ def used(fused: Computation) -> dict[int, float]:
             else:
                 count = part * source.bytes
             read[operand] = min(source.bytes, read.get(operand, 0.0) + count)
-    return {i.number: read.get(i.name, 0.0) for i in order if i.opcode == "parameter"}
+    return read
 
 
 def written(i: Instruction, computations: dict[str, Computation]) -> dict[str, float]:
@@ -144,11 +171,26 @@ def _element(name: str, number: int, count: int) -> str:
     return name if count == 1 else f"{name}#{number}"
 
 
-def multiplies(fused: Computation, computations: dict[str, Computation]) -> bool:
-    return any(
-        i.opcode == "dot" or any(multiplies(computations[name], computations) for name in i.called)
-        for i in fused.instructions.values()
-    )
+def multiplied(fused: Computation, computations: dict[str, Computation]) -> float:
+    """Return the operations of a computation's matrix products, two per multiplication."""
+    total = 0.0
+    for i in fused.instructions.values():
+        total += sum(multiplied(computations[name], computations) for name in i.called)
+        if i.opcode == "dot":
+            left = fused.instructions[i.operands[0]].shapes[0]
+            total += 2.0 * i.elements * math.prod(left[axis] for axis in i.contracted)
+    return total
+
+
+def computed(fused: Computation) -> float:
+    """Return the other operations: one per element that an instruction computes or adds up."""
+    read, total = _read(fused), 0.0
+    for i in fused.instructions.values():
+        if i.opcode in NO_WORK | SLICES | IN_PLACE | MOVES | {"dot"} or not i.bytes:
+            continue
+        source = fused.instructions[i.operands[0]] if i.opcode == "reduce" else i
+        total += source.elements * min(1.0, read.get(i.name, 0.0) / i.bytes)
+    return total
 
 
 @dataclass
@@ -156,9 +198,25 @@ class Kernel:
     part: str
     layer: int | None
     asked: bool  # runs only in steps in which a row requests it
-    matrices: bool
     reads: dict[str, float]  # bytes, by array
     writes: dict[str, float]
+    opcode: str = "fusion"
+    scope: str = ""
+    multiplied: float = 0.0  # operations of matrix products
+    computed: float = 0.0  # other operations
+
+    @property
+    def matrices(self) -> bool:
+        return self.multiplied > 0
+
+    @property
+    def moved(self) -> float:
+        """The bytes that are read and written."""
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+    @property
+    def collective(self) -> str | None:
+        return next((name for name in COLLECTIVES if self.opcode.startswith(name)), None)
 
 
 def kernels(hlo: str, layer_bytes: float = math.inf) -> list[Kernel]:
@@ -182,12 +240,14 @@ class _Reader:
         for i in computation.instructions.values():
             given = [origin.get(operand, operand) for operand in i.operands]
             if i.opcode == "conditional":
+                path = i.scope if "/" in i.scope else scope
+                yield _kernel_of(i, path, asked=asked)
                 for n, name in enumerate(i.called):  # the true branch comes first
                     below, path = self.computations[name], f"{branch}/{name}"
                     yield from self.kernels(below, path, i.scope or scope, asked=asked or n == 0)
             elif i.opcode == "get-tuple-element":
                 origin[i.name] = f"{given[0]}#{i.number}"
-            elif i.opcode in ("bitcast", "opt-barrier"):
+            elif i.opcode in ("bitcast", "opt-barrier") or i.opcode.endswith("-done"):
                 origin[i.name] = given[0]
             elif i.opcode == "parameter":
                 origin[i.name] = f"{branch}:{i.name}"
@@ -206,14 +266,27 @@ class _Reader:
             if fused is None and size >= self.layer_bytes:
                 size = 0.0  # the cache
             reads[source] = max(reads.get(source, 0.0), counts.get(position, size))
-        names = [name for name in path.split("/") if name in PARTS]
-        layer = re.search(r"layer_(\d+)", path)
-        return Kernel(
-            part=" ".join(dict.fromkeys(names[-2:])) or "other",
-            layer=int(layer[1]) if layer else None,
-            asked=asked,
-            matrices="cublas" in i.target
-            or (fused is not None and multiplies(fused, self.computations)),
-            reads=reads,
-            writes=written(i, self.computations),
-        )
+        kernel = _kernel_of(i, path, asked=asked)
+        kernel.reads, kernel.writes = reads, written(i, self.computations)
+        if fused is not None:
+            kernel.multiplied = multiplied(fused, self.computations)
+            kernel.computed = computed(fused)
+        elif "cublas" in i.target:
+            left, right = (computation.instructions[name].elements for name in i.operands[:2])
+            out = math.prod(i.shapes[0])
+            kernel.multiplied = 2.0 * out * math.sqrt(left * right / out)
+        return kernel
+
+
+def _kernel_of(i: Instruction, path: str, *, asked: bool) -> Kernel:
+    names = [name for name in path.split("/") if name in PARTS]
+    layer = re.search(r"layer_(\d+)", path)
+    return Kernel(
+        part=" ".join(dict.fromkeys(names[-2:])) or "other",
+        layer=int(layer[1]) if layer else None,
+        asked=asked,
+        reads={},
+        writes={},
+        opcode=i.opcode,
+        scope=path,
+    )

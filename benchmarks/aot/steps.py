@@ -144,7 +144,7 @@ def llama(
 def gguf_types(kind: str, layers: int, *, tied: bool = False) -> GGMLTypes:
     """Return the types of llama.cpp's Q4_K_M, or `kind` for every matrix.
 
-    With Q4_K_M, every second layer has values and down projections in Q6_K. llama.cpp gives as many
+    Every second layer of Q4_K_M has values and down projections in Q6_K. llama.cpp gives as many
     layers these types, at other positions.
     """
     most, finer = ("Q4_K", "Q6_K") if kind == Q4_K_M else (kind, kind)

@@ -10,6 +10,12 @@ cases with a row are skipped. To repeat a case, delete its line.
 
 `--tiny` runs everything on small shapes, also on a CPU. It shows that the parts work, and its
 figures mean nothing.
+
+    python -m benchmarks.gpu --predict DEVICE[,DEVICE...] MODEL[,MODEL...] [--batch N ...]
+        [--context N ...] [--quantization TYPE ...] [--kv-dtype TYPE] [--output REPORT.json]
+
+This predicts the time of decode steps from compiled programs instead. It needs no GPU, but the CUDA
+compiler of `.venv-aot`.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
+from benchmarks.gpu import predictions
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.tables import markdown
 from benchmarks.gpu.worker import append, drop_partial_line, read_rows, unfinished, work
@@ -40,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="use small shapes, on any device")
     for name in ("--work", "--rows", "--trace", "--until"):
         parser.add_argument(name, help=argparse.SUPPRESS)
+    predictions.add_arguments(parser)
     args = parser.parse_args(argv)
+    if args.predict is not None:
+        return predictions.run(args)
     if args.work is not None:  # in the process of a part
         work(args.work, Path(args.rows), Path(args.trace), float(args.until), tiny=args.tiny)
         return 0

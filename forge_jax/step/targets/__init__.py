@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from forge_jax.errors import ConfigError
 from forge_kernels.devices import Gpu
 
 FOLDER = Path(__file__).parent
+SUFFIX = ".txtpb"
 TARGETS = ("h200", "a100", "l4", "b200", "rtx5090")
 
 
@@ -21,12 +23,16 @@ class Target:
     """A GPU's description, as XLA's compiler takes it.
 
     Attributes:
-      key: one of TARGETS.
+      key: one of TARGETS, or the name of a file.
       config: a GpuTargetConfigProto as text.
       name: NVIDIA's name of the GPU.
       cores: number of multiprocessors.
       shared_limit: bytes of shared memory that one block can use.
       compute_capability: such as "9.0".
+      memory_bytes: of the device.
+      bandwidth: bytes per second of the memory.
+      clock_hz: of the multiprocessors.
+      lanes: float32 operations per cycle and multiprocessor.
     """
 
     key: str
@@ -35,6 +41,10 @@ class Target:
     cores: int
     shared_limit: int
     compute_capability: str
+    memory_bytes: int
+    bandwidth: float
+    clock_hz: float
+    lanes: int
     platform: ClassVar[str] = "gpu"  # as of a `jax.Device`
 
     @property
@@ -44,22 +54,37 @@ class Target:
 
     @classmethod
     def read(cls, key: str) -> Target:
-        """Return the description of one of TARGETS."""
-        config = (FOLDER / f"{key}.txtpb").read_text()
-        capability = _field(r"cuda_compute_capability \{(.*)\}", config)
+        """Return the description of one of TARGETS, or the one in a file with the suffix .txtpb.
+
+        Raises:
+          ConfigError: there is no such description, or it lacks a field.
+        """
+        path = Path(key) if key.endswith(SUFFIX) else FOLDER / f"{key}{SUFFIX}"
+        if key not in TARGETS and not (key.endswith(SUFFIX) and path.is_file()):
+            raise ConfigError(
+                f"no description of the GPU {key!r}: use one of {', '.join(TARGETS)}, or the path "
+                f"of a GpuTargetConfigProto as text, with the suffix {SUFFIX}"
+            )
+        config = path.read_text()
+
+        def field(pattern: str, text: str = config) -> str:
+            found = re.search(pattern, text)
+            if found is None:
+                name = re.split(r"[ :(]", pattern)[0]
+                raise ConfigError(f"{path}: the description of the GPU has no field {name}")
+            return found[1]
+
+        capability = field(r"cuda_compute_capability \{(.*)\}")
         minor = re.search(r"minor: (\d+)", capability)
         return cls(
-            key=key,
+            key=path.stem,
             config=config,
-            name=_field(r'name: "(.*)"', config),
-            cores=int(_field(r"core_count: (\d+)", config)),
-            shared_limit=int(_field(r"shared_memory_per_block_optin: (\d+)", config)),
-            compute_capability=f"{_field(r'major: (\d+)', capability)}.{minor[1] if minor else 0}",
+            name=field(r'name: "(.*)"'),
+            cores=int(field(r"core_count: (\d+)")),
+            shared_limit=int(field(r"shared_memory_per_block_optin: (\d+)")),
+            compute_capability=f"{field(r'major: (\d+)', capability)}.{minor[1] if minor else 0}",
+            memory_bytes=int(field(r"device_memory_size: (\d+)")),
+            bandwidth=float(field(r"memory_bandwidth: (\d+)")),
+            clock_hz=1e9 * float(field(r"clock_rate_ghz: ([\d.]+)")),
+            lanes=int(field(r"fpus_per_core: (\d+)")),
         )
-
-
-def _field(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    if found is None:
-        raise ValueError(f"the description has nothing like {pattern!r}")
-    return found[1]

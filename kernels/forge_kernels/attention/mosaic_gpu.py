@@ -49,6 +49,38 @@ def unsupported(
     return mma_unsupported(head_dim, block_size, q_dtype, kv_dtype, device)
 
 
+def kernel_of(device: Gpu) -> type[Kernel]:
+    return WgmmaKernel if device.has_wgmma else MmaKernel
+
+
+def attention_geometry(
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_q_len: int,
+    dtypes: tuple[Any, Any],
+    device: Gpu,
+    **sizes: Any,
+) -> Geometry:
+    """Return the sizes of the plan.
+
+    Args:
+      dtypes: of queries and of the cache.
+      sizes: the other fields of `Geometry`.
+    """
+    make, (q_dtype, kv_dtype) = kernel_of(device), dtypes
+    rows = min(max_q_len * (heads // kv_heads), 2 * gpu.ROWS)
+    return Geometry(
+        heads=heads,
+        kv_heads=kv_heads,
+        max_q_len=max_q_len,
+        query_rows=make.query_rows(rows, head_dim, kv_dtype),
+        ctas=device.cores * make.ctas_per_core(device, head_dim, kv_dtype, q_dtype),
+        **sizes,
+    )
+
+
 def mosaic_attention(  # noqa: PLR0913
     q: jax.Array,  # bf16 or f16[T, H, D]
     kv: jax.Array | QuantizedKV,  # the same type[N, 2, K, bs, D], or 8 bits and scales
@@ -68,21 +100,20 @@ def mosaic_attention(  # noqa: PLR0913
     data, scale = kv if isinstance(kv, QuantizedKV) else (kv, None)
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = data.shape[2:4]
-    make: type[Kernel] = WgmmaKernel if device.has_wgmma else MmaKernel
-    rows = min(max_q_len * (heads // kv_heads), 2 * gpu.ROWS)
-    geometry = Geometry(
+    geometry = attention_geometry(
         tokens=tokens,
         seqs=kv_lens.shape[0],
         heads=heads,
         kv_heads=kv_heads,
+        head_dim=head_dim,
         max_context=block_tables.shape[1] * block_size,
         max_q_len=max_q_len,
-        query_rows=make.query_rows(rows, head_dim, data.dtype),
-        ctas=device.cores * make.ctas_per_core(device, head_dim, data.dtype, q.dtype),
+        dtypes=(q.dtype, data.dtype),
+        device=device,
         window=window,
         uniform=uniform,
     )
-    kernel = make(
+    kernel = kernel_of(device)(
         geometry=geometry,
         head_dim=head_dim,
         dtype=q.dtype,
