@@ -19,15 +19,15 @@ from forge_jax.step.targets import Target
 BANDWIDTH_PART = 0.9
 # Part of the published matrix throughput that a large product reaches. Typical for cuBLAS on H100.
 PRODUCT_PART = 0.7
-# Time from the end of a kernel of a CUDA graph to the work of the next one: 1.3 us for an empty
-# kernel on an H100 (Hazy Research, "Look Ma, No Bubbles!", 2025).
+# Time from the end of a kernel of a CUDA graph to the work of the next one. Empty kernels on an
+# H100 take 1.3 us each (Hazy Research, "Look Ma, No Bubbles!", 2025).
 GRAPH_GAP_S = 1.3e-6
 # A kernel starts and ends with reads that wait for memory: two of about 480 cycles on an H100 (Luo
 # et al. 2024, arXiv:2402.13499).
 MEMORY_WAIT_S = 0.6e-6
 KERNEL_S = GRAPH_GAP_S + MEMORY_WAIT_S
-# NCCL's own model of a small collective on one host (LL protocol on a ring, `tuning.cc` of NCCL
-# 2.19): the base time, the time of each step over NVLink or PCIe, and the part of the bandwidth.
+# NCCL's own model of a small collective on one host, for the LL protocol on a ring (`tuning.cc`).
+# It has a base time, a time per step over NVLink or PCIe, and a part of the bandwidth.
 COLLECTIVE_S = 6.6e-6
 NVLINK_STEP_S, PCIE_STEP_S = 0.6e-6, 1.0e-6
 COLLECTIVE_PART = 0.25
@@ -115,6 +115,9 @@ class Attention:
     multiplied: float
 
 
+NO_ATTENTION = Attention(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Totals:
     """The cost of several kernels.
@@ -165,13 +168,14 @@ def step_cost(
     attention: Attention,
     *,
     layers: int,
+    compiled: int,
     unit: int = 1,
     shards: int = 1,
 ) -> Totals:
-    """Return the cost of a step of `layers` layers, from the kernels of one with 3 * `unit`.
+    """Return the cost of a step of `layers` layers, from the kernels of one with `compiled`.
 
     Layers repeat every `unit` layers. The first and the last ones share kernels with the rest of
-    the step, so the middle ones are those that are repeated.
+    the step, so the second unit is the one that is repeated.
     """
     every = middle = Totals()
     for kernel in kernels:
@@ -179,12 +183,7 @@ def step_cost(
         every = every.plus(cost)
         if kernel.layer is not None and unit <= kernel.layer < 2 * unit:
             middle = middle.plus(cost)
-    return every.plus(middle, times=layers / unit - 3)
-
-
-def linear_s(device: Device, num_bytes: float, multiplied: float = 0.0) -> float:
-    """Return the time of a matrix product of one kernel that reads `num_bytes`."""
-    return KERNEL_S + device.busy_s(num_bytes, multiplied)
+    return every.plus(middle, times=(layers - compiled) / unit)
 
 
 def attention_s(device: Device, attention: Attention) -> float:

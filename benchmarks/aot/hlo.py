@@ -222,6 +222,8 @@ class Kernel:
 def kernels(hlo: str, layer_bytes: float = math.inf) -> list[Kernel]:
     """Return all kernels of a program, including the branches of its conditions.
 
+    XLA drops the names of some kernels that it deduplicates. These get the layer of the kernel that
+    runs before them.
     Reads of arrays of `layer_bytes` or more by custom calls do not count: the cache.
     """
     computations, entry = parse(hlo)
@@ -237,6 +239,7 @@ class _Reader:
         self, computation: Computation, branch: str, scope: str, *, asked: bool
     ) -> Iterator[Kernel]:
         origin: dict[str, str] = {}  # through bitcasts and tuples
+        before: int | None = None  # the layer
         for i in computation.instructions.values():
             given = [origin.get(operand, operand) for operand in i.operands]
             if i.opcode == "conditional":
@@ -253,7 +256,11 @@ class _Reader:
                 origin[i.name] = f"{branch}:{i.name}"
             elif i.opcode not in NO_WORK:
                 path = i.scope if "/" in i.scope else scope
-                yield self._kernel(i, computation, given, path, asked=asked)
+                kernel = self._kernel(i, computation, given, path, asked=asked)
+                if not kernel.scope:
+                    kernel.layer = before
+                before = kernel.layer
+                yield kernel
 
     def _kernel(
         self, i: Instruction, computation: Computation, given: list[str], path: str, *, asked: bool

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.aot.attention import decode_attention
-from benchmarks.aot.costs import Device, Totals, step_cost
+from benchmarks.aot.costs import NO_ATTENTION, Device, Totals, kernel_cost, step_cost
 from benchmarks.aot.hlo import Kernel, kernels
 from benchmarks.aot.steps import (
     BLOCK_SIZE,
@@ -39,6 +40,7 @@ from forge_jax.step.step_shapes import decode_sizes
 from forge_jax.step.targets import Target
 from forge_jax.weights.formats import WeightFormats, fused_values
 from forge_jax.weights.partition import AXIS, possible_shards, shard_spec
+from forge_kernels.linear import linear
 
 ROUNDED = ("int8", "int4", "fp8")  # as in `--quantization`
 MOST_GPUS = 8  # of one host
@@ -48,7 +50,7 @@ RESERVED_BYTES = 1 << 30  # for temporary arrays and command buffers
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A step to predict, for each of `contexts`."""
+    """A step, which is predicted with each of `contexts`."""
 
     model: str
     quantization: str = "none"
@@ -56,6 +58,11 @@ class Cell:
     contexts: tuple[int, ...] = (1024,)
     kv_dtype: str = "auto"
     layers: int | None = None  # default: all
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.model}, {self.quantization}, batch {self.batch}"
+        return kind + ("" if self.kv_dtype == "auto" else f", {self.kv_dtype} cache")
 
     @property
     def unit(self) -> int:
@@ -82,12 +89,41 @@ def predict(key: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     try:
         target, rows = Target.read(key), []
         for cell in cells:
-            print(f"{target.name}: {cell.model}, {cell.quantization}", file=sys.stderr, flush=True)
+            print(f"{target.name}: {cell.name}", file=sys.stderr, flush=True)
             rows += predict_cell(target, key, cell)
         return rows
     finally:
         shutil.rmtree(deviceless.DUMP, ignore_errors=True)
         deviceless.DUMP.mkdir()
+
+
+def predict_linears(key: str) -> list[dict[str, Any]]:
+    """Return the times of the products that `benchmarks.gpu.linears` measures."""
+    from benchmarks.gpu import linears
+
+    compiler = deviceless.Compiler(target=key)
+    fused, device = fused_values(compiler.target), Device.of(compiler.target)
+    options = compiler_options("gpu", command_buffers=True, deterministic=False)
+    rows = []
+    for name in ("bfloat16", *linears.quantizations(fused)):
+        for tokens in sorted(linears.TOKENS):
+            x = jax.ShapeDtypeStruct((tokens, linears.INPUTS), jnp.bfloat16)
+            matrix = linears.abstract(name, fused)
+            program = compiler(linear, x, matrix, options=options)
+            total = Totals()
+            for kernel in kernels(program.hlo):
+                total = total.plus(kernel_cost(kernel, device, NO_ATTENTION))
+            rows.append(
+                {
+                    "device": compiler.target.key,
+                    "matrix": name,
+                    "tokens": tokens,
+                    "kernels": round(total.kernels),
+                    "moved_mb": 1e-6 * total.moved,
+                    "predicted_us": 1e6 * total.seconds,
+                }
+            )
+    return rows
 
 
 def predict_cell(target: Target, key: str, cell: Cell) -> list[dict[str, Any]]:
@@ -166,6 +202,11 @@ def row_of(
     device = Device.of(target)
     model = build_model(cell.spec(), formats=cell.formats(target), shards=shards)
     least = weight_bytes(model) + kv_bytes(cell, shards, context)
+    if cost.moved < least:
+        raise RuntimeError(
+            f"{cell.name}: {cost.moved:.4g} bytes are counted, but {least:.4g} are needed. The "
+            "names of layers are missing in the compiled program."
+        )
     floor_s = least / device.bandwidth
     return {
         "device": target.key,
@@ -190,13 +231,23 @@ def row_of(
     }
 
 
+def compiled_cost(key: str, cell: Cell, layers: int, shards: int) -> Totals:
+    """Return the cost of a step whose program has `layers` layers: all, or 3 * `cell.unit`."""
+    target = Target.read(key)
+    found = program_kernels(compile_cell(key, cell, layers, shards), cell, layers, shards)
+    return cost_of(target, cell, found, max(cell.contexts), shards, compiled=layers)
+
+
 def cost_of(
     target: Target,
     cell: Cell,
     found: list[Kernel],
     context: int,
     shards: int,
+    *,
+    compiled: int | None = None,
 ) -> Totals:
+    """Return the cost of the step, extrapolated from `compiled` layers (default: 3 units)."""
     spec = cell.spec()
     whole = LLAMAS[cell.model].attention
     attention = decode_attention(
@@ -215,6 +266,7 @@ def cost_of(
         Device.of(target),
         attention,
         layers=spec.num_hidden_layers,
+        compiled=compiled or 3 * cell.unit,
         unit=cell.unit,
         shards=shards,
     )

@@ -42,6 +42,14 @@ COLUMNS = {
     "floor_ms": "floor ms",
     "of_floor": "predicted / floor",
 }
+LINEAR_COLUMNS = {
+    "device": "device",
+    "matrix": "matrix",
+    "tokens": "tokens",
+    "kernels": "kernels",
+    "moved_mb": "MB moved",
+    "predicted_us": "predicted us",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,15 +177,29 @@ def predict_on(device: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]
     return predict.predict(device, [predict.Cell(**cell) for cell in cells])
 
 
-def new_report(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def linears_on(device: str) -> list[dict[str, Any]]:
+    """Return the predicted products of one device, as `predict_on` returns steps."""
+    from benchmarks.aot import predict
+
+    return predict.predict_linears(device)
+
+
+def new_report(
+    rows: list[dict[str, Any]], linears: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     from benchmarks.aot.costs import ASSUMPTIONS
 
-    return reports.new("gpu-predictions", assumptions=ASSUMPTIONS, rows=rows)
+    return reports.new("gpu-predictions", assumptions=ASSUMPTIONS, rows=rows, linears=linears)
 
 
 def markdown(report: dict[str, Any]) -> str:
     """Return a table of the predictions, and their assumptions."""
     table = [[_text(row[name]) for name in COLUMNS] for row in report["rows"]]
+    sections = [reports.table(list(COLUMNS.values()), table)]
+    if report["linears"]:
+        products = [[_text(row[name]) for name in LINEAR_COLUMNS] for row in report["linears"]]
+        sections.append("Products with the matrix of gates and ups of Llama 3.1 8B:")
+        sections.append(reports.table(list(LINEAR_COLUMNS.values()), products))
     assumed = "\n".join(f"- `{name}`: {value:g}" for name, value in report["assumptions"].items())
     return "\n\n".join(
         (
@@ -185,7 +207,7 @@ def markdown(report: dict[str, Any]) -> str:
             reports.heading(report),
             "Expected times of decode steps, compiled without a GPU. Bytes, kernels and times are "
             "those of each GPU.",
-            reports.table(list(COLUMNS.values()), table),
+            *sections,
             "Assumptions (`benchmarks/aot/costs.py`):",
             assumed,
         )
@@ -194,3 +216,38 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def page_tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a section per model with the rows of one sequence: the tables of docs/gpu.md."""
+    sections = []
+    single = [row for row in rows if row["batch"] == 1]
+    contexts = sorted({row["context"] for row in single})
+    header = ["GPU", "GPUs", "weights"]
+    for context in contexts:
+        header += [f"{context:,} tokens, ms", "floor, ms"]
+    header.append(f"relative to bf16, {contexts[0]:,}")
+    for model in MODELS:
+        own = [row for row in single if row["model"] == model]
+        lines = []
+        for gpu, kind in dict.fromkeys((row["gpu"], row["quantization"]) for row in own):
+            found = [row for row in own if (row["gpu"], row["quantization"]) == (gpu, kind)]
+            times = [f"{row[name]:.2f}" for row in found for name in ("predicted_ms", "floor_ms")]
+            weights = "bf16" if kind == "none" else kind
+            lines.append([_short(gpu), found[0]["gpus"], weights, *times, _ratio(found[0], own)])
+        title = model.replace("llama-", "Llama ").replace("b", "B").replace("-", " ")
+        sections.append(f"### {title}\n\n{reports.table(header, lines)}")
+    return "\n\n".join(sections)
+
+
+def _short(gpu: str) -> str:
+    return gpu.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def _ratio(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+    """Return a time relative to that of bfloat16 on as many GPUs."""
+    same = ("gpu", "gpus", "context")
+    for other in others:
+        if other["quantization"] == "none" and all(row[name] == other[name] for name in same):
+            return f"{row['predicted_ms'] / other['predicted_ms']:.2f}"
+    return "-"

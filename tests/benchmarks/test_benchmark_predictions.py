@@ -16,7 +16,7 @@ from forge_jax.step.targets import FOLDER, TARGETS, Target
 from forge_kernels.attention.shapes import LLAMA_3_1_8B
 
 H200 = costs.Device.of(Target.read("h200"))
-NO_ATTENTION = costs.Attention(0, 0, 0, 0, 0)
+NO_ATTENTION = costs.NO_ATTENTION
 
 # One layer of a step, as XLA prints it: embedding, product, cache write, attention, condition.
 HLO = """\
@@ -99,6 +99,14 @@ def test_a_product_reads_packed_values_and_counts_operations(found):
     assert (product.layer, product.matrices) == (0, True)
 
 
+def test_a_kernel_without_a_name_belongs_to_the_layer_before_it():
+    name = ', metadata={op_name="jit(decode_4)/layer_0/rope_write/scatter"}'
+    assert name in HLO
+    layers = [kernel.layer for kernel in kernels(HLO.replace(name, ""), CACHE_BYTES)]
+    assert layers == [kernel.layer for kernel in kernels(HLO, CACHE_BYTES)]
+    assert layers[:4] == [None, 0, 0, 0]
+
+
 def test_a_scatter_writes_only_its_updates(found):
     assert sum(found["write"].writes.values()) == 4 * 32 * 2
     assert sum(found["write"].reads.values()) == 4 * 4 + 4 * 32 * 2
@@ -176,7 +184,9 @@ def test_extrapolated_step_equals_one_with_all_layers(unit, layers):
     exact = costs.Totals()
     for kernel in step(layers):
         exact = exact.plus(costs.kernel_cost(kernel, H200, NO_ATTENTION))
-    short = costs.step_cost(step(3 * unit), H200, NO_ATTENTION, layers=layers, unit=unit)
+    short = costs.step_cost(
+        step(3 * unit), H200, NO_ATTENTION, layers=layers, compiled=3 * unit, unit=unit
+    )
     assert dataclasses.astuple(short) == pytest.approx(dataclasses.astuple(exact))
 
 
