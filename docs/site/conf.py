@@ -22,6 +22,7 @@ CONTENTS = {
         "page",
         "operations",
         "tuning",
+        "gpu",
         "reliability",
         "security",
         "threat-model",
