@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu import predicted
 from benchmarks.gpu.clock import seconds
 from benchmarks.gpu.device import copy_bytes_per_s
 from benchmarks.gpu.parts import Case
 from forge_jax.step.options import compiler_options
 from forge_jax.weights.formats import fused_values
 from forge_jax.weights.ggml import BY_NAME
+from forge_jax.weights.tensors import Values
 from forge_kernels.linear import Quantization, QuantizedWeight, linear
 
 OUTPUTS, INPUTS = 28672, 4096  # gate and up of Llama 3.1 8B
@@ -26,7 +28,7 @@ GGUF = ("Q4_K", "Q6_K", "Q8_0")
 
 def linears(tiny: bool) -> Iterator[Case]:
     """Yield times by storage format and rows of x; unfused ones convert each matrix first."""
-    fused = ("bfloat16", *_quantizations(tiny, fused=True))
+    fused = ("bfloat16", *quantizations(_fused(), tiny))
     first, *others = (4, 1) if tiny else TOKENS
     for name in fused:
         yield Case(f"{name}, {first} tokens", partial(_row, name, first, True, tiny), 30.0)
@@ -38,9 +40,13 @@ def linears(tiny: bool) -> Iterator[Case]:
             yield Case(f"{name}, {tokens} tokens", partial(_row, name, tokens, True, tiny), 30.0)
 
 
-def _quantizations(tiny: bool, *, fused: bool) -> dict[str, Quantization]:
+def _fused() -> frozenset[Values]:
+    return fused_values(jax.devices()[0])
+
+
+def quantizations(fused: frozenset[Values], tiny: bool = False) -> dict[str, Quantization]:
+    """Return the storage formats by name, for a device that converts the values `fused`."""
     outputs, inputs = (256, 512) if tiny else (OUTPUTS, INPUTS)
-    device = fused_values(jax.devices()[0]) if fused else frozenset[str]()
 
     def of(values: Any, group: int, **options: Any) -> Quantization:
         return Quantization(
@@ -48,7 +54,7 @@ def _quantizations(tiny: bool, *, fused: bool) -> dict[str, Quantization]:
             outputs=outputs,
             inputs=inputs,
             group=group,
-            fused=values in device,
+            fused=values in fused,
             **options,
         )
 
@@ -63,8 +69,16 @@ def _quantizations(tiny: bool, *, fused: bool) -> dict[str, Quantization]:
     for name in GGUF:
         blocks = BY_NAME[name].blocks
         assert blocks is not None
-        found[name] = Quantization.of_blocks(blocks, outputs, inputs, fused=blocks.values in device)
+        found[name] = Quantization.of_blocks(blocks, outputs, inputs, fused=blocks.values in fused)
     return found
+
+
+def abstract(name: str, fused: frozenset[Values], tiny: bool = False) -> Any:
+    """Return the shapes and types of a matrix."""
+    if name == "bfloat16":
+        shape = (256, 512) if tiny else (OUTPUTS, INPUTS)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return QuantizedWeight.abstract(quantizations(fused, tiny)[name])
 
 
 @cache
@@ -73,11 +87,8 @@ def _ceiling(tiny: bool) -> float:
 
 
 def _row(name: str, tokens: int, fused: bool, tiny: bool) -> dict[str, Any]:
-    outputs, inputs = (256, 512) if tiny else (OUTPUTS, INPUTS)
-    if name == "bfloat16":
-        one: Any = jax.ShapeDtypeStruct((outputs, inputs), jnp.bfloat16)
-    else:
-        one = QuantizedWeight.abstract(_quantizations(tiny, fused=fused)[name])
+    inputs = 512 if tiny else INPUTS
+    one = abstract(name, _fused() if fused else frozenset(), tiny)
     matrices = [
         jax.tree.map(partial(_random, layer), one) for layer in range(2 if tiny else LAYERS)
     ]
@@ -98,8 +109,10 @@ def _row(name: str, tokens: int, fused: bool, tiny: bool) -> dict[str, Any]:
         leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(one)
     )
     rate = num_bytes / each_s
+    expected = predicted.linear(name, tokens) if fused and not tiny else {}
     return {
         "us": 1e6 * each_s,
+        **expected,
         "bytes": num_bytes,
         "bytes_per_s": rate,
         "of_copy": rate / _ceiling(tiny),

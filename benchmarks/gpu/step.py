@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.gpu import predicted
 from benchmarks.gpu.device import copy_bytes_per_s
 from benchmarks.gpu.model import config, random_leaves
 from benchmarks.gpu.parts import Case
@@ -147,8 +148,11 @@ def _decode(batch: int, kv_dtype: str, command_buffers: bool, tiny: bool) -> dic
     step_s = statistics.median(wall_s)
     text = runner.compiled()[f"decode[{batch}]"].as_text() or ""
     memory = runner.compiled()[f"decode[{batch}]"].memory_analysis()
+    # The predicted steps are CUDA graphs of the 8B model.
+    expected = predicted.step(batch, kv_dtype, context) if command_buffers and not tiny else {}
     return {
         "ms": 1e3 * step_s,
+        **expected,
         "floor_ms": 1e3 * floor_s,
         "of_floor": step_s / floor_s,
         "tokens_per_s": batch / step_s,
