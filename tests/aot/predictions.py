@@ -2,10 +2,12 @@
 
     python tests/aot/predictions.py [--quick] [--target TARGET] [--output FILE] [--page]
 
-The exit code is 1 if a cell differs from the committed predictions by more than 1%, or if the step
-that is extrapolated from a few layers differs so from one with more layers. `--quick` compiles two
-cells only. `--output` writes the predictions of the compiled targets to FILE instead, and keeps its
-other rows. `--page` compiles nothing: it writes the committed predictions into docs/gpu.md.
+The exit code is 1 if a cell differs from the committed predictions by more than 1%. It is also 1 if
+a step that is extrapolated from a few layers differs from one with more layers. `--quick` compiles
+two cells only.
+
+`--output` writes the predictions of the compiled targets to FILE instead, and keeps its other rows.
+`--page` compiles nothing: it writes the committed predictions into docs/gpu.md.
 """
 
 import argparse

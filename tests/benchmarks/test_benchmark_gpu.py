@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, clock, engine, linears, model, parts, worker, write
+from benchmarks.gpu import (
+    attention,
+    clock,
+    engine,
+    linears,
+    model,
+    parts,
+    predicted,
+    step,
+    worker,
+    write,
+)
 from benchmarks.gpu.tables import markdown
 from forge_jax import LLM, SamplingParams
 
@@ -178,3 +189,38 @@ def test_written_model_is_served(tmp_path):
     assert len({tuple(prompt) for prompt in prompts}) == 3
     outputs = llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), progress=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3, 3]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Measure small shapes as if they were those of the benchmark, next to fixed predictions."""
+    for module in (attention, linears, step):
+        monkeypatch.setattr(module, "_ceiling", lambda tiny: 1e9)
+    monkeypatch.setattr(linears, "OUTPUTS", 256)
+    monkeypatch.setattr(linears, "INPUTS", 512)
+    monkeypatch.setattr(step, "config", lambda tiny: model.TINY)
+    monkeypatch.setattr(step, "STEPS", 2)
+    for name, column in (("step", "ms"), ("linear", "us"), ("attention", "us")):
+        monkeypatch.setattr(predicted, name, lambda *_, column=column: {f"predicted_{column}": 7.0})
+
+
+def test_a_measured_product_has_its_prediction(small):
+    assert linears._row("int8, per row", 4, True, False)["predicted_us"] == 7.0
+    assert "predicted_us" not in linears._row("int8, per row", 4, False, False), "not fused"
+    assert "predicted_us" not in linears._row("int8, per row", 4, True, True), "another shape"
+
+
+def test_measured_attention_of_the_gpu_kernel_has_its_prediction(small, monkeypatch):
+    monkeypatch.setattr(attention, "_attend", lambda *_, **__: lambda q, kv: q)
+    batch = attention.Batch([(1, 128)])
+    row = attention._decode("mosaic", "bfloat16", batch, 1, False)
+    assert row["predicted_us"] == 7.0
+    assert "predicted_us" not in attention._decode("xla", "bfloat16", batch, 1, False)
+
+
+def test_a_measured_step_has_its_prediction(small):
+    step._model.cache_clear()
+    try:
+        assert step._decode(4, "auto", True, False)["predicted_ms"] == 7.0
+    finally:
+        step._model.cache_clear()
