@@ -46,6 +46,7 @@ test-cuda-compile: .venv-aot/.aot ## compile kernels, steps, products and expert
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/linears.py $(filter --quick,$(ARGS))
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/experts.py $(filter --quick,$(ARGS))
+	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/predictions.py $(filter --quick,$(ARGS))
 
 soak: .venv/.dev ## run the long tests: leaks, millions of scheduler steps
 	$(BIN)/python -m pytest -m soak --timeout 3600
