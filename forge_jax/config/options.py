@@ -272,9 +272,9 @@ class ParallelConfig:
     )
     compile_cache_dir: str | None = option(
         None,
-        "folder for compiled executables. Restrict write access to trusted users, because cached "
-        "executables are loaded and run. Default: $JAX_COMPILATION_CACHE_DIR, or "
-        "~/.cache/forge-jax/xla",
+        "folder for compiled executables, or a bundle that forge-jax compile wrote. Restrict "
+        "write access to trusted users, because cached executables are loaded and run. Default: "
+        "$JAX_COMPILATION_CACHE_DIR, or ~/.cache/forge-jax/xla",
         flag="--compile-cache",
     )
     compile_cache: bool = option(

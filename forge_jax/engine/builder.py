@@ -26,6 +26,7 @@ from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import SELF, EngineConfig, split_lora
 from forge_jax.engine.adapters import Adapters, LoadedAdapter, Run
+from forge_jax.engine.bundle import bundle_folder, identity, open_bundle
 from forge_jax.engine.compile_cache import (
     default_cache_folder,
     drop_broken_entries,
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from forge_jax.models.decoder import Leaves, Model
     from forge_jax.models.spec import ModelSpec
     from forge_jax.schedule.scheduler import Scheduler
+    from forge_jax.step.bundle import Bundle
     from forge_jax.step.executables import BackgroundCompile
     from forge_jax.text import Tokenizer
 
@@ -87,8 +89,12 @@ CPU_ITL_TARGET_MS = 200.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Design:
-    """All choices and checks before the first executable compiles."""
+class Design:
+    """All choices and checks before the first executable compiles.
+
+    Attributes:
+      bundle: holds executables that are loaded instead of compiled.
+    """
 
     config: EngineConfig
     folder: Path
@@ -102,6 +108,7 @@ class _Design:
     draft_probs: DraftProbs | None
     memory_limit: int
     sizes: Sizes
+    bundle: Bundle | None = None
 
     @property
     def shards(self) -> int:
@@ -112,9 +119,9 @@ class _Design:
         """The placement of arrays that are replicated on every device."""
         return self.device if self.mesh is None else self.mesh.whole
 
-    def missing_bytes(self, runner: Runner) -> int:
-        """Return the bytes by which the first executables exceed the memory. Waits for them."""
-        return runner.memory_bytes() + self.sizes.draft_bytes - self.memory_limit
+    def missing_bytes(self, memory_bytes: int) -> int:
+        """Return the bytes by which executables that need `memory_bytes` exceed the memory."""
+        return memory_bytes + self.sizes.draft_bytes - self.memory_limit
 
 
 def assemble(
@@ -133,7 +140,7 @@ def assemble(
       ConfigError: if the configuration does not fit the model or the machine.
     """
     startup = startup or StartupTimes()
-    design = _design(config, startup, folder)
+    design = _with_bundle(make_design(config, startup, folder))
     compilations = SinceReady()
     runner = _make_runner(design)
     with startup.phase("config"):  # the part that shapes do not depend on
@@ -177,11 +184,27 @@ def assemble(
     )
 
 
-def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) -> _Design:
+def make_design(
+    config: EngineConfig,
+    startup: StartupTimes,
+    folder: Path | None = None,
+    device: jax.Device | None = None,
+) -> Design:
+    """Make all choices, and check them and the model's files.
+
+    Args:
+      startup: records the phases.
+      folder: of the model. Default: resolved here.
+      device: default: the one that the configuration selects.
+
+    Raises:
+      ModelError: if the model cannot be served.
+      ConfigError: if the configuration does not fit the model or the machine.
+    """
     with startup.phase("config"):
         folder = folder or resolve(config.model.model, config.model.revision)
         spec = read_model_spec(config, folder)
-        device = choose_device(config)
+        device = device or choose_device(config)
         mesh = choose_mesh(config, device)
         shards = 1 if mesh is None else mesh.shards
         check_shards(spec, shards)
@@ -207,7 +230,7 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
             Residents(config=config, model=model, device=device, draft=draft, lora=lora)
         )
         use_compilation_cache(config)
-    return _Design(
+    return Design(
         config=config,
         folder=folder,
         spec=spec,
@@ -223,7 +246,27 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
     )
 
 
-def _load_weights(design: _Design) -> tuple[Leaves, Leaves]:
+def _with_bundle(design: Design) -> Design:
+    """Return the design with the bundle of `--compile-cache`, if its executables fit.
+
+    The default KV cache depends on the free memory. If the bundle's is smaller, it is used.
+    """
+    bundle = open_bundle(design.config, design.device)
+    if bundle is None:
+        return design
+    sizes, blocks = design.sizes, bundle.num_blocks
+    least = 1 if design.config.model.max_model_len is None else sizes.blocks_per_sequence
+    if design.config.cache.num_blocks is None and least <= blocks < sizes.kv.num_blocks:
+        sizes = sizes.with_blocks(design.config, blocks)
+    fitting = dataclasses.replace(design, sizes=sizes)
+    difference = bundle.difference(identity(fitting, runner_options(fitting)))
+    if difference is None:
+        return dataclasses.replace(fitting, bundle=bundle)
+    bundle.warn(f"not used, so this start compiles: {difference}")
+    return design
+
+
+def _load_weights(design: Design) -> tuple[Leaves, Leaves]:
     leaves = load_weights(
         design.model,
         design.folder,
@@ -236,21 +279,21 @@ def _load_weights(design: _Design) -> tuple[Leaves, Leaves]:
     return leaves, design.draft.load(design.model, leaves, design.place)
 
 
-def _fit_memory(design: _Design, runner: Runner) -> tuple[_Design, Runner]:
+def _fit_memory(design: Design, runner: Runner) -> tuple[Design, Runner]:
     """Compare XLA's memory needs with the memory. Return a smaller design if there is too little.
 
     Raises:
       ConfigError: if even a smaller KV cache does not fit.
     """
     runner.allocate()
-    missing = design.missing_bytes(runner)
+    missing = design.missing_bytes(runner.memory_bytes())
     if missing <= 0:
         return design, runner
     runner.background.cancel()
     runner.release()  # the caller still references it, and the next KV cache needs its memory
     design = dataclasses.replace(design, sizes=design.sizes.smaller(design.config, missing))
     runner = _make_runner(design)
-    missing = design.missing_bytes(runner)
+    missing = design.missing_bytes(runner.memory_bytes())
     if missing > 0:
         runner.background.cancel()
         raise ConfigError(
@@ -260,7 +303,7 @@ def _fit_memory(design: _Design, runner: Runner) -> tuple[_Design, Runner]:
     return design, runner
 
 
-def _log_sizes(design: _Design) -> None:
+def _log_sizes(design: Design) -> None:
     config, sizes, model, draft = design.config, design.sizes, design.model, design.draft
     log.info(
         "%s: %s of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
@@ -286,7 +329,7 @@ def _log_sizes(design: _Design) -> None:
 
 
 def _make_core(
-    design: _Design,
+    design: Design,
     runner: Runner,
     draft_model: DraftModel | None,
     tokenizer: Tokenizer | None,
@@ -374,7 +417,7 @@ def _check_adapters(config: EngineConfig, model: Model, shape: LoraShape) -> Non
             raise type(error)(f"--lora {option}: {error}") from error
 
 
-def _load_adapters(design: _Design, shape: LoraShape, runner: Runner) -> Adapters:
+def _load_adapters(design: Design, shape: LoraShape, runner: Runner) -> Adapters:
     """Load the adapters of `--lora`. No step is running yet."""
 
     def install(ref: LoraRef, path: str, run: Run) -> LoadedAdapter:
@@ -406,8 +449,14 @@ def _make_draft_probs(
     )
 
 
-def _make_runner(design: _Design) -> Runner:
+def _make_runner(design: Design) -> Runner:
     """Return a runner whose executables have begun to compile."""
+    runner = Runner(design.model, runner_options(design))
+    runner.compile()
+    return runner
+
+
+def runner_options(design: Design) -> RunnerOptions:
     config, sizes, speculation = design.config, design.sizes, design.config.speculation
     shapes = step_shapes(
         max_num_seqs=config.batch.max_num_seqs,
@@ -418,7 +467,7 @@ def _make_runner(design: _Design) -> Runner:
         deterministic=config.model.deterministic,
         platform=design.device.platform,
     )
-    options = RunnerOptions(
+    return RunnerOptions(
         shapes=shapes,
         first=first_shapes(shapes, design.device.platform),
         kv_shape=sizes.kv,
@@ -434,14 +483,22 @@ def _make_runner(design: _Design) -> Runner:
         lora=design.lora,
         memory_limit=design.memory_limit - sizes.draft_bytes,
         mesh=design.mesh,
+        bundle=design.bundle,
     )
-    runner = Runner(design.model, options)
-    runner.compile()
-    return runner
 
 
-def _make_draft_model(design: _Design, draft: Draft, runner: Runner) -> DraftModel:
+def _make_draft_model(design: Design, draft: Draft, runner: Runner) -> DraftModel:
     """Return a draft model whose executables compile with the runner's."""
+    options = draft_options(design, draft, runner.options, runner.resident_bytes)
+    draft_model = DraftModel(draft.model, options, runner.background)
+    draft_model.compile()
+    return draft_model
+
+
+def draft_options(
+    design: Design, draft: Draft, of_runner: RunnerOptions, resident_bytes: int
+) -> DraftModelOptions:
+    """Return the options of a draft model next to a runner, which holds `resident_bytes`."""
     config, sizes = design.config, design.sizes
     assert sizes.draft_kv is not None
     shared_bytes = draft.model.param_bytes - draft.param_bytes
@@ -454,7 +511,7 @@ def _make_draft_model(design: _Design, draft: Draft, runner: Runner) -> DraftMod
         proposes=design.draft_probs is not None,
         platform=design.device.platform,
     )
-    options = DraftModelOptions(
+    return DraftModelOptions(
         shapes=shapes,
         kv_shape=sizes.draft_kv,
         max_draft_tokens=config.speculation.max_draft_tokens,
@@ -463,13 +520,11 @@ def _make_draft_model(design: _Design, draft: Draft, runner: Runner) -> DraftMod
         sampler=design.kernels.sampler,
         draft_probs=design.draft_probs,
         uniform=config.model.deterministic,
-        compiler_options=runner.options.compiler_options,
-        memory_limit=design.memory_limit - runner.resident_bytes + shared_bytes,
+        compiler_options=of_runner.compiler_options,
+        memory_limit=design.memory_limit - resident_bytes + shared_bytes,
         mesh=design.mesh,
+        bundle=design.bundle,
     )
-    draft_model = DraftModel(draft.model, options, runner.background)
-    draft_model.compile()
-    return draft_model
 
 
 def choose_device(config: EngineConfig) -> jax.Device:
@@ -662,7 +717,8 @@ def use_compilation_cache(config: EngineConfig) -> None:
     """Turn JAX's persistent compilation cache on or off, for the whole process.
 
     Only the user may write to its folder, because JAX runs the executables in it. This also
-    applies to a folder of JAX's own setting, unless it is a URL.
+    applies to a folder of JAX's own setting, unless it is a URL. A bundle is no cache: with it,
+    the default folder is used.
 
     Raises:
       ConfigError: if `--compile-cache` or JAX's setting names a folder that cannot be used, or that
@@ -670,6 +726,8 @@ def use_compilation_cache(config: EngineConfig) -> None:
     """
     parallel = config.parallel
     named, from_jax = parallel.compile_cache_dir, jax.config.jax_compilation_cache_dir
+    if bundle_folder(config) is not None:
+        named = None
     enabled = parallel.compile_cache
     if enabled and (named is not None or not is_url(from_jax)):
         default = str(default_cache_folder())

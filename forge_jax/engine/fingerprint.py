@@ -41,7 +41,7 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
         "versions": [forge_jax.__version__, jax.__version__, version("jaxlib")],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "matmul_precision": jax.config.jax_default_matmul_precision,
-        "device": [device.platform, device.device_kind, _instructions(device)],
+        "device": [device.platform, device.device_kind, cpu_instructions(device)],
         "settings": settings,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
@@ -92,7 +92,7 @@ def _file_digest(file: Path, whole_bytes: int, num_samples: int) -> bytes:
     return digest.digest()
 
 
-def _instructions(device: jax.Device) -> str:
+def cpu_instructions(device: jax.Device) -> str:
     """Return the instruction set that XLA:CPU targets: it determines the order of sums."""
     if device.platform != "cpu":
         return ""

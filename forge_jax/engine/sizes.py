@@ -159,10 +159,8 @@ class Sizes:
         Raises:
           ConfigError: if no cache fits, or `--num-blocks` was set.
         """
-        draft_block_bytes = 0 if self.draft_kv is None else self.draft_kv.block_bytes
-        block_bytes = self.kv.block_bytes + draft_block_bytes
+        block_bytes = self.kv.block_bytes + self._draft_block_bytes
         blocks = coarse((self.kv.num_blocks * block_bytes - excess) // block_bytes)
-        room = blocks * self.kv.block_size
         what = f"the steps need {excess / GIB:.2f} GiB more than the device has"
         if config.cache.num_blocks is not None:
             raise ConfigError(
@@ -175,13 +173,22 @@ class Sizes:
                 f"{what}: lower --max-model-len, --max-num-seqs or --max-num-batched-tokens"
             )
         log.warning("%s: the KV cache is reduced to %d blocks", what, blocks)
+        return self.with_blocks(config, blocks)
+
+    def with_blocks(self, config: EngineConfig, blocks: int) -> Sizes:
+        """Return sizes with a KV cache of so many blocks, and a context that fits into it."""
+        room = blocks * self.kv.block_size
         return dataclasses.replace(
             self,
             max_model_len=_fit_context(config.model.max_model_len, self.max_model_len, room),
             kv=dataclasses.replace(self.kv, num_blocks=blocks),
             draft_kv=self.draft_kv and dataclasses.replace(self.draft_kv, num_blocks=blocks),
-            draft_bytes=self.draft_bytes - (self.kv.num_blocks - blocks) * draft_block_bytes,
+            draft_bytes=self.draft_bytes - (self.kv.num_blocks - blocks) * self._draft_block_bytes,
         )
+
+    @property
+    def _draft_block_bytes(self) -> int:
+        return 0 if self.draft_kv is None else self.draft_kv.block_bytes
 
 
 def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> None:

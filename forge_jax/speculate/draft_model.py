@@ -32,6 +32,7 @@ from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
+    from forge_jax.step.bundle import Bundle
     from forge_jax.step.kv_cache import KVShape
     from forge_jax.step.mesh import TensorMesh
     from forge_jax.step.options import CompilerOptions
@@ -52,6 +53,7 @@ class DraftModelOptions:
       draft_probs: receives the distributions of drafts, from shapes that propose.
       uniform: True in the deterministic tier.
       memory_limit: the device memory in bytes for weights, KV cache and a call; None: no limit.
+      bundle: holds executables that are loaded instead of compiled.
     """
 
     shapes: DraftShapes
@@ -65,6 +67,7 @@ class DraftModelOptions:
     uniform: bool = False
     compiler_options: CompilerOptions = field(default_factory=dict)
     memory_limit: int | None = None
+    bundle: Bundle | None = None
 
     @cached_property
     def placement(self) -> Placement:
@@ -97,7 +100,7 @@ class DraftModel:
         self._shapes = options.shapes
         self._ready: list[DraftShape] = []
         self._draft_probs = options.draft_probs
-        self._executables = Executables(options.compiler_options)
+        self._executables = Executables(options.compiler_options, bundle=options.bundle)
         self._compiled: dict[str, jax.stages.Compiled] = {}  # active
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: KV = ()
@@ -134,14 +137,9 @@ class DraftModel:
     def compile(self) -> None:
         """Start to lower and compile everything in threads."""
         executables, options = self._executables, self.options
-        sharding = options.placement.kv_sharding(self.model)
-        executables.add("new_kv", self._new_kv, out_shardings=sharding)
+        self.add_new_kv(executables)
         executables.pause(PATIENCE_S)  # serving starts without these
-        for shape in self._shapes.extend:
-            self._add(shape, make_extend(self._pass(shape)))
-        for shape in self._shapes.draft:
-            draft = make_draft(self._pass(shape), options.max_draft_tokens)
-            self._add(shape, draft, *options.placement.put(self._latest(shape)))
+        self.add_passes(executables)
         executables.close()
         shapes = [*self._shapes.extend, *self._shapes.draft]
         self.background.add(
@@ -151,6 +149,19 @@ class DraftModel:
             remedy="--num-blocks",
         )
         self.background.after_activation(self._check_complete)
+
+    def add_new_kv(self, executables: Executables) -> None:
+        """Add `new_kv() -> kv`."""
+        sharding = self.options.placement.kv_sharding(self.model)
+        executables.add("new_kv", self._new_kv, out_shardings=sharding)
+
+    def add_passes(self, executables: Executables) -> None:
+        """Add an executable for each shape, which extends the cache or drafts."""
+        for shape in self._shapes.extend:
+            self._add(executables, shape, make_extend(self._pass(shape)))
+        for shape in self._shapes.draft:
+            draft = make_draft(self._pass(shape), self.options.max_draft_tokens)
+            self._add(executables, shape, draft)
 
     def _pass(self, shape: DraftShape) -> DraftPass:
         return DraftPass(
@@ -162,11 +173,16 @@ class DraftModel:
             uniform=self.options.uniform,
         )
 
-    def _add(self, shape: DraftShape, function: Callable[..., Any], *proposed: Any) -> None:
+    def _add(
+        self, executables: Executables, shape: DraftShape, function: Callable[..., Any]
+    ) -> None:
         place, model = self.options.placement, self.model
         inputs = [place.leaves(model), place.kv(model, self.kv_shape), place.i32(shape.width)]
+        if shape.proposes:
+            assert self._draft_probs is not None
+            inputs.append(place.put(self._draft_probs.shapes))
         sharded = place.shard_step(model, function)
-        self._executables.add(shape.name, sharded, *inputs, *proposed, donate_argnums=1)
+        executables.add(shape.name, sharded, *inputs, donate_argnums=1)
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         """Return the active executables by name. Thread-safe."""

@@ -6,7 +6,7 @@ token's distribution is found by its slot and its position in the draft.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,8 +32,6 @@ class DraftProbs:
       device: where to put the arrays; with several devices they are replicated.
     """
 
-    latest: Proposed
-
     def __init__(
         self,
         *,
@@ -44,10 +42,27 @@ class DraftProbs:
     ):
         self._device = device
         self._shape = (num_slots, max_drafts, min(SUPPORT, vocab_size))
-        self.reset()
+        self._latest: Proposed | None = None
+
+    @property
+    def shapes(self) -> Any:
+        """The shapes of the arrays, as a `Proposed`."""
+        shape: Any = jax.ShapeDtypeStruct
+        return Proposed(shape(self._shape, np.int32), shape(self._shape, np.float32))
+
+    @property
+    def latest(self) -> Proposed:
+        if self._latest is None:
+            self.reset()
+        assert self._latest is not None
+        return self._latest
+
+    @latest.setter
+    def latest(self, proposed: Proposed) -> None:
+        self._latest = proposed
 
     def reset(self) -> None:
         """Recreate the arrays without any draft."""
         token_ids = np.full(self._shape, PADDING, np.int32)
         probability = np.zeros(self._shape, np.float32)
-        self.latest = Proposed(*jax.device_put((token_ids, probability), self._device))
+        self._latest = Proposed(*jax.device_put((token_ids, probability), self._device))

@@ -10,16 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from forge_jax.host import supervise
 from forge_jax.step.kv_cache import GIB
 from forge_jax.telemetry.compilations import expected
+
+if TYPE_CHECKING:
+    from forge_jax.step.bundle import Bundle, Stored
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +37,37 @@ class Executables:
 
     Args:
       compiler_options: XLA's options of each compilation.
+      bundle: holds executables that are loaded instead. Default: everything is compiled.
+      within: returns a context in which everything is traced.
     """
 
-    def __init__(self, compiler_options: Mapping[str, str | bool | int] | None = None):
+    def __init__(
+        self,
+        compiler_options: Mapping[str, str | bool | int] | None = None,
+        *,
+        bundle: Bundle | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
         self._options = dict(compiler_options or {})
+        self._bundle = bundle
+        self._within = within
         self._tracing = ThreadPoolExecutor(1, thread_name_prefix="forge-trace")
         self._compiling = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile")
         self._calling = ThreadPoolExecutor(1, thread_name_prefix="forge-call")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
         self._resumed = threading.Event()
+        self._one_at_a_time = threading.Lock()  # tracing that is not in its thread
 
     def add(self, name: str, function: Callable[..., Any], *args: Any, **jit_options: Any) -> None:
         """Queue `function` for the shapes `args`. The options are those of `jax.jit`."""
         jitted = jax.jit(function, **jit_options)
-        lowered = self._tracing.submit(jitted.lower, *args)
-        self._futures[name] = self._compiling.submit(self._compile, lowered)
+        stored = None if self._bundle is None else self._bundle.find(name, args)
+        if stored is None:
+            lowered = self._tracing.submit(self._lower, jitted, args)
+            self._futures[name] = self._compiling.submit(self._compile, lowered)
+        else:
+            turn = self._tracing.submit(lambda: None)  # after the pauses that were added before
+            self._futures[name] = self._compiling.submit(self._load, stored, turn, jitted, args)
 
     def call(self, name: str) -> Future[Any]:
         """Call `name`, which takes no arguments, as soon as it is compiled."""
@@ -64,7 +84,7 @@ class Executables:
         """Wait for an executable and return it. Raise the error of its compilation, if any."""
         return self._futures[name].result()
 
-    def __iter__(self) -> Iterable[str]:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._futures)
 
     def wait(self, name: str) -> None:
@@ -105,6 +125,23 @@ class Executables:
         self._tracing.shutdown(wait=False)
         self._compiling.shutdown(wait=False)
         self._calling.shutdown(wait=False)
+
+    def _lower(self, jitted: Any, args: tuple[Any, ...]) -> jax.stages.Lowered:
+        with self._within():
+            return jitted.lower(*args)
+
+    def _load(
+        self, stored: Stored, turn: Future[None], jitted: Any, args: tuple[Any, ...]
+    ) -> jax.stages.Compiled:
+        """Load a stored executable, or compile it if that fails."""
+        turn.result()
+        loaded = stored.load(self._options)
+        if loaded is not None:
+            return loaded
+        lowered: Future[jax.stages.Lowered] = Future()
+        with self._one_at_a_time:
+            lowered.set_result(self._lower(jitted, args))
+        return self._compile(lowered)
 
     def _compile(self, lowered: Future[jax.stages.Lowered]) -> jax.stages.Compiled:
         with expected():

@@ -16,6 +16,7 @@ from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.lora import LoraShape
+    from forge_jax.step.bundle import Bundle
     from forge_jax.step.draft_probs import DraftProbs
     from forge_jax.step.inputs import StepShape
     from forge_jax.step.kv_cache import KVShape
@@ -82,6 +83,7 @@ class RunnerOptions:
       command_buffers: allow XLA:GPU to use command buffers (CUDA graphs).
       lora: shape of the LoRA adapters. None: LoRA is off.
       memory_limit: bytes of the device that all of this may take. None: no limit.
+      bundle: holds executables that are loaded instead of compiled, if they have these shapes.
     """
 
     shapes: Sequence[StepShape]
@@ -99,6 +101,7 @@ class RunnerOptions:
     command_buffers: bool = True
     lora: LoraShape | None = None
     memory_limit: int | None = None
+    bundle: Bundle | None = None
 
     @property
     def first_shapes(self) -> list[StepShape]:

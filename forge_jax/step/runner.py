@@ -53,7 +53,7 @@ class Runner:
         self._builder = StepBuilder(model, options)
         self.state = StepState(self._builder, options)
         self._uploads = Uploads(options, model.spec.vocab_size)
-        self._executables = Executables(options.compiler_options)
+        self._executables = Executables(options.compiler_options, bundle=options.bundle)
         self._ready: list[StepShape] = []  # active, smallest first
         self._pooling = Pooling(options)
         self._new_state: Future[tuple[KV, Slots]] | None = None

@@ -76,7 +76,7 @@ class StepBuilder:
         ]
         probs = self._options.draft_probs
         if probs is not None and shape.max_drafts:
-            inputs.append(place.put(probs.latest))
+            inputs.append(place.put(probs.shapes))
         elif shape.pools:
             inputs.append(None)
         return [*inputs, self.sums] if shape.pools else inputs

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 # The environment variables of JAX's GPU allocator, and its default, as fractions of a device.
 _ALLOCATOR_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT_FRACTION = 0.75
+
+# Part of a GPU's published memory that its allocator can give out; the driver keeps the rest.
+_USABLE = 0.96
+
+_described: contextvars.ContextVar[int | None] = contextvars.ContextVar("described", default=None)
 
 
 def available_host_bytes() -> int:
@@ -56,9 +64,22 @@ def share_of_device(limit: int, fraction: float) -> int:
       limit: the allocator's limit in bytes, itself a fraction of the device.
       fraction: of the device.
     """
+    return min(limit, int(limit / _allocator_fraction() * fraction))
+
+
+def _allocator_fraction() -> float:
     found = [os.environ.get(name) for name in _ALLOCATOR_FRACTION]
-    of_allocator = next((float(text) for text in found if text), _DEFAULT_FRACTION)
-    return min(limit, int(limit / of_allocator * fraction))
+    return next((float(text) for text in found if text), _DEFAULT_FRACTION)
+
+
+@contextlib.contextmanager
+def described_memory(num_bytes: int) -> Iterator[None]:
+    """Use the size of a GPU that this process does not have, as `device_bytes` returns it."""
+    token = _described.set(int(num_bytes * _USABLE))
+    try:
+        yield
+    finally:
+        _described.reset(token)
 
 
 def device_bytes(device: jax.Device) -> tuple[int, int] | None:
@@ -66,6 +87,9 @@ def device_bytes(device: jax.Device) -> tuple[int, int] | None:
 
     The result is None if the device has no memory statistics, as on CPU.
     """
+    described = _described.get()
+    if described is not None:
+        return int(described * _allocator_fraction()), 0
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

@@ -21,7 +21,17 @@ from forge_serve.cli import reference as config_docs
 from forge_serve.config import ServerConfig
 
 FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli.main"]
-COMMANDS = ("serve", "chat", "generate", "batch", "bench", "profile", "convert", "doctor")
+COMMANDS = (
+    "serve",
+    "chat",
+    "generate",
+    "batch",
+    "bench",
+    "profile",
+    "convert",
+    "compile",
+    "doctor",
+)
 REQUIRED = (
     "--host --port --dtype --max-model-len --max-num-seqs --max-num-batched-tokens --block-size "
     "--num-blocks --memory-fraction --kv-cache --prefill-chunk-size --scheduling-policy --eviction "

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from forge_jax.errors import ConfigError
-from forge_kernels.devices import Gpu
+
+if TYPE_CHECKING:
+    from forge_kernels.devices import Gpu
 
 FOLDER = Path(__file__).parent
 SUFFIX = ".txtpb"
@@ -49,6 +51,8 @@ class Target:
 
     @property
     def gpu(self) -> Gpu:
+        from forge_kernels.devices import Gpu  # it imports JAX, which the command line does without
+
         major, minor = self.compute_capability.split(".")
         return Gpu((int(major), int(minor)), self.cores)
 

@@ -14,12 +14,13 @@ from typing import Any
 import forge_jax
 from forge_jax.config import EngineConfig, ModelConfig, ParallelConfig
 from forge_jax.config.aliases import check_implied
+from forge_jax.step.targets import TARGETS
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.tools.profile.config import Workload
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.cli import profile as profile_cli
 from forge_serve.cli.commands import bench, chat, doctor, generate
-from forge_serve.cli.commands.engine import check_model
+from forge_serve.cli.commands.engine import check_model, quiet_logs
 from forge_serve.cli.exit_status import INTERRUPTED, guarded, leave
 from forge_serve.cli.flags import (
     ENGINE_SECTIONS,
@@ -71,6 +72,11 @@ the server's URL and a curl command to try."""
 _CONVERT_HELP = """\
 Convert a model's weights to the format used for serving (fused, cast and packed). The output folder
 can be served like any other model folder and loads faster."""
+_COMPILE_HELP = """\
+Compile all executables of a model, and write them to a folder. A server with the same options loads
+them in place of tracing and compiling: forge-jax serve MODEL [options] --compile-cache FOLDER
+
+Weights are not read. With --target, no GPU is needed."""
 _BATCH_HELP = """\
 Run a batch file without a server. Responses are the same as the server's.
 
@@ -98,6 +104,7 @@ def make_parser() -> Parser:
     bench.add_to(commands)
     _add_profile(commands)
     _add_convert(commands)
+    _add_compile(commands)
     doctor.add_to(commands)
     for command in subparsers(parser).values():
         add_config(command)
@@ -243,6 +250,27 @@ def _add_convert(commands: Commands) -> None:
     convert.set_defaults(run=_convert)
 
 
+def _add_compile(commands: Commands) -> None:
+    compile_ = commands.add_parser(
+        "compile",
+        help="compile a model's executables before it is served",
+        usage="forge-jax compile [MODEL] --output FOLDER [options]",
+        description=_COMPILE_HELP,
+    )
+    add_model(compile_)
+    compile_.add_argument(
+        "--output", required=True, metavar="FOLDER", help="output folder: new or empty"
+    )
+    compile_.add_argument(
+        "--target",
+        choices=(*TARGETS, "cpu"),
+        help="device to compile for; this machine need not have it (default: the device that "
+        "--backend and --device select)",
+    )
+    add_sections(compile_, ENGINE_SECTIONS)
+    compile_.set_defaults(run=_compile)
+
+
 def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
     gc.disable()  # until the engine is ready: garbage collection takes a tenth of the startup
     try:
@@ -265,6 +293,17 @@ def _convert(options: dict[str, Any]) -> int:
     from forge_jax.tools.convert import convert, summary
 
     print(summary(convert(config, out)))
+    return 0
+
+
+def _compile(options: dict[str, Any]) -> int:
+    out, target = options.pop("output"), options.pop("target")
+    config = EngineConfig.from_options(**options)
+    check_model(config)
+    quiet_logs()
+    from forge_jax.tools.compile import compile_bundle, summary
+
+    print(summary(compile_bundle(config, out, target)))
     return 0
 
 

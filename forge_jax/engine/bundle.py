@@ -1,0 +1,162 @@
+"""The identity of an engine's executables, and the choice of a bundle by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+import forge_jax
+import forge_kernels
+from forge_jax.engine.fingerprint import cpu_instructions
+from forge_jax.errors import ConfigError
+from forge_jax.step.bundle import Bundle, BundleError, is_bundle
+from forge_kernels import cpu
+
+if TYPE_CHECKING:
+    from forge_jax.config import EngineConfig
+    from forge_jax.engine.builder import Design
+    from forge_jax.models.decoder import Model
+    from forge_jax.step.options import RunnerOptions
+
+PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")  # XLA's compiler for GPUs
+JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+FAST_COMPILES = "jax_disable_most_optimizations"
+
+log = logging.getLogger(__name__)
+
+
+def bundle_folder(config: EngineConfig) -> Path | None:
+    """Return the folder of `--compile-cache` if it is a bundle."""
+    named = config.parallel.compile_cache_dir
+    return Path(named) if named is not None and is_bundle(Path(named)) else None
+
+
+def open_bundle(config: EngineConfig, device: jax.Device) -> Bundle | None:
+    """Open the bundle of `--compile-cache`. None without one, or after a warning.
+
+    Raises:
+      ConfigError: if another user can write to the bundle.
+    """
+    folder = bundle_folder(config)
+    if folder is None:
+        return None
+    try:
+        return Bundle(folder, device)
+    except PermissionError as error:
+        raise ConfigError(f"--compile-cache {folder}: {error}") from error
+    except BundleError as error:
+        log.warning("bundle %s: not used, so this start compiles: %s", folder, error)
+        return None
+
+
+def identity(design: Design, options: RunnerOptions) -> dict[str, Any]:
+    """Return everything that determines the executables, by name. JSON-serializable.
+
+    Options have the names of their flags, because messages show a name and its values.
+    """
+    config, sizes, model = design.config, design.sizes, design.model
+    return {
+        **_environment(design.device),
+        "--tensor-parallel": design.shards,
+        "--dtype": model.dtype.name,
+        "--kv-dtype": str(sizes.kv.storage),
+        "--kernels": [options.implementation, options.sampler, cpu.identity()],
+        "--max-num-seqs": config.batch.max_num_seqs,
+        "--max-num-batched-tokens": sizes.max_num_batched_tokens,
+        "--max-model-len": sizes.max_model_len,
+        "--block-size": sizes.kv.block_size,
+        "--num-blocks": config.cache.num_blocks or f"the default, {sizes.kv.num_blocks}",
+        "--deterministic": options.deterministic,
+        "--no-command-buffers": not options.command_buffers,
+        "--max-loras": None if options.lora is None else options.lora.places,
+        "--max-lora-rank": None if options.lora is None else options.lora.rank,
+        "model": _digest([_described(model), config.model.gguf_weights]),
+        "--draft-model": None if design.draft is None else _digest(_described(design.draft.model)),
+        "--draft-verification": options.verification,
+        "--max-draft-tokens": config.speculation.max_draft_tokens,
+        "shapes of steps": [shape.name for shape in options.shapes],
+        "shapes of steps in detail": _digest([dataclasses.asdict(each) for each in options.shapes]),
+        "compiler options": options.compiler_options,
+    }
+
+
+def _environment(device: jax.Device) -> dict[str, Any]:
+    """Return versions, settings and the device."""
+    plugins = [found for name in PLUGINS if (found := _version(name)) is not None]
+    on_cpu = device.platform == "cpu"
+    return {
+        "forge-jax": forge_jax.__version__,
+        "forge-jax's source code": _source_digest(),
+        "jax": jax.__version__,
+        "jaxlib": _version("jaxlib"),
+        "XLA's CUDA plugin": None if on_cpu or not plugins else plugins[0],
+        "device": _device(device),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS") or None,
+        **{name: getattr(jax.config, name) for name in JAX_SETTINGS},
+        FAST_COMPILES: jax.config.read(FAST_COMPILES),
+    }
+
+
+def _device(device: Any) -> str:
+    """Return what executables require of a device.
+
+    On a CPU, XLA uses its instructions, and divides work by its cores. GPUs with the same figures
+    run the same programs.
+    """
+    if device.platform != "cpu":
+        return (
+            f"{device.platform}, compute capability {device.compute_capability}, "
+            f"{device.core_count} multiprocessors"
+        )
+    name = cpu_instructions(device).splitlines()[0].partition(":")[2].strip()
+    return f"{name}, {os.cpu_count()} cores, instructions {_digest(cpu_instructions(device))}"
+
+
+def _described(model: Model) -> dict[str, Any]:
+    leaves = zip(model.names, model.leaves, strict=True)
+    return {
+        "spec": dataclasses.asdict(model.spec),
+        "leaves": [[name, leaf.shape, leaf.dtype] for name, leaf in leaves],
+        "formats": model.formats,
+    }
+
+
+def _source_digest() -> str:
+    """Hash the code of both packages, which may change without a new version."""
+    digest = hashlib.sha256()
+    for package in (forge_jax, forge_kernels):
+        folder = Path(package.__path__[0])
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.relative_to(folder).as_posix().encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=_canonical)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _canonical(value: Any) -> Any:
+    """Return an equal value for JSON that is the same in every process."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, np.dtype):
+        return value.name
+    raise TypeError(f"{type(value).__name__} has no canonical form")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
