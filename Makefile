@@ -42,11 +42,12 @@ test-clients: .venv/.serve .venv-clients/.clients $(NODE_CLIENTS)/node_modules/.
 test-browser: .venv/.serve .venv-browser/.driver ## test the page in headless Chromium
 	.venv-browser/bin/python -m pytest -c tests/browser/pytest.ini tests/browser $(ARGS)
 
-test-cuda-compile: .venv-aot/.aot ## compile kernels, steps, products and experts for five GPUs; needs no GPU
+test-cuda-compile: .venv-aot/.aot ## compile kernels, steps, products, experts and bundles for five GPUs; needs no GPU
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/linears.py $(filter --quick,$(ARGS))
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/experts.py $(filter --quick,$(ARGS))
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/predictions.py $(filter --quick,$(ARGS))
+	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/bundle.py $(filter --quick,$(ARGS))
 
 soak: .venv/.dev ## run the long tests: leaks, millions of scheduler steps
 	$(BIN)/python -m pytest -m soak --timeout 3600

@@ -1,14 +1,17 @@
 """Measure the time from a start to the first answer and to full speed, next to bare imports.
 
-    python -m benchmarks.startup [--model forge-tiny] [--rounds 5] [--kinds warm cold]
+    python -m benchmarks.startup [--model forge-tiny] [--rounds 5] [--kinds warm cold bundle]
                                  [--output FILE.json]
 
-Each round starts three processes in turn: Python with a server's imports, a server with a warm
-compilation cache, and one with a cold cache. All times count from the start of a process, as seen
-from outside. Imports end with a printed line. A server prints its address, and `/health` later
-reports "ready".
+Each round starts processes in turn: Python with a server's imports, and a server of each kind. All
+times count from the start of a process, as seen from outside. Imports end with a printed line. A
+server prints its address, and `/health` later reports "ready".
 
-The cold cache is a new empty folder each time. Files are in the page cache, and the C++ kernels are
+- warm: with a compilation cache that an earlier start filled.
+- cold: with a new empty folder as its cache each time.
+- bundle: with executables that `forge-jax compile` wrote before the first round.
+
+Files are in the page cache, and the C++ kernels are
 built, except in the first run, which is not counted. For models in a folder or file the report has
 floors (`benchmarks.floors`). They are the times to read the bytes, to write as much new memory, and
 to copy it.
@@ -38,14 +41,18 @@ IMPORTS = (
     "tokenizers, jinja2, psutil, tqdm"
 )
 BARE = f"import {IMPORTS}; jax.devices(); print('imported', flush=True)"
-KINDS = ("warm", "cold")
+KINDS = ("warm", "cold", "bundle")
+DEFAULT_KINDS = ("warm", "cold")
+TITLES = {"warm": "warm cache", "cold": "cold cache", "bundle": "bundle"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = reports.parser(
         "startup", "Measure the time that a start takes.", model="forge-tiny", rounds=5
     )
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of caches")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=DEFAULT_KINDS, help="of starts"
+    )
     parser.add_argument("--serve-args", default="", help='more flags, such as "--max-num-seqs 8"')
     args = parser.parse_args(argv)
     arguments = [args.model, *args.serve_args.split()]
@@ -58,11 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    arguments: Sequence[str], num_rounds: int, kinds: Sequence[str] = KINDS
+    arguments: Sequence[str], num_rounds: int, kinds: Sequence[str] = DEFAULT_KINDS
 ) -> dict[str, Any]:
     """Return all rounds and their medians, in seconds."""
     rounds, floors = [], []
-    with tempfile.TemporaryDirectory() as warm:
+    with tempfile.TemporaryDirectory() as folder:
+        warm, bundle = f"{folder}/warm", f"{folder}/bundle"
+        if "bundle" in kinds:
+            write_bundle(arguments, bundle)
         start(arguments, warm)  # fills the cache
         for index in range(num_rounds):
             figures: dict[str, Any] = {"imports_s": bare_imports()}
@@ -71,6 +81,8 @@ def measure(
             if "cold" in kinds:
                 with tempfile.TemporaryDirectory() as cold:
                     figures["cold"] = start(arguments, cold)
+            if "bundle" in kinds:
+                figures["bundle"] = start(arguments, bundle)
             if Path(arguments[0]).exists():
                 floors.append(seconds_at_best(Path(arguments[0])))
             rounds.append(figures)
@@ -89,6 +101,14 @@ def start(arguments: Sequence[str], cache_folder: str) -> dict[str, Any]:
             "peak_bytes": peak_bytes(server.pid),
             "phases_s": phases,
         }
+
+
+def write_bundle(arguments: Sequence[str], folder: str) -> None:
+    command = [sys.executable, "-m", "forge_serve", "compile", *arguments, "--output", folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"no bundle was written: {done.stderr.strip()}")
+    reports.progress(done.stdout.strip())
 
 
 def peak_bytes(pid: int) -> int:
@@ -138,7 +158,7 @@ def table(report: dict[str, Any]) -> str:
         inner = ", ".join(f"{n} {s:.2f}" for n, s in phases if n not in ("serving", "ready"))
         values = [figures[name] for name in ("serving_s", "ready_s", "serving_per_imports")]
         cells = [reports.number(value, 2) for value in (*values, figures["peak_bytes"] / 1e9)]
-        rows.append((f"{kind} cache", *cells, inner))
+        rows.append((TITLES[kind], *cells, inner))
     for name, title in FLOORS.items() if report["floors"] else ():
         seconds = statistics.median(floors[name] for floors in report["floors"])
         rows.append((title, "-", reports.number(seconds, 2), "-", "-", "-"))

@@ -276,6 +276,7 @@ class ParallelConfig:
         "write access to trusted users, because cached executables are loaded and run. Default: "
         "$JAX_COMPILATION_CACHE_DIR, or ~/.cache/forge-jax/xla",
         flag="--compile-cache",
+        essential=True,
     )
     compile_cache: bool = option(
         True,

@@ -73,10 +73,9 @@ _CONVERT_HELP = """\
 Convert a model's weights to the format used for serving (fused, cast and packed). The output folder
 can be served like any other model folder and loads faster."""
 _COMPILE_HELP = """\
-Compile all executables of a model, and write them to a folder. A server with the same options loads
-them in place of tracing and compiling: forge-jax serve MODEL [options] --compile-cache FOLDER
-
-Weights are not read. With --target, no GPU is needed."""
+Compile all executables of a model, and write them to a folder. To load them, run serve with the
+same options and --compile-cache FOLDER. It then neither traces nor compiles. Weights are not read.
+With --target, no GPU is needed."""
 _BATCH_HELP = """\
 Run a batch file without a server. Responses are the same as the server's.
 
