@@ -261,6 +261,7 @@ def _with_bundle(design: Design) -> Design:
     fitting = dataclasses.replace(design, sizes=sizes)
     difference = bundle.difference(identity(fitting, runner_options(fitting)))
     if difference is None:
+        log.info("loading the executables of the bundle %s", bundle.folder)
         return dataclasses.replace(fitting, bundle=bundle)
     bundle.warn(f"not used, so this start compiles: {difference}")
     return design

@@ -64,12 +64,13 @@ def identity(design: Design, options: RunnerOptions) -> dict[str, Any]:
     Options have the names of their flags, because messages show a name and its values.
     """
     config, sizes, model = design.config, design.sizes, design.model
+    library = cpu.identity() if design.device.platform == "cpu" else None
     return {
         **_environment(design.device),
         "--tensor-parallel": design.shards,
         "--dtype": model.dtype.name,
         "--kv-dtype": str(sizes.kv.storage),
-        "--kernels": [options.implementation, options.sampler, cpu.identity()],
+        "--kernels": [options.implementation, options.sampler, library],
         "--max-num-seqs": config.batch.max_num_seqs,
         "--max-num-batched-tokens": sizes.max_num_batched_tokens,
         "--max-model-len": sizes.max_model_len,

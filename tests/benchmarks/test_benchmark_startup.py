@@ -59,6 +59,27 @@ def test_model_folder_has_floors_and_one_kind_is_enough(tmp_path, monkeypatch):
     assert all(f"| {title} |" in text for title in FLOORS.values())
 
 
+def test_bundle_is_written_before_the_rounds(tmp_path, monkeypatch):
+    started, wrote = [], []
+
+    def start(_: object, folder: str) -> dict:
+        started.append(folder)
+        return {"serving_s": 1.0, "ready_s": 2.0, "peak_bytes": 3e9, "phases_s": {}}
+
+    monkeypatch.setattr(startup, "start", start)
+    monkeypatch.setattr(startup, "write_bundle", lambda _, folder: wrote.append(folder))
+    monkeypatch.setattr(startup, "bare_imports", lambda: 1.0)
+    report = reports.new("startup", **startup.measure(["forge-tiny"], 2, ["bundle"]))
+    assert wrote == [started[1]] and started[1:] == 2 * wrote
+    assert "| bundle | 1.00 | 2.00 | 1.00 | 3.00 |" in startup.table(report)
+
+
+def test_failed_bundle_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BenchmarkError, match=r"no bundle was written: .*is not empty"):
+        startup.write_bundle(["forge-tiny"], str(tmp_path))
+
+
 def test_failing_imports_are_an_error(monkeypatch):
     monkeypatch.setattr(startup, "BARE", "import sys; sys.exit(3)")
     with pytest.raises(BenchmarkError, match="installed"):
