@@ -80,8 +80,8 @@ class Cell:
     @property
     def shape(self) -> StepShape:
         """The engine's smallest decode step for the batch."""
-        largest = max(4, self.batch)
-        return StepShape.decode(next(b for b in decode_sizes(largest, "gpu") if b >= self.batch))
+        sizes = decode_sizes(1 << max(2, (self.batch - 1).bit_length()), "gpu")
+        return StepShape.decode(next(size for size in sizes if size >= self.batch))
 
 
 def predict(key: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:

@@ -115,9 +115,15 @@ def check(devices: Sequence[str], models: Sequence[str], quantizations: Sequence
     """Raise ConfigError with the argument that is invalid, or without a CUDA compiler."""
     from forge_jax.step.targets import Target
     from forge_jax.weights.ggml_types import TYPES
+    from forge_kernels.devices import OLDEST
 
     for device in devices:
-        Target.read(device)
+        target = Target.read(device)
+        if target.gpu.capability < OLDEST:
+            raise ConfigError(
+                f"--predict: {target.name} has compute capability {target.compute_capability}: use "
+                f"a GPU with {'.'.join(map(str, OLDEST))} or newer"
+            )
     for name in models:
         if name not in MODELS:
             raise ConfigError(f"--predict: no model {name!r}: use {', '.join(MODELS)}")

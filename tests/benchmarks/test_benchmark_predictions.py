@@ -244,6 +244,13 @@ def test_invalid_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_gpu_that_the_kernels_do_not_support_is_rejected(tmp_path, capsys):
+    file = tmp_path / "t4.txtpb"
+    file.write_text((FOLDER / "l4.txtpb").read_text().replace("major: 8", "major: 7", 1))
+    assert main(["--predict", str(file), "llama-3.1-8b"]) == 1
+    assert "compute capability 7.9: use a GPU with 8.0 or newer" in capsys.readouterr().err
+
+
 def test_a_missing_compiler_is_named_with_its_installation(monkeypatch, capsys):
     monkeypatch.setattr(predictions, "has_compiler", lambda: False)
     assert main(["--predict", "h200", "llama-3.1-8b"]) == 1
