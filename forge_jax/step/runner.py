@@ -8,6 +8,9 @@ starts the copy of the result. `read` waits for it.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+from collections import deque
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +33,22 @@ if TYPE_CHECKING:
     from forge_jax.schedule.plan import StepPlan, StepResult
     from forge_jax.step.inputs import StepShape
     from forge_jax.step.options import RunnerOptions
+
+
+# Results of the latest steps of all runners, including runners that no longer exist.
+_latest: deque[jax.Array] = deque(maxlen=8)
+
+
+@atexit.register
+def _finish_steps() -> None:
+    """Wait for results that no caller reads, such as those of the step ahead of the last one.
+
+    JAX copies results to the host in its own threads. Such a thread aborts the process if it needs
+    the interpreter after its end ("terminate called without an active exception").
+    """
+    while _latest:
+        with contextlib.suppress(Exception):  # of a step that has failed
+            np.asarray(_latest.popleft())
 
 
 class Runner:
@@ -156,6 +175,7 @@ class Runner:
         packed, masks, params = self._uploads.step(plan, shape)
         out, pooled = self.state.run(shape, packed, masks)
         out.packed.copy_to_host_async()
+        _latest.append(out.packed)
         return Pending(plan, shape, out, params, pooled)
 
     def read(self, pending: Pending) -> StepResult:

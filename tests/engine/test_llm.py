@@ -5,6 +5,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,6 +28,31 @@ STORY = (
     "One day, she saw a big, red ball."
 )
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
+
+
+# Ends while the step ahead of the last one still runs: a large prompt whose result is not read.
+ENDS_EARLY = """
+import sys
+from forge_jax import LLM, SamplingParams
+from forge_jax.step import state
+
+llm = LLM(sys.argv[1], max_num_seqs=4, max_num_batched_tokens=64, num_blocks=64)
+core = llm._core
+core.add(llm._request([1] * 300, SamplingParams(max_tokens=8)))
+run = state.StepState.run
+
+
+def slow(self, *args):
+    for _ in range(200):  # the device is busy with other steps
+        out = run(self, *args)
+    return out
+
+
+state.StepState.run = slow
+core.tick()
+del llm, core
+print("ends", flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +82,12 @@ def one(llm: LLM, prompt=PROMPT, **params):
 
 def used_blocks(llm: LLM) -> int:
     return core_of(llm).scheduler.pool.num_used
+
+
+def test_process_can_exit_while_a_step_runs(short_stories):
+    command = [sys.executable, "-c", ENDS_EARLY, str(short_stories)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
 def test_trained_model_tells_its_story(llm):
