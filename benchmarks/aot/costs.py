@@ -26,7 +26,7 @@ GRAPH_GAP_S = 1.3e-6
 # et al. 2024, arXiv:2402.13499).
 MEMORY_WAIT_S = 0.6e-6
 KERNEL_S = GRAPH_GAP_S + MEMORY_WAIT_S
-# NCCL's own model of a small collective on one host, for the LL protocol on a ring (`tuning.cc`).
+# The cost model in NCCL's `tuning.cc` for small collectives on one host: LL protocol, ring.
 # It has a base time, a time per step over NVLink or PCIe, and a part of the bandwidth.
 COLLECTIVE_S = 6.6e-6
 NVLINK_STEP_S, PCIE_STEP_S = 0.6e-6, 1.0e-6
@@ -93,7 +93,7 @@ class Device:
         """Return the time of a collective of `shards` GPUs, each of which sends `num_bytes`."""
         rate, step_s = self.link
         steps = (2 if kind == "all-reduce" else 1) * (shards - 1)
-        # Each step of an all-reduce sends a shard of the array. A gather sends all of its own.
+        # Per ring step, an all-reduce sends 1/N of the array, an all-gather one shard.
         sent = num_bytes / shards if kind == "all-reduce" else num_bytes
         return COLLECTIVE_S + steps * (step_s + sent / (COLLECTIVE_PART * rate))
 

@@ -1,4 +1,4 @@
-"""Predicted decode steps of one GPU, compiled without it. Runs in a process of its own per GPU."""
+"""Predict decode steps of one GPU, compiled without the GPU. Each GPU needs its own process."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def weight_bytes(model: Model) -> float:
 def row_of(
     target: Target, cell: Cell, found: list[Kernel], context: int, shards: int
 ) -> dict[str, Any]:
-    """Return the figures of one prediction; bytes and times are those of each GPU."""
+    """Return the figures of one prediction. Bytes and times are per GPU."""
     cost = cost_of(target, cell, found, context, shards)
     device = Device.of(target)
     model = build_model(cell.spec(), formats=cell.formats(target), shards=shards)

@@ -45,7 +45,7 @@ def _fused() -> frozenset[Values]:
 
 
 def quantizations(fused: frozenset[Values], tiny: bool = False) -> dict[str, Quantization]:
-    """Return the storage formats by name, for a device that converts the values `fused`."""
+    """Return the storage formats by name. The device converts `fused` values inside products."""
     outputs, inputs = (256, 512) if tiny else (OUTPUTS, INPUTS)
 
     def of(values: Any, group: int, **options: Any) -> Quantization:

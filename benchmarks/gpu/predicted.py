@@ -1,7 +1,7 @@
 """Predicted times next to measured ones, on the GPUs that they are for.
 
-The compiler is not needed: steps and products are those of the committed predictions. Every
-function returns the columns of a row, which are none on another device.
+Steps and products come from the committed predictions, so no compiler is needed. Every function
+returns the columns of a row, and no columns on a device without predictions.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def cells(models: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str,
 
 
 def predictions(devices: Sequence[str], cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of all devices, each from a process of its own.
+    """Return the rows of all devices. Each device is compiled in its own process.
 
     Mosaic compiles for only one GPU per process. The processes must start without JAX, because it
     reads the compiler's settings at import.
@@ -212,7 +212,7 @@ def markdown(report: dict[str, Any]) -> str:
             f"# {TITLE}",
             reports.heading(report),
             "Expected times of decode steps, compiled without a GPU. Bytes, kernels and times are "
-            "those of each GPU.",
+            "per GPU.",
             *sections,
             "Assumptions (`benchmarks/aot/costs.py`):",
             assumed,
