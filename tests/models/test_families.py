@@ -21,20 +21,16 @@ from forge_kernels import cpu
 from forge_kernels.attention.cpu_ffi import unsupported
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
-BY_FAMILY = {
-    "MistralForCausalLM": "mistral_window",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2_window",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "Phi3ForCausalLM": "phi3_long",
-    "Olmo2ForCausalLM": "olmo2",
-    "GraniteForCausalLM": "granite",
-    "SmolLM3ForCausalLM": "smollm3",
-    "LlamaForCausalLM": "llama_bias",
-}
+MODELS = sorted(path.parent.name for path in GOLDENS.glob("*/golden.safetensors"))
+
+
+def architecture_of(name: str) -> str:
+    return json.loads((GOLDENS / name / "config.json").read_text())["architectures"][0]
+
+
+BY_FAMILY = {architecture_of(name): name for name in MODELS}
+# After rounding, mixtral_window's routers choose other experts, which differ completely.
+PACKED = sorted({*BY_FAMILY.values(), "mixtral", "qwen3_moe"} - {"mixtral_window"})
 
 
 @pytest.fixture
@@ -197,7 +193,7 @@ def _kernels(compilation_cache):
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("name", [*sorted({*BY_FAMILY.values()}), "qwen3_moe_step"])
+@pytest.mark.parametrize("name", PACKED)
 @pytest.mark.quick_cases(1)
 def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
     stored = read_header(GOLDENS / name / "golden.safetensors")

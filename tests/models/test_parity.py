@@ -15,12 +15,7 @@ from forge_jax.checkpoint.safetensors import read_header
 from forge_kernels.attention import kv_shape_dtype
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-GOLDENS = (
-    *("llama2", "llama31", "llama32_tied", "llama_bias", "mistral_window"),
-    *("mixtral", "mixtral_window", "qwen3_moe", "qwen3_moe_step"),
-    *("qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3", "phi3", "phi3_long"),
-    *("olmo2", "granite", "smollm3"),
-)
+GOLDENS = sorted(path.parent.name for path in FIXTURES.glob("goldens/*/golden.safetensors"))
 STORY = ", there was a little girl named Lily. She loved to play outside in the park."
 
 
