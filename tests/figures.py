@@ -16,9 +16,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
 TESTS = (
-    *("test_parity", "test_families", "test_gguf", "test_gguf_blocks", "test_torch_bin"),
-    *("test_converted", "test_quantized", "test_quantized_experts", "test_quantization"),
-    "test_lora_models",
+    *("test_parity", "test_families", "test_gguf", "test_quantized", "test_quantized_experts"),
+    *("test_quantization", "test_lora_models"),
 )
 PARALLEL = [f"tests/parallel/test_{name}.py" for name in ("tensor_parallel", "parallel_forms")]
 # By table: the title of its rows, and its columns.
@@ -39,9 +38,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "forms": (
         "format",
         {
-            "values": "values",
             "logits": "logits",
-            "bits": "bits per value in memory",
             "devices": "MLP on 4 devices",
             "experts": "experts",
         },

@@ -35,15 +35,15 @@ def test_figures_are_within_their_limits(name):
 
 def test_recorded_figures_become_rows_in_order():
     figures = Figures()
-    for row, column, value in (("b", "values", "same bits"), ("a", "logits", 1.234e-7)):
+    for row, column, value in (("b", "experts", "same bits"), ("a", "logits", 1.234e-7)):
         report = pytest.TestReport("x", ("", 0, ""), {}, "passed", None, "call")
         report.user_properties = [("figure", ("forms", row, column, value)), ("other", 1)]
         figures.pytest_runtest_logreport(report)
     failed = pytest.TestReport("x", ("", 0, ""), {}, "failed", None, "call")
-    failed.user_properties = [("figure", ("forms", "c", "values", "same bits"))]
+    failed.user_properties = [("figure", ("forms", "c", "experts", "same bits"))]
     figures.pytest_runtest_logreport(failed)
     assert table("forms", figures.noted["forms"]) == (
-        "| format | values | logits | bits per value in memory | MLP on 4 devices | experts |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-        "| b | same bits | - | - | - | - |\n| a | - | 1.2e-07 | - | - | - |\n"
+        "| format | logits | MLP on 4 devices | experts |\n"
+        "| --- | --- | --- | --- |\n"
+        "| b | - | - | same bits |\n| a | 1.2e-07 | - | - |\n"
     )

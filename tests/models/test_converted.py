@@ -110,12 +110,11 @@ def test_quantized_values_match_the_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama32_tied", "qwen3", "gemma3", "phi3", "mixtral"])
-def test_converted_bits_match_the_model(name, goldens, tmp_path, figure):
+def test_converted_bits_match_the_model(name, goldens, tmp_path):
     source = goldens / name
     out = converted(source, tmp_path / "out")
     assert read_spec(out) == read_spec(source)
     assert_same_bits(engine_leaves(out), engine_leaves(source))
-    figure("forms", "converted", "values", "same bits")
 
 
 @pytest.mark.parametrize("options", [{}, {"kernels": "xla"}, {"quantization": "int8"},

@@ -84,7 +84,7 @@ def test_logits_match_hugging_face(name, goldens, tmp_path):
 @pytest.mark.parametrize(
     "kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1], ids=lambda kind: kind.name
 )
-def test_rounded_matrices_match_ggml(kind, goldens, tmp_path, figure):
+def test_rounded_matrices_match_ggml(kind, goldens, tmp_path):
     """The reference is a folder with the values from ggml's own package."""
     folder, rounded = goldens / "llama31", tmp_path / "rounded"
     rounded.mkdir()
@@ -99,7 +99,6 @@ def test_rounded_matrices_match_ggml(kind, goldens, tmp_path, figure):
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     got = load(file, dtype="float32", gguf_weights="decoded")
     assert_same_weights(got, load(rounded))
-    figure("forms", f"GGUF {kind.name}", "values", "same bits")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_rounded_matrices_match_ggml(kind, goldens, tmp_path, figure):
     [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q4_0, Q.Q8_0, Q.IQ4_NL, Q.IQ4_XS],
     ids=lambda kind: kind.name,
 )
-def test_blocks_of_256_match_ggml(kind, tmp_path, monkeypatch, figure):
+def test_blocks_of_256_match_ggml(kind, tmp_path, monkeypatch):
     """Uses random blocks, in chunks of some rows, with the rows of queries reordered."""
     monkeypatch.setattr("forge_jax.checkpoint.gguf.weights.CHUNK_ELEMENTS", 512 * 3)
     rng = np.random.default_rng(kind)
@@ -144,7 +143,6 @@ def test_blocks_of_256_match_ggml(kind, tmp_path, monkeypatch, figure):
         np.testing.assert_array_equal(rounded, out.astype(ml_dtypes.bfloat16))
         some = np.array([5, 0, 63, 17])  # as numbers and scales, for computations on them
         np.testing.assert_array_equal(weight.read_blocks(some).floats(), out[some])
-    figure("forms", f"GGUF {kind.name}", "values", "same bits")
 
 
 @pytest.mark.parametrize(

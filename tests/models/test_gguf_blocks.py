@@ -81,7 +81,7 @@ def needs_kernels():
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_blocks_unpack_to_the_dequantizers_values(name, figure):
+def test_blocks_unpack_to_the_dequantizers_values(name):
     kind = Q[name]
     data = random_blocks(np.random.default_rng(kind), kind, 40, 512)
     form = BY_NAME[name]
@@ -92,7 +92,6 @@ def test_blocks_unpack_to_the_dequantizers_values(name, figure):
     least, most = (-128, 127) if blocks.values == "int8" else (0, 15) if blocks.minima else (-8, 7)
     assert least <= rows.values.min() and rows.values.max() <= most
     assert blocks.bytes * 256 // blocks.size == BYTES[name]
-    figure("forms", f"GGUF {name}", "bits", f"{BYTES[name] / 32:.2f}")
 
 
 def test_every_matrix_takes_the_bytes_of_its_type(zoo):

@@ -228,7 +228,6 @@ def test_logits_match_the_definition(written, figure):
     ours = logits(written.loaded)
     rows = np.linalg.norm(ours - want, axis=1) / np.linalg.norm(want, axis=1)
     form = next(name for name, each in CASES.items() if each is case)
-    figure("forms", form, "values", "same bits")
     figure("forms", form, "logits", np.median(rows))
     assert np.median(rows) < 2e-6
     assert rows.max() < (5e-6 if case.round_rows is None else 0.03)

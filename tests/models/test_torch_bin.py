@@ -74,11 +74,10 @@ def leaves_of(folder):
 # Supported content
 
 
-def test_bin_files_give_the_same_leaves(model_folder, goldens, tensors, figure):
+def test_bin_files_give_the_same_leaves(model_folder, goldens, tensors):
     writer.save(model_folder / "pytorch_model.bin", tensors)
     for ours, theirs in zip(leaves_of(model_folder), leaves_of(goldens / "llama2"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    figure("forms", "PyTorch .bin", "values", "same bits")
 
 
 def test_shards_are_found_through_the_index(model_folder, goldens, tensors):
