@@ -1,7 +1,7 @@
 """The engine's configuration: frozen dataclasses with keyword-only fields.
 
-Each field has its default, help text and command-line flag. `forge-jax serve --help` and
-docs/configuration.md are generated from them.
+Each field has its default, help text and command-line flag. `forge-jax serve --help`,
+docs/cli.md and docs/configuration.md are generated from them.
 """
 
 from __future__ import annotations

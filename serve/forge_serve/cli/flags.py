@@ -290,16 +290,6 @@ class Flag:
         return self.default is None and self.type is not str
 
     @property
-    def default_text(self) -> str:
-        if self.switch:
-            return "off"
-        if self.default is None:
-            return "auto" if self.automatic else "not set"
-        if self.repeated:
-            return "none"
-        return str(self.default)
-
-    @property
     def value(self) -> Value:
         return Value(self.name, self.type, self.choices, self.automatic)
 

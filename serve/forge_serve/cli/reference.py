@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 
-from forge_jax.config.aliases import REFUSED_VALUES, VALUES, flag_of
-from forge_jax.tools.profile.config import Workload
-from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
+from forge_jax.config.aliases import REFUSED_VALUES, VALUES, Alias, flag_of
 from forge_serve.cli import aliases
 from forge_serve.cli import profile as profile_cli
 from forge_serve.cli.flags import Flag, HelpFormatter, Parser, flags
 from forge_serve.cli.main import SECTIONS, make_parser, subparsers
-from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits, rows
 
 HELP_WIDTH = 96
@@ -22,16 +21,12 @@ HELP_WIDTH = 96
 _HEAD = """\
 # Configuration
 
-This page lists the flags of `forge-jax serve [MODEL]`. In Python, they are fields of `EngineConfig`
-and `ServerConfig`, with underscores. Times in seconds end in `_s`, `--no-x` is `x=False`, and
-`--compile-cache` is `compile_cache_dir`. Limits are fields of `ServerConfig.limits`, without
-`max_`. `python -m forge_serve.cli.reference` generates this page.
-
-`forge-jax serve --help` shows the essential flags. `--help-all` shows every flag.
+Set flags on the command line, in a file, or as arguments in Python. [cli.md](cli.md) describes
+every flag with its type and default. `python -m forge_serve.cli.reference` generates this page.
 
 ## Configuration file
 
-`--config FILE` reads flags from a TOML file. Every command accepts it for its own flags:
+`--config FILE` reads flags from a TOML file. Every command accepts it:
 
 ```toml
 model = "Qwen/Qwen3-0.6B"
@@ -44,73 +39,66 @@ lora = ["sql=adapters/sql", "chat=adapters/chat"]
 Keys are flags without their dashes, at the top level of the file. The command line overrides the
 file. A repeatable flag on the command line replaces the file's whole list. Write "auto" as a
 string. A key that is not a flag of the command, or a value of the wrong type, is an error.
+
+## Flags and Python classes
+
+In Python, flags are fields of these classes, with underscores. `LLM` and
+`EngineConfig.from_options` take the fields of all classes except `ServerConfig`. Times in seconds
+end in `_s`, `--no-x` is `x=False`, and `--compile-cache` is `compile_cache_dir`.
+
+| class | flags of `forge-jax serve` |
+|---|---|
 """
 
-_PROFILE_HEAD = """
-## Flags of forge-jax profile
+_LIMITS_HEAD = """
+## Limits
 
-`forge-jax profile [MODEL]` ([profiling](profiling.md)) accepts `--logdir DIR` (default `profile`)
-and the flags above in the sections Model, KV cache, Batch, Speculation and Device. It also accepts:
-
-"""
-
-_LIMITS_HEAD = """\
 These limits apply to each request. If a request exceeds a limit, the server returns 400, or 413 for
-a body that is too large. The model's context length limits the number of tokens.
+a body that is too large. The model's context length limits the number of tokens. In Python, the
+limits with a flag are fields of `ServerConfig.limits`, without `max_`.
 
 | limit on | default | flag | range of the flag |
 |---|---|---|---|
-"""
-
-_BATCH_HEAD = """
-## Flags of forge-jax batch
-
-`forge-jax batch IN OUT [MODEL]` ([batch.md](batch.md)) accepts the flags above in the sections
-Model, KV cache, Batch, Speculation, Device and Limits. It also accepts these server flags:
-{server}. Its own flags are:
-
 """
 
 _ALIASES_HEAD = """
 ## Names of other engines
 
 Many flags of vLLM, SGLang and other engines are accepted on the command line and in `--config`.
-`--help` and `--help-all` do not list them. `LLM` and `EngineConfig.from_options` accept the ones
-that configure the engine as keyword arguments, with underscores. The opposite of a switch, such as
-`--enable-prefix-caching`, is also accepted.
+`LLM` and `EngineConfig.from_options` accept the names of engine flags as keyword arguments, with
+underscores. The opposite of a switch, such as `--enable-prefix-caching`, is also
+accepted.
 
-| flag of another engine | forge-jax flag |
+| forge-jax flag | flags of other engines |
 |---|---|
 """
 
 _VALUES_HEAD = """
 These values of other engines are converted or rejected:
 
-| flag | value of another engine | forge-jax value |
+| flag | values of other engines | forge-jax value |
 |---|---|---|
 """
 
 _IMPLIED_HEAD = """
-These flags are accepted and have no effect, for the reason in the table:
+These flags are accepted and have no effect:
 
 | flag of another engine | reason |
 |---|---|
 """
 
 _REFUSED_HEAD = """
-These flags are rejected with the reason in the table:
+These flags are rejected. The error gives the reason, and the replacement if there is one:
 
-| flag of another engine | reason |
-|---|---|
 """
 
 _CLI_HEAD = """\
 # The command line
 
 This page has the `--help-all` output of every command. `--help` shows only the essential flags.
-[configuration.md](configuration.md) has the same flags as tables. It also describes the
-[configuration file](configuration.md#configuration-file) for `--config` and the
-[flag names of other engines](configuration.md#names-of-other-engines) that are accepted.
+[configuration.md](configuration.md) describes the
+[configuration file](configuration.md#configuration-file) for `--config`, the limits without a flag,
+and the [flag names of other engines](configuration.md#names-of-other-engines) that are accepted.
 `python -m forge_serve.cli.reference` generates this page.
 
 Results go to stdout, and everything else goes to stderr. An error is one line on stderr that begins
@@ -150,81 +138,71 @@ def _help(parser: Parser) -> str:
 
 
 def page() -> str:
-    """Return the flags as Markdown, with one table per section."""
-    parts = [_HEAD]
-    for title, section in SECTIONS.items():
-        parts.append(f"\n## {title[0].upper()}{title[1:]}\n\n")
-        if section is Limits:
-            parts.append(_limits())
-            continue
-        parts += _table(section)
-    named = [f"`{flag.flag}`" for flag in flags(ServerConfig) if flag.name in SERVER_FLAGS]
-    parts.append(_BATCH_HEAD.format(server=f"{', '.join(named[:-1])} and {named[-1]}"))
-    parts += _table(BatchRunConfig)
-    return "".join([*parts, _PROFILE_HEAD, *_table(Workload), *_other_names()])
+    """Return the flags by section, the limits, and other engines' names as Markdown."""
+    return "".join([_HEAD, *_sections(), _LIMITS_HEAD, *_limits(), *_other_names()])
+
+
+def _sections() -> Iterator[str]:
+    """Yield the rows of the flags of each class, except the limits."""
+    for section in SECTIONS.values():
+        if section is not Limits:
+            yield f"| `{section.__name__}` | {_codes(flag.flag for flag in flags(section))} |\n"
+
+
+def _limits() -> Iterator[str]:
+    """Yield the rows of all limits, including those without a flag."""
+    for row in rows():
+        flag = f"`{row.flag} N`" if row.flag else ""
+        span = f"{row.low:,} to {row.high:,}" if row.flag else ""
+        yield f"| {_cell(row.doc)} | {row.default:,} | {flag} | {span} |\n"
 
 
 def _other_names() -> Iterator[str]:
     """Yield the tables of other engines' flags."""
     ours = {flag.name: flag for section in SECTIONS.values() for flag in flags(section)}
-    yield _ALIASES_HEAD
+    names: dict[str, list[str]] = defaultdict(list)
     for alias in aliases.ALIASES:
-        flag = ours.get(alias.option)
-        names = f"`{alias.flag}`" + (f", `{alias.short}`" if alias.short else "")
-        if alias.convert is not None:
-            target = {
-                "lora": "`--lora` for each adapter",
-                "speculation": "`--speculation`, `--max-draft-tokens` and `--draft-model`",
-                "cors_origin": "`--cors-origin` for each origin",
-            }[alias.option]
-        elif flag is None:
-            target = "`MODEL`"
-        elif flag.switch:
-            on = alias.inverted if flag.default else not alias.inverted
-            names = f"`{alias.flag if on else alias.negative}`"
-            target = f"`{flag.flag}`"
-        else:
-            target = f"`{flag.flag}`"
-        yield f"| {names} | {target} |\n"
+        target, *theirs = _alias(alias, ours.get(alias.option))
+        names[target] += theirs
+    yield _ALIASES_HEAD
+    yield from (f"| {target} | {_codes(theirs)} |\n" for target, theirs in names.items())
     yield _VALUES_HEAD
     for option, values in VALUES.items():
-        for theirs, value in values.items():
-            yield f"| `{ours[option].flag}` | `{theirs}` | `{value}` |\n"
+        for their_value, value in values.items():
+            yield f"| `{ours[option].flag}` | `{their_value}` | `{value}` |\n"
     for option, reasons in REFUSED_VALUES.items():
-        for theirs, reason in reasons.items():
-            yield f"| `{ours[option].flag}` | `{theirs}` | rejected because {_cell(reason)} |\n"
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for their_value, reason in reasons.items():
+            by_reason[reason].append(their_value)
+        for reason, refused in by_reason.items():
+            because = f"rejected because {_cell(reason)}"
+            yield f"| `{ours[option].flag}` | {_codes(refused)} | {because} |\n"
     yield _IMPLIED_HEAD
-    for implied in aliases.IMPLIED:
-        yield f"| `{implied.flag}` | {_cell(implied.reason)} |\n"
+    yield from (f"| `{each.flag}` | {_cell(each.reason)} |\n" for each in aliases.IMPLIED)
     yield _REFUSED_HEAD
-    for name, reason in aliases.REFUSED.items():
-        yield f"| `{flag_of(name)}` | {_cell(reason)} |\n"
+    yield fill(_codes(map(flag_of, aliases.REFUSED)), 100, break_on_hyphens=False) + "\n"
 
 
-def _table(section: type) -> list[str]:
-    lines = [_row(flag) for flag in flags(section)]
-    return ["| flag | default | description |\n|---|---|---|\n", *lines]
-
-
-def _row(flag: Flag) -> str:
-    return f"| `{_usage(flag)}` | `{flag.default_text}` | {_cell(flag.doc)} |\n"
-
-
-def _limits() -> str:
-    """Return the table of all limits, including those without a flag."""
-    lines = [_LIMITS_HEAD]
-    for row in rows():
-        flag = f"`{row.flag} N`" if row.flag else ""
-        span = f"{row.low:,} to {row.high:,}" if row.flag else ""
-        lines.append(f"| {_cell(row.doc)} | {row.default:,} | {flag} | {span} |\n")
-    return "".join(lines)
-
-
-def _usage(flag: Flag) -> str:
+def _alias(alias: Alias, flag: Flag | None) -> tuple[str, ...]:
+    """Return our flag in backticks, and another engine's flags that set it."""
+    theirs = (alias.flag, alias.short) if alias.short else (alias.flag,)
+    if alias.convert is not None:
+        target = {
+            "lora": "`--lora` for each adapter",
+            "speculation": "`--speculation`, `--max-draft-tokens` and `--draft-model`",
+            "cors_origin": "`--cors-origin` for each origin",
+        }[alias.option]
+        return target, *theirs
+    if flag is None:
+        return "`MODEL`", *theirs
     if flag.switch:
-        return flag.flag
-    value = "\\|".join(flag.choices) if flag.choices else flag.metavar
-    return f"{flag.flag} {value}"
+        on = alias.inverted if flag.default else not alias.inverted
+        theirs = (alias.flag if on else alias.negative,)
+    return f"`{flag.flag}`", *theirs
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _cell(text: str) -> str:
