@@ -225,35 +225,49 @@ def _text(value: Any) -> str:
 
 
 def page_tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a section per model with the rows of one sequence: the tables of docs/gpu.md."""
-    sections = []
+    """Return the tables of docs/gpu.md, which show one sequence with the shortest context.
+
+    Each model has a table with a row per GPU. A cell has the predicted time, the floor and, if
+    there are several, the number of GPUs.
+    """
     single = [row for row in rows if row["batch"] == 1]
-    contexts = sorted({row["context"] for row in single})
-    header = ["GPU", "GPUs", "weights"]
-    for context in contexts:
-        header += [f"{context:,} tokens, ms", "floor, ms"]
-    header.append(f"relative to bf16, {contexts[0]:,}")
+    context = min(row["context"] for row in single)
+    kinds = list(dict.fromkeys(row["quantization"] for row in single))
+    others = [kind for kind in kinds if kind != "none"]
+    header = ["GPU", *(f"{_weights(kind)}, ms" for kind in kinds)]
+    header += [f"{kind} / bf16" for kind in others]
+    sections = []
     for model in MODELS:
-        own = [row for row in single if row["model"] == model]
+        times: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in single:
+            if row["model"] == model and row["context"] == context:
+                times.setdefault(row["gpu"], {})[row["quantization"]] = row
         lines = []
-        for gpu, kind in dict.fromkeys((row["gpu"], row["quantization"]) for row in own):
-            found = [row for row in own if (row["gpu"], row["quantization"]) == (gpu, kind)]
-            times = [f"{row[name]:.2f}" for row in found for name in ("predicted_ms", "floor_ms")]
-            weights = "bf16" if kind == "none" else kind
-            lines.append([_short(gpu), found[0]["gpus"], weights, *times, _ratio(found[0], own)])
+        for gpu, of in times.items():
+            ratios = (_ratio(of, kind) for kind in others)
+            lines.append([_short(gpu), *(_time(of.get(kind)) for kind in kinds), *ratios])
         title = model.replace("llama-", "Llama ").replace("b", "B").replace("-", " ")
         sections.append(f"### {title}\n\n{reports.table(header, lines)}")
     return "\n\n".join(sections)
+
+
+def _weights(kind: str) -> str:
+    return "bf16" if kind == "none" else kind
 
 
 def _short(gpu: str) -> str:
     return gpu.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
-def _ratio(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
-    """Return a time relative to that of bfloat16 on as many GPUs."""
-    same = ("gpu", "gpus", "context")
-    for other in others:
-        if other["quantization"] == "none" and all(row[name] == other[name] for name in same):
-            return f"{row['predicted_ms'] / other['predicted_ms']:.2f}"
-    return "-"
+def _time(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    gpus = f" on {row['gpus']}" if row["gpus"] > 1 else ""
+    return f"{row['predicted_ms']:.2f} ({row['floor_ms']:.2f}){gpus}"
+
+
+def _ratio(of: dict[str, dict[str, Any]], kind: str) -> str:
+    """Return a time relative to that of bfloat16, if both are on as many GPUs."""
+    if kind not in of or "none" not in of or of[kind]["gpus"] != of["none"]["gpus"]:
+        return "-"
+    return f"{of[kind]['predicted_ms'] / of['none']['predicted_ms']:.2f}"
