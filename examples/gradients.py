@@ -64,7 +64,7 @@ def dense_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
             for name, weight in weights.items()
             if name.startswith(f"layers.{index}.")
         }
-        normed = rms_norm(x, layer["attention.norm.weight"], spec.rms_norm_eps)
+        normed = rms_norm(x, layer["attention.norm.weight"], spec.norm_eps)
         qkv = (normed @ layer["attention.qkv.weight"].T).reshape(T, H + 2 * K, D)
         q = apply_rope(qkv[:, :H], cos, sin)
         k = jnp.repeat(apply_rope(qkv[:, H : H + K], cos, sin), H // K, axis=1)
@@ -73,10 +73,10 @@ def dense_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
         weights_of_keys = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
         attended = jnp.einsum("hqk,khd->qhd", weights_of_keys, v).reshape(T, H * D)
         x = x + attended @ layer["attention.out.weight"].T
-        normed = rms_norm(x, layer["mlp.norm.weight"], spec.rms_norm_eps)
+        normed = rms_norm(x, layer["mlp.norm.weight"], spec.norm_eps)
         gate, up = jnp.split(normed @ layer["mlp.gate_up.weight"].T, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ layer["mlp.down.weight"].T
-    x = rms_norm(x, weights["norm.weight"], spec.rms_norm_eps)
+    x = rms_norm(x, weights["norm.weight"], spec.norm_eps)
     return next_token_loss(x @ head.T, tokens)
 
 

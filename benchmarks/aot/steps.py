@@ -128,7 +128,7 @@ def llama(
         num_key_value_heads=attention.kv_heads,
         head_dim=attention.head_dim,
         max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=RopeSpec(theta=500000.0),
         tie_word_embeddings=model.tied,
         dtype="bfloat16",

@@ -267,7 +267,7 @@ def _modules(model: Model) -> dict[str, _Module]:
                 continue
             start = 0
             for part in parts:
-                rows, inputs = part.shape
+                rows, inputs = part.rows, part.columns
                 modules[part.name.removesuffix(".weight")] = _Module(
                     layer=layer, matrix=match[2], start=start, rows=rows, inputs=inputs
                 )

@@ -26,6 +26,7 @@ import numpy as np
 from flax import nnx
 from jax.dtypes import itemsize_bits
 
+from forge_jax.models.interface import DecoderFactory, DecoderModule
 from forge_jax.models.kv import KV, LayerKV, bits_of
 from forge_jax.models.linear import (
     Delta,
@@ -34,6 +35,7 @@ from forge_jax.models.linear import (
     RMSNorm,
     add_up,
     new_bias,
+    new_norm,
 )
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
@@ -65,6 +67,7 @@ Leaves = tuple[jax.Array, ...]
 class Ragged(NamedTuple):
     """The inputs of a step that every layer needs: its rows, and how attention is computed."""
 
+    positions: jax.Array  # i32[T]
     ropes: tuple[tuple[jax.Array, jax.Array], ...]  # cos and sin, f32[T, D / 2], by kind
     slot_mapping: jax.Array  # i32[T]
     block_tables: jax.Array  # i32[S, max_blocks]
@@ -85,14 +88,67 @@ class Ragged(NamedTuple):
         return None if lora is None else lambda x: lora.delta(x, targets)
 
 
+def attend(
+    qkv: jax.Array,
+    kv: LayerKV,
+    ragged: Ragged,
+    *,
+    rope: int = 0,
+    sm_scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[LayerKV, jax.Array]:
+    """Rotate queries and keys, write keys and values to the cache, and attend.
+
+    Args:
+      qkv: dtype[T, H + 2 K, D], the heads of queries, keys and values.
+      kv: one layer's cache, with K heads.
+      ragged: the step.
+      rope: the index in `ragged.ropes` of the rotation.
+      sm_scale: the factor on scores.
+      window: how many keys a query attends to, or None for all.
+      soft_cap: the cap of scores, or None.
+
+    Returns:
+      (kv, dtype[T, H * D]): the cache with the new keys and values, and the heads' outputs.
+    """
+    with jax.named_scope("rope_write"):
+        q, kv = rotate_and_write(
+            qkv,
+            kv,
+            *ragged.ropes[rope],
+            ragged.slot_mapping,
+            num_tokens=ragged.num_tokens,
+            kv_dtype=ragged.kv_dtype,
+            implementation=ragged.implementation,
+        )
+    with jax.named_scope("attention"):
+        out = ragged_paged_attention(
+            q,
+            kv,
+            ragged.block_tables,
+            ragged.kv_lens,
+            ragged.cu_q_lens,
+            ragged.num_seqs,
+            sm_scale=sm_scale,
+            kv_dtype=ragged.kv_dtype,
+            max_q_len=ragged.max_q_len,
+            implementation=ragged.implementation,
+            uniform=ragged.uniform,
+            window=window,
+            soft_cap=soft_cap,
+        )
+    return kv, out.reshape(len(out), -1)
+
+
 class ResidualBlock(nnx.Module):
     """The common part of attention, MLP and experts: the norms around them and the residual sum."""
 
     def __init__(self, spec: ModelSpec, dtype: Any):
         before = spec.norm_placement in ("before", "both")
         after = spec.norm_placement in ("after", "both")
-        self.norm = RMSNorm(spec.hidden_size, spec, dtype) if before else None
-        self.post_norm = RMSNorm(spec.hidden_size, spec, dtype) if after else None
+        self.norm = new_norm(spec.hidden_size, spec, dtype) if before else None
+        self.post_norm = new_norm(spec.hidden_size, spec, dtype) if after else None
         self.scale = spec.residual_scale
 
     def add(
@@ -138,38 +194,20 @@ class Attention(ResidualBlock):
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         """Return (kv, x plus the attention). x: dtype[T, d]; kv: one layer's."""
-        H, K, D = self.heads, self.kv_heads, self.head_dim
+        heads = self.heads + 2 * self.kv_heads
         with jax.named_scope("qkv"):
             delta = ragged.delta("q", "k", "v")
             qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_tokens)
-            qkv = self._normed(qkv.reshape(-1, H + 2 * K, D), ragged.axis)
-        with jax.named_scope("rope_write"):
-            q, kv = rotate_and_write(
-                qkv,
-                kv,
-                *ragged.ropes[self.rope],
-                ragged.slot_mapping,
-                num_tokens=ragged.num_tokens,
-                kv_dtype=ragged.kv_dtype,
-                implementation=ragged.implementation,
-            )
-        with jax.named_scope("attention"):
-            out = ragged_paged_attention(
-                q,
-                kv,
-                ragged.block_tables,
-                ragged.kv_lens,
-                ragged.cu_q_lens,
-                ragged.num_seqs,
-                sm_scale=self.sm_scale,
-                kv_dtype=ragged.kv_dtype,
-                max_q_len=ragged.max_q_len,
-                implementation=ragged.implementation,
-                uniform=ragged.uniform,
-                window=self.window,
-                soft_cap=self.soft_cap,
-            )
-        out = out.reshape(-1, H * D)
+            qkv = self._normed(qkv.reshape(-1, heads, self.head_dim), ragged.axis)
+        kv, out = attend(
+            qkv,
+            kv,
+            ragged,
+            rope=self.rope,
+            sm_scale=self.sm_scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+        )
         with jax.named_scope("attention_out"):
             return kv, self.add(x, self.out, out, ragged, "o")
 
@@ -188,38 +226,50 @@ class Attention(ResidualBlock):
 
 
 class MLP(ResidualBlock):
-    """SwiGLU (Shazeer 2020), or a variant with another activation; gate and up in one matrix."""
+    """SwiGLU (Shazeer 2020), or a variant with another activation; gate and up in one matrix.
+
+    An MLP that is not gated activates the up projection (Vaswani et al. 2017, section 3.3).
+    """
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
-        self.activation = spec.activation
-        lora = matrix.formats.lora
-        self.swiglu = spec.activation == "silu" and not spec.mlp_bias and not lora
+        self.activation, self.gated = spec.activation, spec.mlp_gated
         d, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-        self.gate_up = Linear(
-            matrix(f"layers.{layer}.mlp.gate_up.weight", 2 * inner, d, paired=self.swiglu),
-            new_bias(2 * inner, dtype, exists=bias),
+        silu = self.gated and spec.activation == "silu"
+        self.swiglu = silu and not bias and not matrix.formats.lora
+        # Before the activation: gate and up, or up alone.
+        name, rows = ("gate_up", 2 * inner) if self.gated else ("up", inner)
+        first = Linear(
+            matrix(f"layers.{layer}.mlp.{name}.weight", rows, d, paired=self.swiglu),
+            new_bias(rows, dtype, exists=bias),
         )
+        self.gate_up, self.up = (first, None) if self.gated else (None, first)
         self.down = Linear(
             matrix(f"layers.{layer}.mlp.down.weight", d, inner),
             new_bias(d, dtype, exists=bias),
         )
 
-    def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
-        """Return x plus the MLP. x: dtype[T, d]."""
-        with jax.named_scope("gate_up"):
-            inner = self.gate_up(
-                x,
-                norm=self.norm,
-                delta=ragged.delta("gate", "up"),
-                swiglu=self.swiglu,
-                num_rows=ragged.num_tokens,
-            )
-            if not self.swiglu:
-                gate, up = jnp.split(inner, 2, axis=-1)
-                inner = _ACTIVATIONS[self.activation](gate) * up
+    def __call__(
+        self, x: jax.Array, ragged: Ragged, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the residual, by default x, plus the MLP of x. x, residual: dtype[T, d]."""
+        with jax.named_scope("gate_up" if self.gated else "up"):
+            inner = self._inner(x, ragged)
         with jax.named_scope("down"):
-            return self.add(x, self.down, inner, ragged, "down")
+            return self.add(x if residual is None else residual, self.down, inner, ragged, "down")
+
+    def _inner(self, x: jax.Array, ragged: Ragged) -> jax.Array:
+        """Return the activations that `down` multiplies, dtype[T, intermediate size]."""
+        act, rows = _ACTIVATIONS[self.activation], ragged.num_tokens
+        if self.up is not None:
+            return act(self.up(x, norm=self.norm, delta=ragged.delta("up"), num_rows=rows))
+        assert self.gate_up is not None
+        delta = ragged.delta("gate", "up")
+        inner = self.gate_up(x, norm=self.norm, delta=delta, swiglu=self.swiglu, num_rows=rows)
+        if self.swiglu:
+            return inner
+        gate, up = jnp.split(inner, 2, axis=-1)
+        return act(gate) * up
 
 
 class Experts(ResidualBlock):
@@ -289,7 +339,13 @@ class Decoder(nnx.Module):
     """Embedding, layers, final norm and head of every family, configured by the spec.
 
     If `shards` is above 1, this is one shard of the model.
+
+    Attributes:
+      layer: the class of the layers, which is called with the spec of the shard, the dtype, the
+        `MatrixBuilder` and the layer's index.
     """
+
+    layer: Callable[[ModelSpec, Any, MatrixBuilder, int], Any] = DecoderLayer
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, shards: int = 1):
         self.axis, self.dtype = AXIS if shards > 1 else None, dtype
@@ -297,9 +353,9 @@ class Decoder(nnx.Module):
         self.vocab_rows = vocab_rows = shard_vocab(spec.vocab_size, shards)
         of_shard = shard_spec(spec, shards)
         self.layers = nnx.List(
-            [DecoderLayer(of_shard, dtype, matrix, i) for i in range(spec.num_hidden_layers)]
+            [self.layer(of_shard, dtype, matrix, i) for i in range(spec.num_hidden_layers)]
         )
-        self.norm = RMSNorm(spec.hidden_size, spec, dtype)
+        self.norm = new_norm(spec.hidden_size, spec, dtype)
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
         # With tied embeddings, the head is also the embedding.
@@ -319,9 +375,7 @@ class Decoder(nnx.Module):
         """Return (kv, dtype[T, d] after the final norm, the residual stream, L + 1 arrays)."""
         ragged = ragged._replace(axis=self.axis)
         with jax.named_scope("embed"):
-            x = self._embed(tokens)
-            if self.embedding_scale != 1.0:
-                x = x * jnp.asarray(self.embedding_scale, x.dtype)
+            x = self.embed(tokens, ragged)
         stream, new_kv = [x], []
         for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{i}"):
@@ -346,7 +400,14 @@ class Decoder(nnx.Module):
                 return logits
             return self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
+    def embed(self, tokens: jax.Array, ragged: Ragged) -> jax.Array:
+        """Embed i32[T] as dtype[T, d], the first residual stream. For subclasses to extend."""
+        x = self._token_embedding(tokens)
+        if self.embedding_scale == 1.0:
+            return x
+        return x * jnp.asarray(self.embedding_scale, x.dtype)
+
+    def _token_embedding(self, tokens: jax.Array) -> jax.Array:
         """Embed i32[T] as dtype[T, d]. One shard has a token's row; the others add exact zeros."""
         table = (self.embedding or self.head).matrix.get_value()
         if self.axis is None:
@@ -427,7 +488,7 @@ class Model:
     @classmethod
     def build(
         cls,
-        decoder: Callable[[ModelSpec, Any, MatrixBuilder, int], nnx.Module],
+        decoder: DecoderFactory,
         spec: ModelSpec,
         dtype: Any,
         formats: WeightFormats,
@@ -537,6 +598,7 @@ class Model:
             implementation="reference".
         """
         ragged = Ragged(
+            positions=positions,
             ropes=self._ropes(positions),
             slot_mapping=slot_mapping,
             block_tables=block_tables,
@@ -571,7 +633,7 @@ class Model:
         """Apply the final norm to rows of the residual stream, dtype[B, d], for a logit lens."""
         return self.decoder(leaves).norm(stream)
 
-    def decoder(self, leaves: Leaves) -> Any:
+    def decoder(self, leaves: Leaves) -> DecoderModule:
         """Return the modules with these weights: an instance of the class given to `build`."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 

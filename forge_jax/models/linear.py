@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from forge_jax.models.spec import ModelSpec
 from forge_jax.weights.formats import MatrixShape, MatrixSpec, WeightFormats
 from forge_kernels.linear import MatmulOptions, MatrixWeight, OrderedWeight
-from forge_kernels.norm import rms_norm
+from forge_kernels.norm import layer_norm, rms_norm
 
 
 class MatrixBuilder:
@@ -52,7 +52,7 @@ class MatrixBuilder:
 class RMSNorm(nnx.Module):
     def __init__(self, size: int, spec: ModelSpec, dtype: Any):
         self.weight = nnx.Param(jnp.zeros(size, dtype))
-        self.eps = spec.rms_norm_eps
+        self.eps = spec.norm_eps
         self.offset, self.in_float32 = spec.norm_offset, spec.norm_in_float32
 
     @property
@@ -72,6 +72,26 @@ class RMSNorm(nnx.Module):
         )
 
 
+class LayerNorm(nnx.Module):
+    def __init__(self, size: int, spec: ModelSpec, dtype: Any):
+        self.weight = nnx.Param(jnp.zeros(size, dtype))
+        self.bias = nnx.Param(jnp.zeros(size, dtype)) if spec.norm_bias else None
+        self.eps = spec.norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize float[..., size]."""
+        bias = None if self.bias is None else self.bias[...]
+        return layer_norm(x, self.weight[...], bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def new_norm(size: int, spec: ModelSpec, dtype: Any) -> Norm:
+    """Return a norm of the type that the spec selects, filled with zeros."""
+    return (RMSNorm if spec.norm_type == "rms" else LayerNorm)(size, spec, dtype)
+
+
 Delta = Callable[[jax.Array], jax.Array]  # dtype[T, K_in] -> the term to add to its product
 
 
@@ -86,7 +106,7 @@ class Linear(nnx.Module):
         self,
         x: jax.Array,
         *,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         residual: jax.Array | None = None,
         delta: Delta | None = None,
         axis: str | None = None,
@@ -112,7 +132,7 @@ class Linear(nnx.Module):
         options: MatmulOptions = {"swiglu": swiglu, "num_rows": num_rows, "out_dtype": out_dtype}
         weight = self.matrix.get_value()
         ordered = isinstance(weight, OrderedWeight)
-        if norm is not None and norm.is_plain and delta is None and not ordered:
+        if isinstance(norm, RMSNorm) and norm.is_plain and delta is None and not ordered:
             options["norm"] = (norm.weight[...], norm.eps)
         elif norm is not None:
             with jax.named_scope("norm"):

@@ -43,11 +43,12 @@ def lora_targets(spec: ModelSpec) -> dict[str, Target]:
         "o": Target("attention.out", 0, d, q_rows),
     }
     if any(spec.experts_of(layer) is None for layer in range(spec.num_hidden_layers)):
-        targets |= {
-            "gate": Target("mlp.gate_up", 0, inner, d),
-            "up": Target("mlp.gate_up", inner, inner, d),
-            "down": Target("mlp.down", 0, d, inner),
-        }
+        if spec.mlp_gated:
+            targets["gate"] = Target("mlp.gate_up", 0, inner, d)
+            targets["up"] = Target("mlp.gate_up", inner, inner, d)
+        else:
+            targets["up"] = Target("mlp.up", 0, inner, d)
+        targets["down"] = Target("mlp.down", 0, d, inner)
     return targets
 
 

@@ -67,6 +67,7 @@ class ExpertSpec:
 
 Activation = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["before", "after", "both"]  # relative to attention and MLP
+NormType = Literal["rms", "layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,10 @@ class ModelSpec:
 
     Attributes:
       dtype: of the checkpoint, which is what "auto" selects.
-      activation: of the gate.
+      norm_eps: the number that norms add to the mean square or variance.
+      activation: of the gate, or of the whole MLP if it is not gated.
+      norm_type: RMSNorm ("rms") or LayerNorm ("layer").
+      norm_bias: True if a LayerNorm adds a bias.
       norm_placement: where norms are applied; "after" means before the residual sum.
       norm_offset: a number added to the weight of every norm.
       norm_in_float32: True if a norm is multiplied by its weight before it is rounded; implied by
@@ -83,6 +87,8 @@ class ModelSpec:
       attention_bias: True if queries, keys and values have a bias.
       output_bias: True if the output projection of attention has a bias.
       mlp_bias: True if the matrices of the MLP have biases.
+      mlp_gated: True if the MLP multiplies its up projection by an activated gate. Otherwise, it
+        activates the up projection.
       qk_norm: norms of queries and keys: per "head", over all heads together ("all"), or None.
       windows: per layer, how many keys a query attends to, or None for all. Empty means all keys in
         every layer.
@@ -108,19 +114,22 @@ class ModelSpec:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     rope: RopeSpec
     tie_word_embeddings: bool
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     activation: Activation = "silu"
+    norm_type: NormType = "rms"
+    norm_bias: bool = False
     norm_placement: NormPlacement = "before"
     norm_offset: float = 0.0
     norm_in_float32: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    mlp_gated: bool = True
     qk_norm: Literal["head", "all"] | None = None
     windows: tuple[int | None, ...] = ()
     local_rope: RopeSpec | None = None
@@ -162,7 +171,9 @@ def decoder_spec(
     generation: HFConfig,
     architecture: str,
     *,
+    kind: type[ModelSpec] = ModelSpec,
     activation_name: str = "hidden_act",
+    norm_eps_name: str = "rms_norm_eps",
     whole_heads: bool = False,
     rope: RopeSpec | None = None,
     **parts: Any,
@@ -173,7 +184,9 @@ def decoder_spec(
       config: the fields of `config.json`, with defaults.
       generation: the fields of `generation_config.json`.
       architecture: the name in `config.json`.
+      kind: the class of the spec: `ModelSpec`, or a subclass with the family's own fields.
       activation_name: the name of the activation's field.
+      norm_eps_name: the name of the field with the number that norms add.
       whole_heads: require `hidden_size` to be a multiple of the heads even if `head_dim` is given.
       rope: replaces the rotation in the file in all layers.
       parts: fields that only this family has.
@@ -196,7 +209,7 @@ def decoder_spec(
     vocab_size = config.integer("vocab_size", high=MAX_VOCAB)
     max_positions = config.integer("max_position_embeddings", high=MAX_POSITIONS)
     bos_token_ids = _own_token_ids(config, "bos_token_id", vocab_size)
-    return ModelSpec(
+    return kind(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -206,7 +219,7 @@ def decoder_spec(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rms_norm_eps=config.number("rms_norm_eps"),
+        norm_eps=config.number(norm_eps_name),
         rope=rope or read_rope(config, max_positions, head_dim),
         tie_word_embeddings=config.boolean("tie_word_embeddings"),
         dtype=read_dtype(config),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,16 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     transpose: bool = False  # stored [K_in, N_out]; leaves are [N_out, K_in]
+
+    @property
+    def rows(self) -> int:
+        """N_out: the rows of a matrix's leaf that the tensor has."""
+        return self.shape[1 if self.transpose else 0]
+
+    @property
+    def columns(self) -> int:
+        """K_in: the columns of a matrix's leaf."""
+        return self.shape[0 if self.transpose else -1]
 
 
 # leaf -> tensors, stacked vertically (axis 0; for experts' leaves [E, N, K], the rows of all)
@@ -61,12 +72,13 @@ def decoder_weights(
     """Return the tensors of a checkpoint with Hugging Face's usual names.
 
     If `fused`, the checkpoint stores queries, keys and values as one matrix, and gate and up too.
+    `renamed` adapts the map to other names.
     """
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim
     kv_rows = spec.num_key_value_heads * spec.head_dim
     embedding = Tensor("model.embed_tokens.weight", (spec.vocab_size, d))
-    weights: WeightMap = {"norm.weight": (Tensor("model.norm.weight", (d,)),)}
+    weights = _norm(spec, "norm", "model.norm")
     if spec.tie_word_embeddings:
         weights["head.weight"] = (embedding,)
     else:
@@ -76,6 +88,7 @@ def decoder_weights(
     gate_up = {"gate_proj": inner, "up_proj": inner}
     if fused:
         qkv, gate_up = {"qkv_proj": q_rows + 2 * kv_rows}, {"gate_up_proj": 2 * inner}
+    first, parts_of_first = ("gate_up", gate_up) if spec.mlp_gated else ("up", {"up_proj": inner})
 
     for index in range(spec.num_hidden_layers):
         leaf, tensor = f"layers.{index}", f"model.layers.{index}"
@@ -101,12 +114,12 @@ def decoder_weights(
         weights |= linear("attention.out", {"o_proj": d}, q_rows, spec.output_bias)
         mixture = spec.experts_of(index)
         if mixture is None:
-            weights |= linear("mlp.gate_up", gate_up, d, spec.mlp_bias)
+            weights |= linear(f"mlp.{first}", parts_of_first, d, spec.mlp_bias)
             weights |= linear("mlp.down", {"down_proj": d}, inner, spec.mlp_bias)
         else:
             weights |= _expert_weights(f"{leaf}.mlp", tensor, d, mixture, experts or ExpertNames())
         for ours, theirs in _NORMS[spec.norm_placement].items():
-            weights[f"{leaf}.{ours}.weight"] = (Tensor(f"{tensor}.{theirs}.weight", (d,)),)
+            weights |= _norm(spec, f"{leaf}.{ours}", f"{tensor}.{theirs}")
         if spec.qk_norm is not None:
             by_head = spec.qk_norm == "head"
             for ours, theirs, rows in (("q", "q_norm", q_rows), ("k", "k_norm", kv_rows)):
@@ -114,6 +127,39 @@ def decoder_weights(
                 name = f"{tensor}.self_attn.{theirs}.weight"
                 weights[f"{leaf}.attention.{ours}_norm.weight"] = (Tensor(name, (size,)),)
     return weights
+
+
+def _norm(spec: ModelSpec, leaf: str, module: str) -> WeightMap:
+    """Return the tensors of a norm of the residual stream."""
+    kinds = ("weight", "bias") if spec.norm_bias else ("weight",)
+    return {f"{leaf}.{kind}": (Tensor(f"{module}.{kind}", (spec.hidden_size,)),) for kind in kinds}
+
+
+def renamed(
+    weights: WeightMap, names: Mapping[str, str], *, transposed: Collection[str] = ()
+) -> WeightMap:
+    """Return the map for a checkpoint that names its modules differently.
+
+    Args:
+      weights: as from `decoder_weights`.
+      names: the checkpoint's name for parts of a module's name, such as "self_attn" or
+        "model.layers". They are replaced in order.
+      transposed: the last parts of modules whose matrices are stored [K_in, N_out].
+    """
+
+    def name_of(name: str) -> str:
+        for ours, theirs in names.items():
+            name = f".{name}.".replace(f".{ours}.", f".{theirs}.").strip(".")
+        return name
+
+    def tensor_of(part: Tensor) -> Tensor:
+        name, shape = name_of(part.name), part.shape
+        transpose = len(shape) == 2 and name.split(".")[-2] in transposed
+        if transpose:
+            return Tensor(name, shape[::-1], transpose=not part.transpose)
+        return replace(part, name=name)
+
+    return {leaf: tuple(map(tensor_of, parts)) for leaf, parts in weights.items()}
 
 
 def _expert_weights(

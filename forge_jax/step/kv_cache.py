@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from forge_jax.errors import ConfigError
 from forge_jax.models.kv import KV
+from forge_jax.models.registry import find_architecture
 from forge_kernels.attention import QuantizedKV, cpu_ffi, kv_shape_dtype, kv_storage_dtype
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ CPU_MEMORY_PART = 0.25  # maximum fraction of the available memory
 class KVShape:
     """`kv[l]: dtype[N, 2, K, bs, D]` for each of L layers; keys at index 0, values at 1.
 
+    If the decoder has its own layout (`forge_jax.models.KVLayout`), `planes` replaces the 2.
     `storage` is the dtype of the arrays: a float, uint16 for the bits of a 16-bit float, or an
     8-bit type. The 8-bit types have separate scales (see
     `forge_kernels.attention.kv_storage_dtype`).
@@ -40,11 +42,15 @@ class KVShape:
     block_size: int
     head_dim: int
     storage: np.dtype
+    planes: int = 2
 
     @property
     def layer(self) -> jax.ShapeDtypeStruct | QuantizedKV:
         """The shape of one layer's array. In 8 bits, a QuantizedKV of two shapes."""
-        shape = (self.num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (
+            *(self.num_blocks, self.planes, self.num_kv_heads),
+            *(self.block_size, self.head_dim),
+        )
         return kv_shape_dtype(shape, self.storage)
 
     @property
@@ -75,14 +81,25 @@ def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
 def kv_shape(
     spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: DTypeLike, platform: str
 ) -> KVShape:
-    """Return the cache shape of a model with elements of `dtype`, as stored on `platform`."""
+    """Return the cache shape of a model with elements of `dtype`, as stored on `platform`.
+
+    Raises:
+      ConfigError: `dtype` has 8 bits, and the architecture does not cache keys and values.
+    """
+    layout = find_architecture(spec.architecture).cache(spec)
+    if layout.planes != 2 and jnp.dtype(dtype).itemsize == 1:
+        raise ConfigError(
+            f"--kv-dtype {jnp.dtype(dtype).name} is not supported for {spec.architecture}, whose "
+            "KV cache has its own layout: use --kv-dtype auto"
+        )
     return KVShape(
-        num_layers=spec.num_hidden_layers,
+        num_layers=layout.layers,
         num_blocks=num_blocks,
-        num_kv_heads=spec.num_key_value_heads,
+        num_kv_heads=layout.heads,
         block_size=block_size,
-        head_dim=spec.head_dim,
+        head_dim=layout.dim,
         storage=kv_storage_dtype(dtype, platform),
+        planes=layout.planes,
     )
 
 

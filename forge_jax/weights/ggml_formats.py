@@ -198,7 +198,7 @@ def _joined_format(
             if found is None
             else GGMLFormat(found, plain is not None, activations)
         )
-        pieces.append(Piece(format, sum(part.shape[0] for part in same), len(same)))
+        pieces.append(Piece(format, sum(part.rows for part in same), len(same)))
     return pieces[0].format if len(pieces) == 1 else MixedFormat(tuple(pieces))
 
 

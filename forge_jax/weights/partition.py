@@ -164,6 +164,7 @@ _AXES = {
     **{"attention.qkv.weight": -2, "attention.qkv.bias": -1, "attention.out.weight": -1},
     **{"attention.q_norm.weight": -1, "attention.k_norm.weight": -1},
     **{"mlp.gate_up.weight": -2, "mlp.gate_up.bias": -1, "mlp.down.weight": -1},
+    **{"mlp.up.weight": -2, "mlp.up.bias": -1},
 }
 
 
@@ -197,7 +198,7 @@ def _ranges(matrix: str, spec: ModelSpec, inner: int, shards: int, index: int) -
             return (_keys(spec, shards, index),)
         case "mlp.gate_up":
             return gates, _split(inner, shards, index, inner)
-        case "mlp.down":
+        case "mlp.up" | "mlp.down":
             return (gates,)
     return (queries,)
 

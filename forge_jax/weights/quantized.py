@@ -194,7 +194,7 @@ def quantized_formats(
     if not kernels:
         return formats
     packed = {
-        leaf: _packed_format(format, weights[leaf][0].shape[-1] // format.parts)
+        leaf: _packed_format(format, weights[leaf][0].columns // format.parts)
         for leaf, format in formats.items()
     }
     for both in expert_leaves(spec):  # the kernel supports one format per expert
@@ -283,7 +283,7 @@ def cut_formats(
         """Return the format for `count` devices, and the columns of each."""
         found = partition_of(leaf, spec, count)
         parts = count if found is not None and found.axis == -1 else 1
-        return replace(formats[leaf], parts=parts), weights[leaf][0].shape[-1] // parts
+        return replace(formats[leaf], parts=parts), weights[leaf][0].columns // parts
 
     cut_all = {leaf: cut(leaf, shards) for leaf in formats}
     for leaf, (format, inputs) in cut_all.items():

@@ -35,7 +35,7 @@ def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFo
     for leaf, parts in weights.items():
         if len(parts[0].shape) < 2 or leaf in NOT_ROUNDED or leaf.endswith(ROUTER):
             continue
-        name, inputs = parts[0].name, parts[0].shape[-1]
+        name, inputs = parts[0].name, parts[0].columns
         group = None
         if values == "int4":
             group = next((size for size in INT4_GROUPS if inputs % size == 0), None)

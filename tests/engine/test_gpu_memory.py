@@ -25,7 +25,7 @@ LLAMA_3_1_8B = ModelSpec(
     num_key_value_heads=8,
     head_dim=128,
     max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     rope=RopeSpec(theta=500000.0),
     tie_word_embeddings=False,
     dtype="bfloat16",

@@ -8,7 +8,7 @@ import pytest
 from forge_kernels.embed import embed
 from forge_kernels.linear import linear
 from forge_kernels.linear.reference import reference_linear
-from forge_kernels.norm import rms_norm
+from forge_kernels.norm import layer_norm, rms_norm
 from forge_kernels.rope import (
     apply_rope,
     inverse_frequencies,
@@ -82,6 +82,20 @@ def test_rms_norm_rounds_before_it_multiplies_by_the_weight():
     np.testing.assert_array_equal(rms_norm(x, weight, 1e-5), expected)
     exact = rms_norm(jnp.asarray(x32), weight.astype(jnp.float32), 1e-5)
     np.testing.assert_allclose(exact, quotient * np.asarray(weight, np.float32), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm_is_rounded_once(dtype, has_bias):
+    x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((3, 64), (64,), (64,)))
+    exact = [np.asarray(each, np.float64) for each in (3 + x, weight, bias)]
+    centered = exact[0] - exact[0].mean(axis=-1, keepdims=True)
+    expected = centered / np.sqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-5) * exact[1]
+    expected += exact[2] if has_bias else 0
+    found = layer_norm(3 + x, weight, bias if has_bias else None, 1e-5)
+    assert found.dtype == dtype
+    rounding = {"atol": 1e-5} if dtype == jnp.float32 else {"rtol": 2**-8, "atol": 1e-5}
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, **rounding)
 
 
 def test_rope_rotates_pairs_of_the_two_halves():

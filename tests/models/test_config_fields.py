@@ -74,7 +74,7 @@ def described(model: ModelSpec) -> dict:
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "max_position_embeddings": model.max_position_embeddings,
-        "eps": model.rms_norm_eps,
+        "eps": model.norm_eps,
         "tied": model.tie_word_embeddings,
         "embedding_scale": model.embedding_scale,
         "logit_scale": model.logit_scale,

@@ -164,7 +164,7 @@ def test_decode_step_copies_neither_weights_nor_cache(seqs, storage):
         num_key_value_heads=4,
         head_dim=64,
         max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=forge_jax.models.RopeSpec(),
         tie_word_embeddings=True,
         dtype="bfloat16",

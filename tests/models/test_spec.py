@@ -48,7 +48,7 @@ def test_optional_config_fields_have_defaults(spec_of):
     )
     assert spec.num_key_value_heads == spec.num_attention_heads == 4
     assert spec.head_dim == 16 and spec.sm_scale == 0.25
-    assert spec.dtype == "float32" and spec.rope == RopeSpec() and spec.rms_norm_eps == 1e-6
+    assert spec.dtype == "float32" and spec.rope == RopeSpec() and spec.norm_eps == 1e-6
 
 
 def test_rope_types_are_read(spec_of):

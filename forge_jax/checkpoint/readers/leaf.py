@@ -87,7 +87,7 @@ class LeafReader(ABC):
         return StoredMatrix(parts, self.tensors.stored, expert)
 
     def _rows_of(self, leaf: str) -> int:
-        return sum(part.shape[0] for part in self.tensors.parts[leaf])
+        return sum(part.rows for part in self.tensors.parts[leaf])
 
 
 def expert_parts(parts: tuple[Tensor, ...], experts: int, expert: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The description of a model family: its config, its tensors and its decoder."""
+"""The description of a model family: its config, tensors, decoder and KV cache."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flax import nnx
-
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.models.decoder import Decoder, MatrixBuilder
+from forge_jax.models.decoder import Decoder
+from forge_jax.models.interface import DecoderFactory
+from forge_jax.models.kv import KVLayout, keys_and_values
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import WeightMap, decoder_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How to read an architecture's config and map its tensors.
+    """A model family: how to read its config, which tensors it has, and how it computes.
+
+    Only the first two attributes are required. The defaults of the others are those of a decoder
+    like Llama, which `ModelSpec` configures.
 
     Attributes:
       read_spec: reads `config.json`, with defaults, and `generation_config.json`.
@@ -27,8 +30,12 @@ class Architecture:
       weights: the tensors of each leaf.
       other_weights: the same for checkpoints in another layout, which is used if more of its
         tensors exist.
-      decoder: the class that `Model.build` calls with (spec, dtype, matrix builder, shards). A
-        class with other math must have the methods `hidden` and `logits` of `Decoder`, and `norm`.
+      decoder: the class that computes the model.
+      cache: the layout of the KV cache, for the spec of one shard.
+      lora: True if adapters can change the matrices of attention and MLP, as in `Attention` and
+        `MLP`.
+      tensor_parallel: True if the decoder can be one shard. Its leaves must have the names and
+        shapes of `Attention`, `MLP`, `Experts` and `Decoder`, which define how they are split.
     """
 
     read_spec: Callable[[HFConfig, HFConfig], ModelSpec]
@@ -36,7 +43,10 @@ class Architecture:
     nullable: frozenset[str] = frozenset()
     weights: Callable[[ModelSpec], WeightMap] = decoder_weights
     other_weights: Callable[[ModelSpec], WeightMap] | None = None
-    decoder: Callable[[ModelSpec, Any, MatrixBuilder, int], nnx.Module] = Decoder
+    decoder: DecoderFactory = Decoder
+    cache: Callable[[ModelSpec], KVLayout] = keys_and_values
+    lora: bool = True
+    tensor_parallel: bool = True
 
     def read(self, config: HFConfig, generation: HFConfig) -> ModelSpec:
         """Return the spec of a model from the two files.

@@ -1,5 +1,5 @@
 """Normalization layers."""
 
-from forge_kernels.norm.api import rms_norm
+from forge_kernels.norm.api import layer_norm, rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["layer_norm", "rms_norm"]

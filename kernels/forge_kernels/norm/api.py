@@ -1,4 +1,5 @@
-"""RMSNorm (Zhang and Sennrich 2019), rounded where Hugging Face's norms round."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016,
+arXiv:1607.06450), rounded where Hugging Face's norms round."""
 
 import jax
 import jax.numpy as jnp
@@ -37,3 +38,25 @@ def rms_norm(
         scale = offset + weight.astype(jnp.float32)
         return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
     return jnp.broadcast_to(weight, y.shape) * y.astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float) -> jax.Array:
+    """Subtract the mean over the last axis and divide by the standard deviation, in float32.
+
+    Args:
+      x: float[..., d].
+      weight: float[d], of x's type.
+      bias: the same, or None.
+      eps: added to the variance.
+
+    Returns:
+      [..., d] of x's type, rounded once, after the bias.
+    """
+    x32 = x.astype(jnp.float32)
+    centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
+    y = centered * lax.rsqrt(variance + eps)
+    y = y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    return y.astype(x.dtype)

@@ -1,0 +1,45 @@
+"""The interface of a model family: weight maps, decoders of its own, and its KV cache."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.models import build_model
+from forge_jax.models.weight_map import Tensor, decoder_weights, renamed
+from forge_jax.weights.partition import partition_of
+
+GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
+LLAMA = read_spec(GOLDENS / "llama2")
+PLAIN_MLP = replace(LLAMA, mlp_gated=False, mlp_bias=True, norm_type="layer", norm_bias=True)
+
+
+def test_weight_map_covers_every_leaf_of_an_ungated_mlp_and_layer_norms():
+    weights, model = decoder_weights(PLAIN_MLP), build_model(PLAIN_MLP)
+    assert weights.keys() == set(model.names)
+    assert {"norm.bias", "layers.0.mlp.norm.bias", "layers.0.mlp.up.bias"} <= weights.keys()
+    assert not any("gate" in name for name in model.names)
+    for name, leaf in zip(model.names, model.leaves, strict=True):
+        assert sum(part.shape[0] for part in weights[name]) == leaf.shape[0]
+
+
+def test_ungated_mlp_is_split_by_its_inner_columns():
+    shard = build_model(PLAIN_MLP, shards=2)
+    rows = PLAIN_MLP.intermediate_size
+    for name, axis in (("up.weight", -2), ("up.bias", -1), ("down.weight", -1)):
+        partition = partition_of(f"layers.0.mlp.{name}", PLAIN_MLP, 2)
+        assert partition is not None and partition.axis == axis and partition.size == rows // 2
+        assert shard.leaf(f"layers.0.mlp.{name}").shape[axis] == rows // 2
+    assert partition_of("layers.0.mlp.down.bias", PLAIN_MLP, 2) is None
+
+
+def test_renamed_replaces_whole_parts_of_names_in_order():
+    d, inner = PLAIN_MLP.hidden_size, PLAIN_MLP.intermediate_size
+    names = {"model.layers": "transformer.h", "mlp.up_proj": "mlp.c_fc", "model": "transformer"}
+    weights = renamed(decoder_weights(PLAIN_MLP), names, transposed={"c_fc"})
+    (up,) = weights["layers.1.mlp.up.weight"]
+    assert up == Tensor("transformer.h.1.mlp.c_fc.weight", (d, inner), transpose=True)
+    assert (up.rows, up.columns) == (inner, d)
+    assert weights["layers.1.mlp.up.bias"] == (Tensor("transformer.h.1.mlp.c_fc.bias", (inner,)),)
+    (down,) = weights["layers.1.mlp.down.weight"]
+    assert down == Tensor("transformer.h.1.mlp.down_proj.weight", (d, inner))
+    assert weights["norm.bias"] == (Tensor("transformer.norm.bias", (d,)),)
