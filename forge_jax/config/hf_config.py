@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ class HFConfig:
     Args:
       where: the file's name in errors.
       defaults: the values of fields that the file omits.
+      names: the file's own names of fields (see `renamed`).
     """
 
     def __init__(
@@ -24,11 +26,28 @@ class HFConfig:
         values: Mapping[str, Any],
         where: str = "config.json",
         defaults: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
     ):
         self.values, self.where = {**(defaults or {}), **values}, where
         self._left_out = frozenset(defaults or ()) - frozenset(values)
+        self._names = names or {}
+
+    def renamed(self, names: Mapping[str, str]) -> HFConfig:
+        """Return a view whose getters accept the usual names of fields that have other names.
+
+        Args:
+          names: the file's name of each field, such as {"hidden_size": "n_embd"}. As with
+            `attribute_map` in transformers, a field with the usual name overrides the other.
+        """
+        view = copy.copy(self)
+        view._names = {**self._names, **names}
+        return view
+
+    def _own(self, name: str) -> str:
+        return name if name in self.values else self._names.get(name, name)
 
     def error(self, name: str, want: str) -> ModelError:
+        name = self._own(name)
         missing = ", the default because the field is missing" if name in self._left_out else ""
         return ModelError(
             f"{self.where}: {name} must be {want}, not {short_repr(self.values.get(name))}{missing}"
@@ -36,15 +55,15 @@ class HFConfig:
 
     def leaves_out(self, name: str) -> bool:
         """Return True if the file omits this field and its value is a default."""
-        return name in self._left_out
+        return self._own(name) in self._left_out
 
     def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
+        return self.values.get(self._own(name)) is not None
 
     def integer(
         self, name: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
     ) -> int:
-        value = self.values.get(name) if self.has(name) else default
+        value = self.values.get(self._own(name)) if self.has(name) else default
         if type(value) is not int or not low <= value <= high:
             raise self.error(name, f"an integer from {low} to {high}")
         return value
@@ -58,7 +77,7 @@ class HFConfig:
         high: float = 1e30,
     ) -> float:
         """Return a finite number above `low` and at most `high`, which float32 can represent."""
-        value = self.values.get(name) if self.has(name) else default
+        value = self.values.get(self._own(name)) if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "a number")
         if not low < value <= high:  # also rejects NaN
@@ -66,13 +85,13 @@ class HFConfig:
         return float(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
-        value = self.values.get(name) if self.has(name) else default
+        value = self.values.get(self._own(name)) if self.has(name) else default
         if type(value) is not bool:
             raise self.error(name, "true or false")
         return value
 
     def string(self, name: str, default: str | None = None) -> str:
-        value = self.values.get(name) if self.has(name) else default
+        value = self.values.get(self._own(name)) if self.has(name) else default
         if type(value) is not str:
             raise self.error(name, "a string")
         return value
@@ -88,10 +107,10 @@ class HFConfig:
         for name in defaults:
             if name in self.values and self.values[name] is None and name not in nullable:
                 raise ModelError(f"{self.where}: {name} must not be null: set it, or remove it")
-        return HFConfig(self.values, self.where, defaults)
+        return HFConfig(self.values, self.where, defaults, self._names)
 
     def section(self, name: str) -> HFConfig | None:
-        value = self.values.get(name)
+        value = self.values.get(self._own(name))
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -103,7 +122,7 @@ class HFConfig:
 
         Ids index the model's logits, so each must be less than `vocab_size`.
         """
-        value = self.values.get(name)
+        value = self.values.get(self._own(name))
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if len(ids) > MAX_TOKEN_LIST or any(
             type(i) is not int or not 0 <= i < vocab_size for i in ids

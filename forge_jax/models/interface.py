@@ -52,9 +52,9 @@ class DecoderModule(Protocol):
             adapters, and if the architecture does not support them.
 
         Returns:
-          (kv, hidden, stream): the updated cache, dtype[T, d] after the final norm, and the
-          residual stream, L + 1 arrays dtype[T, d]: the embedding and each layer's output. A row
-          must depend on its own sequence only.
+          (kv, hidden, stream): hidden is dtype[T, d] after the final norm. The residual stream is
+          L + 1 arrays dtype[T, d]: the embedding and each layer's output. A row must depend on its
+          own sequence only.
         """
         ...
 

@@ -3,7 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.config.hf_config import HFConfig
+from forge_jax.errors import ModelError
 from forge_jax.models import build_model
 from forge_jax.models.weight_map import Tensor, decoder_weights, renamed
 from forge_jax.weights.partition import partition_of
@@ -30,6 +34,19 @@ def test_ungated_mlp_is_split_by_its_inner_columns():
         assert partition is not None and partition.axis == axis and partition.size == rows // 2
         assert shard.leaf(f"layers.0.mlp.{name}").shape[axis] == rows // 2
     assert partition_of("layers.0.mlp.down.bias", PLAIN_MLP, 2) is None
+
+
+def test_renamed_fields_are_named_as_in_the_file():
+    names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer"}
+    config = HFConfig({"n_embd": 8, "n_layer": "x"}).renamed(names)
+    assert config.integer("hidden_size") == 8 and config.has("num_hidden_layers")
+    with pytest.raises(ModelError, match=r"n_layer must be an integer from 1 to .*, not 'x'"):
+        config.integer("num_hidden_layers")
+    both = HFConfig({"n_embd": 8, "hidden_size": 16}).renamed(names)
+    assert both.integer("hidden_size") == 16
+    default = HFConfig({}).with_defaults({"n_embd": 0}).renamed(names)
+    with pytest.raises(ModelError, match=r"n_embd must be .* default because the field is missing"):
+        default.integer("hidden_size")
 
 
 def test_renamed_replaces_whole_parts_of_names_in_order():
