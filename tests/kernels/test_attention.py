@@ -634,15 +634,19 @@ def test_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
 
 def check_rotate_and_write() -> None:
     rng = np.random.default_rng(0)
-    for D, bs, H, K in ((32, 8, 3, 1), (64, 16, 4, 2), (96, 24, 2, 2), (256, 16, 2, 1)):
+    shapes = ((32, 8, 3, 1), (64, 16, 4, 2), (96, 24, 2, 2), (256, 16, 2, 1))
+    # Rotated numbers per head: all, or three quarters, which is no multiple of the vectors.
+    for (D, bs, H, K), share, interleaved in itertools.product(shapes, (1.0, 0.75), (False, True)):
         T, N = 37, 7
         qkv = jnp.asarray(rng.standard_normal((T, H + 2 * K, D)), jnp.bfloat16)
         kv = jnp.asarray(rng.integers(0, 2**16, (N, 2, K, bs, D)), jnp.uint16)
         positions = jnp.asarray(rng.integers(0, 5000, T), jnp.int32)
-        cos, sin = rope_tables(positions, inverse_frequencies(D, 10000.0))
+        cos, sin = rope_tables(positions, inverse_frequencies(int(D * share), 10000.0))
         slots = rng.permutation(N * bs)[:T].astype(np.int32)
         slots[[3, 8]] = N * bs, N * bs + 5
-        write = partial(rotate_and_write, qkv, kv, cos, sin, jnp.asarray(slots))
+        write = partial(
+            rotate_and_write, qkv, kv, cos, sin, jnp.asarray(slots), interleaved=interleaved
+        )
         by_xla = jax.jit(partial(write, kv_dtype=jnp.bfloat16))()
         by_kernel = jax.jit(partial(write, kv_dtype=jnp.bfloat16, implementation="cpu"))()
         # Products are summed with one rounding or with two: half a unit of bfloat16 where it
@@ -663,6 +667,8 @@ def check_rotate_and_write() -> None:
             mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
             np.testing.assert_allclose(mine, theirs, rtol=2 * BF16_ROUNDOFF, atol=1e-6)
             assert (mine != theirs).mean() < 0.001
+            rotated = int(D * share)
+            np.testing.assert_array_equal(mine[..., rotated:], theirs[..., rotated:])
 
         # Index -1 is invalid: the kernels drop it, but XLA would wrap it.
         _, dropped = jax.jit(
@@ -994,6 +1000,8 @@ def test_write_that_does_not_fit_the_cache_is_rejected(implementation):
         write(qkv[..., :16], kv, angles, angles, slots)
     with pytest.raises(ValueError, match="do not fit 3 tokens and heads of 32"):
         write(qkv, kv, angles[:, :8], angles, slots)
+    with pytest.raises(ValueError, match="do not fit 3 tokens and heads of 32"):
+        write(qkv, kv, *(jnp.zeros((3, 17)),) * 2, slots)
     with pytest.raises(ValueError, match="do not fit 3 tokens and heads of 32"):
         write(qkv, kv, angles, angles, slots[:2])
 

@@ -15,6 +15,8 @@ from forge_kernels.rope import (
     linear_scaling,
     llama3_scaling,
     rope_tables,
+    yarn_attention_factor,
+    yarn_scaling,
 )
 
 RNG = np.random.default_rng(0)
@@ -109,6 +111,50 @@ def test_rope_rotates_pairs_of_the_two_halves():
     np.testing.assert_allclose(out[..., :4], as_complex.real, atol=1e-4)
     np.testing.assert_allclose(out[..., 4:], as_complex.imag, atol=1e-4)
     np.testing.assert_array_equal(out[0], x[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_partial_rope_leaves_the_rest_of_the_head_as_it_is(dtype):
+    x = normal(3, 2, 12, dtype=dtype)
+    cos, sin = rope_tables(jnp.asarray([0, 1, 700]), inverse_frequencies(8, 10000.0))
+    for interleaved in (False, True):
+        out = apply_rope(x, cos, sin, interleaved=interleaved)
+        whole = apply_rope(x[..., :8], cos, sin, interleaved=interleaved)
+        np.testing.assert_array_equal(out[..., :8], whole)
+        np.testing.assert_array_equal(out[..., 8:], x[..., 8:])
+        assert out.dtype == x.dtype and (out[1:, :, :8] != x[1:, :, :8]).mean() > 0.5
+
+
+def test_interleaved_rope_rotates_neighbors():
+    x, positions = normal(3, 2, 8), jnp.asarray([0, 1, 700])
+    cos, sin = rope_tables(positions, inverse_frequencies(8, 10000.0))
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # first the even numbers, then the odd ones
+    halves = apply_rope(x[..., order], cos, sin)
+    np.testing.assert_array_equal(apply_rope(x, cos, sin, interleaved=True)[..., order], halves)
+
+
+def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
+    theta, original = 10000.0, 4096
+    frequencies = inverse_frequencies(64, theta)
+    scale = dict(theta=theta, factor=8.0, original_max_position_embeddings=original)
+    turns = original * frequencies / (2 * np.pi)
+    for beta_fast, beta_slow in ((32.0, 1.0), (20.0, 3.0)):
+        scaled = yarn_scaling(
+            frequencies, beta_fast=beta_fast, beta_slow=beta_slow, truncate=False, **scale
+        )
+        fast, slow = turns > beta_fast, turns < beta_slow
+        np.testing.assert_array_equal(scaled[fast], frequencies[fast])
+        np.testing.assert_allclose(scaled[slow], frequencies[slow] / 8, rtol=1e-6)
+        ratio = (scaled / frequencies)[~fast & ~slow]
+        assert len(ratio) > 3
+        np.testing.assert_allclose(np.diff(ratio, n=2), 0, atol=1e-6)  # linear in the pair
+        whole = yarn_scaling(
+            frequencies, beta_fast=beta_fast, beta_slow=beta_slow, truncate=True, **scale
+        )
+        assert (whole != scaled).any()
+    assert yarn_attention_factor(1.0) == yarn_attention_factor(0.5) == 1.0
+    assert yarn_attention_factor(4.0) == pytest.approx(0.1 * np.log(4) + 1)
+    assert yarn_attention_factor(4.0, 0.5) == pytest.approx(0.05 * np.log(4) + 1)
 
 
 def test_scaled_rope_frequencies_match_their_definition():

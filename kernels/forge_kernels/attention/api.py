@@ -137,6 +137,7 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
     sin: jax.Array,
     slot_mapping: jax.Array,
     *,
+    interleaved: bool = False,
     num_tokens: jax.Array | None = None,
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
@@ -146,8 +147,9 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
     Args:
       qkv: float[T, H + 2K, D], the heads of the queries, then keys, then values.
       kv: dtype[N, 2, K, bs, D] or a `QuantizedKV`, see `write_kv`.
-      cos, sin: f32[T, D / 2], see `forge_kernels.rope`.
+      cos, sin: f32[T, pairs], see `forge_kernels.rope.apply_rope`.
       slot_mapping: i32[T], see `write_kv`.
+      interleaved: see `forge_kernels.rope.apply_rope`.
       num_tokens: i32[], a promise that the caller ignores rows from there on.
       kv_dtype: see `ragged_paged_attention`.
       implementation: see `ragged_paged_attention`.
@@ -164,7 +166,8 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
     T, D = qkv.shape[0], kv.shape[4]
     if H < 1 or qkv.shape[2] != D:
         raise ValueError(f"heads of qkv {qkv.shape} do not fit a cache {kv.shape}")
-    if not cos.shape == sin.shape == (T, D // 2) or slot_mapping.shape != (T,):
+    fits = cos.ndim == 2 and cos.shape[0] == T and 2 * cos.shape[1] <= D
+    if not fits or cos.shape != sin.shape or slot_mapping.shape != (T,):
         raise ValueError(
             f"cos {cos.shape}, sin {sin.shape} and slot_mapping {slot_mapping.shape} do not fit "
             f"{T} tokens and heads of {D}"
@@ -173,10 +176,12 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
         _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
     if implementation == "cpu" and isinstance(kv, jax.Array):  # XLA rounds rows to 8 bits
         count = jnp.full((), qkv.shape[0], jnp.int32) if num_tokens is None else num_tokens
-        rotated: Any = cpu_rotate_write(qkv, cos, sin, slot_mapping, count, kv)
+        rotated: Any = cpu_rotate_write(
+            qkv, cos, sin, slot_mapping, count, kv, interleaved=interleaved
+        )
         return rotated
     q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    q, k = (apply_rope(x, cos, sin, interleaved=interleaved) for x in (q, k))
     return q, write_kv(kv, k, v, slot_mapping, kv_dtype=kv_dtype)
 
 

@@ -55,17 +55,20 @@ def cpu_attention(
 
 def cpu_rotate_write(
     qkv: jax.Array,  # bf16[T, H + 2K, D]
-    cos: jax.Array,  # f32[T, D / 2]
-    sin: jax.Array,  # f32[T, D / 2]
+    cos: jax.Array,  # f32[T, pairs]
+    sin: jax.Array,  # f32[T, pairs]
     slot_mapping: jax.Array,  # i32[T]
     num_tokens: jax.Array,  # i32[]
     kv: jax.Array,  # u16[N, 2, K, bs, D]
+    *,
+    interleaved: bool,
 ) -> tuple[jax.Array, jax.Array]:  # q bf16[T, H, D], kv
     tokens, heads, head_dim = qkv.shape
     q = jax.ShapeDtypeStruct((tokens, heads - 2 * kv.shape[2], head_dim), jnp.bfloat16)
     written = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
     call = jax.ffi.ffi_call("forge_rotate_write", (q, written), input_output_aliases={5: 1})
-    q, kv = call(qkv, cos, sin, slot_mapping, num_tokens.reshape(1), kv)
+    count = num_tokens.reshape(1)
+    q, kv = call(qkv, cos, sin, slot_mapping, count, kv, interleaved=np.bool_(interleaved))
     return q, kv
 
 

@@ -6,6 +6,8 @@ from forge_kernels.rope.api import (
     linear_scaling,
     llama3_scaling,
     rope_tables,
+    yarn_attention_factor,
+    yarn_scaling,
 )
 
 __all__ = [
@@ -14,4 +16,6 @@ __all__ = [
     "linear_scaling",
     "llama3_scaling",
     "rope_tables",
+    "yarn_attention_factor",
+    "yarn_scaling",
 ]

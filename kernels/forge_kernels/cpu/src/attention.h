@@ -511,17 +511,20 @@ inline void run_attention(xla::ffi::ThreadPool& pool, const Attention& op) {
 
 struct RotateWrite {
   const uint16_t* qkv;  // bf16[T, H + 2K, D]
-  const float* cos;     // f32[T, D / 2]
+  const float* cos;     // f32[T, pairs]
   const float* sin;
   const int32_t* slot_mapping;  // [T], not written if at or beyond N * bs
   uint16_t* q;                  // bf16[T, H, D]
   uint16_t* kv;
   long tokens, num_blocks;
   long heads, kv_heads, head_dim, block_size;
+  long pairs;        // of a head that are rotated
+  bool interleaved;  // pairs are neighbors
 };
 
-inline void rotate(const uint16_t* x, const float* cos, const float* sin, long D, uint16_t* out) {
-  long half = D / 2;
+// Rotates the pairs (i, i + half).
+inline void rotate_halves(const uint16_t* x, const float* cos, const float* sin, long half,
+                          uint16_t* out) {
   for (long d = 0; d < half; d += 16) {
     long n = half - d;
     if (n >= 16) {
@@ -538,19 +541,37 @@ inline void rotate(const uint16_t* x, const float* cos, const float* sin, long D
   }
 }
 
+// Rotates the pairs (2i, 2i + 1).
+inline void rotate_neighbors(const uint16_t* x, const float* cos, const float* sin, long pairs,
+                             uint16_t* out) {
+  for (long i = 0; i < pairs; ++i) {
+    float a = bf16_to_f32(x[2 * i]), b = bf16_to_f32(x[2 * i + 1]);
+    out[2 * i] = f32_to_bf16(a * cos[i] - b * sin[i]);
+    out[2 * i + 1] = f32_to_bf16(b * cos[i] + a * sin[i]);
+  }
+}
+
+// Rotates the first numbers of a head and copies the others.
+inline void rotate(const RotateWrite& op, const uint16_t* x, const float* cos, const float* sin,
+                   uint16_t* out) {
+  (op.interleaved ? rotate_neighbors : rotate_halves)(x, cos, sin, op.pairs, out);
+  long rotated = 2 * op.pairs;
+  if (rotated < op.head_dim) std::memcpy(out + rotated, x + rotated, (op.head_dim - rotated) * 2);
+}
+
 inline void run_rotate_write(xla::ffi::ThreadPool& pool, const RotateWrite& op) {
   long H = op.heads, K = op.kv_heads, D = op.head_dim, bs = op.block_size;
   constexpr long kTokens = 16;  // per item
   auto body = [&](long item) {
     for (long t = item * kTokens; t < std::min(op.tokens, (item + 1) * kTokens); ++t) {
       const uint16_t* row = op.qkv + t * (H + 2 * K) * D;
-      const float *cos = op.cos + t * (D / 2), *sin = op.sin + t * (D / 2);
-      for (long h = 0; h < H; ++h) rotate(row + h * D, cos, sin, D, op.q + (t * H + h) * D);
+      const float *cos = op.cos + t * op.pairs, *sin = op.sin + t * op.pairs;
+      for (long h = 0; h < H; ++h) rotate(op, row + h * D, cos, sin, op.q + (t * H + h) * D);
       long slot = op.slot_mapping[t];
       if (slot < 0 || slot >= op.num_blocks * bs) continue;
       uint16_t* block = op.kv + slot / bs * 2 * K * bs * D + slot % bs * D;
       for (long k = 0; k < K; ++k) {
-        rotate(row + (H + k) * D, cos, sin, D, block + k * bs * D);
+        rotate(op, row + (H + k) * D, cos, sin, block + k * bs * D);
         std::memcpy(block + (K + k) * bs * D, row + (H + K + k) * D, D * 2);
       }
     }

@@ -145,7 +145,7 @@ ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::AnyBuffer kv, ffi::Buffe
 ffi::Error rotate_write(ffi::ThreadPool pool, BF16 qkv, ffi::Buffer<ffi::F32> cos,
                         ffi::Buffer<ffi::F32> sin, I32 slot_mapping, I32 num_tokens,
                         ffi::Buffer<ffi::U16> kv, ffi::Result<BF16> q,
-                        ffi::Result<ffi::Buffer<ffi::U16>> kv_out) {
+                        ffi::Result<ffi::Buffer<ffi::U16>> kv_out, bool interleaved) {
   if (kv.typed_data() != kv_out->typed_data())
     return ffi::Error(ffi::ErrorCode::kInternal, "the KV cache was not passed in place");
   forge::RotateWrite op;
@@ -161,6 +161,8 @@ ffi::Error rotate_write(ffi::ThreadPool pool, BF16 qkv, ffi::Buffer<ffi::F32> co
   op.head_dim = q->dimensions()[2];
   op.kv_heads = kv.dimensions()[2];
   op.block_size = kv.dimensions()[3];
+  op.pairs = cos.dimensions()[1];
+  op.interleaved = interleaved;
   forge::run_rotate_write(pool, op);
   return ffi::Error::Success();
 }
@@ -355,7 +357,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_rotate_write, rotate_write,
                                   .Arg<I32>()
                                   .Arg<ffi::Buffer<ffi::U16>>()
                                   .Ret<BF16>()
-                                  .Ret<ffi::Buffer<ffi::U16>>());
+                                  .Ret<ffi::Buffer<ffi::U16>>()
+                                  .Attr<bool>("interleaved"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_sample, sample,
                               ffi::Ffi::Bind()
