@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from forge_jax.grammar.spec import GrammarSpec
     from forge_jax.llm import LLM
+    from forge_jax.models.plugins import register
     from forge_jax.research import LoadedModel, decode_step, forward, load, logits, new_kv
     from forge_jax.sampling_params import SamplingParams
     from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
@@ -77,6 +78,7 @@ _MODULES = {
     ),
     "forge_jax.grammar.spec": ("GrammarSpec",),
     "forge_jax.llm": ("LLM",),
+    "forge_jax.models.plugins": ("register",),
     "forge_jax.schedule.outputs": ("Completion", "Delta", "RequestOutput"),
     "forge_jax.engine.process.client": ("EngineProcess",),
     "forge_jax.research": ("LoadedModel", "decode_step", "forward", "load", "logits", "new_kv"),
@@ -132,6 +134,7 @@ __all__ = [
     "load",
     "logits",
     "new_kv",
+    "register",
 ]
 
 

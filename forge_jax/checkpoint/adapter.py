@@ -21,7 +21,7 @@ from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.host.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, short_repr
 from forge_jax.models.decoder import Model
 from forge_jax.models.lora import LoraShape, lora_targets
-from forge_jax.models.registry import find_architecture
+from forge_jax.models.plugins import find_architecture
 from forge_jax.weights.stored import FLOATS, StoredTensor
 
 _PREFIX = "base_model.model."

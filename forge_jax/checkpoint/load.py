@@ -34,7 +34,7 @@ from forge_jax.checkpoint.readers.floats import QUANTIZED_TENSORS
 from forge_jax.checkpoint.readers.leaf import beside
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
-from forge_jax.models.registry import find_architecture
+from forge_jax.models.plugins import find_architecture
 from forge_jax.models.weight_map import Tensor, WeightMap
 from forge_jax.weights.formats import tensors_by_piece
 from forge_jax.weights.partition import BESIDE

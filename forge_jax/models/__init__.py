@@ -1,7 +1,69 @@
-"""Models: their description (`spec`), their families (`registry`) and their math (`decoder`)."""
+"""Models: their description (`ModelSpec`), their families (`Architecture`) and their math.
 
-from forge_jax.models.decoder import KV, Leaves, Model
+`__all__` is everything that a family in another package needs.
+"""
+
+from forge_jax.config.hf_config import HFConfig
+from forge_jax.models.decoder import (
+    MLP,
+    Attention,
+    Decoder,
+    DecoderLayer,
+    Experts,
+    Leaves,
+    Model,
+    Ragged,
+    ResidualBlock,
+    attend,
+)
+from forge_jax.models.families import Architecture
+from forge_jax.models.interface import DecoderModule
+from forge_jax.models.kv import KV, KVLayout, LayerKV
+from forge_jax.models.linear import (
+    LayerNorm,
+    Linear,
+    MatrixBuilder,
+    RMSNorm,
+    new_bias,
+    new_norm,
+)
+from forge_jax.models.lora import LayerLora
+from forge_jax.models.plugins import register
 from forge_jax.models.registry import build_model
-from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.models.spec import ModelSpec, RopeSpec, decoder_spec
+from forge_jax.models.weight_map import Tensor, WeightMap, decoder_weights, renamed
 
-__all__ = ["KV", "Leaves", "Model", "ModelSpec", "RopeSpec", "build_model"]
+__all__ = [
+    "KV",
+    "MLP",
+    "Architecture",
+    "Attention",
+    "Decoder",
+    "DecoderLayer",
+    "DecoderModule",
+    "Experts",
+    "HFConfig",
+    "KVLayout",
+    "LayerKV",
+    "LayerLora",
+    "LayerNorm",
+    "Leaves",
+    "Linear",
+    "MatrixBuilder",
+    "Model",
+    "ModelSpec",
+    "RMSNorm",
+    "Ragged",
+    "ResidualBlock",
+    "RopeSpec",
+    "Tensor",
+    "WeightMap",
+    "attend",
+    "build_model",
+    "decoder_spec",
+    "decoder_weights",
+    "new_bias",
+    "new_norm",
+    "register",
+    "renamed",
+]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.host.files import short_repr
+from forge_jax.errors import ConfigError, ModelError
 from forge_jax.models.decoder import Model
-from forge_jax.models.families import ARCHITECTURES, Architecture
+from forge_jax.models.plugins import find_architecture
 from forge_jax.models.spec import DTYPES, ModelSpec
 from forge_jax.models.weight_map import WeightMap
 from forge_jax.weights.formats import PLAIN, WeightFormat, WeightFormats
@@ -19,20 +18,6 @@ from forge_jax.weights.quantized import (
     quantized_formats,
 )
 from forge_jax.weights.rounding import rounded_formats
-
-
-def find_architecture(name: str) -> Architecture:
-    """Return the architecture that `config.json` calls `name`.
-
-    Raises:
-      UnsupportedModelError: it is not implemented; the message lists those that are.
-    """
-    if name not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"architecture {short_repr(name)} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[name]
 
 
 def spec_of(config: HFConfig, generation: HFConfig) -> ModelSpec:
@@ -63,9 +48,19 @@ def build_model(
     Raises:
       ModelError: the dtype does not exist.
       UnsupportedModelError: the quantization is not implemented.
-      ConfigError: the quantization groups cannot be split into so many shards.
+      ConfigError: the quantization groups cannot be split into so many shards, or the architecture
+        supports no shards or adapters.
     """
     architecture, formats = find_architecture(spec.architecture), formats or WeightFormats()
+    if shards > 1 and not architecture.tensor_parallel:
+        raise ConfigError(
+            f"--tensor-parallel is not supported for {spec.architecture}: use one device"
+        )
+    if formats.lora and not architecture.lora:
+        raise ConfigError(
+            f"LoRA adapters are not supported for {spec.architecture}: remove --lora and "
+            "--max-loras, and serve a model that the adapter is merged into"
+        )
     leaves = _leaf_formats(spec, architecture.weights(spec), formats, shards)
     for both in expert_leaves(spec):  # either both are packed or neither
         if not leaves.keys().isdisjoint(both):

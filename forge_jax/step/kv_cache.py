@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from forge_jax.errors import ConfigError
 from forge_jax.models.kv import KV
-from forge_jax.models.registry import find_architecture
+from forge_jax.models.plugins import find_architecture
 from forge_kernels.attention import QuantizedKV, cpu_ffi, kv_shape_dtype, kv_storage_dtype
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from benchmarks.aot.steps import (
     llama,
 )
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.models.registry import find_architecture
+from forge_jax.models.plugins import find_architecture
 from forge_jax.models.spec import ModelSpec
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.options import compiler_options

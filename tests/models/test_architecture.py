@@ -7,9 +7,11 @@ import pytest
 
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.errors import ModelError
+from forge_jax.errors import ConfigError, ModelError
 from forge_jax.models import build_model
+from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.weight_map import Tensor, decoder_weights, renamed
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.partition import partition_of
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
@@ -60,3 +62,19 @@ def test_renamed_replaces_whole_parts_of_names_in_order():
     (down,) = weights["layers.1.mlp.down.weight"]
     assert down == Tensor("transformer.h.1.mlp.down_proj.weight", (d, inner))
     assert weights["norm.bias"] == (Tensor("transformer.norm.bias", (d,)),)
+
+
+@pytest.mark.parametrize(
+    ("limit", "options", "message"),
+    [
+        ("tensor_parallel", {"shards": 2}, "--tensor-parallel is not supported for LlamaFor"),
+        ("lora", {"formats": WeightFormats(lora=True)}, "LoRA adapters are not supported for Ll"),
+    ],
+)
+def test_limits_of_an_architecture_are_enforced(monkeypatch, limit, options, message):
+    build_model(LLAMA, **options)
+    own = replace(ARCHITECTURES["LlamaForCausalLM"], **{limit: False})
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", own)
+    build_model(LLAMA)
+    with pytest.raises(ConfigError, match=message):
+        build_model(LLAMA, **options)

@@ -12,7 +12,7 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models import build_model
-from forge_jax.models.registry import find_architecture
+from forge_jax.models.plugins import find_architecture
 from forge_jax.models.weight_map import Tensor
 from forge_jax.research import LoadedModel
 from forge_jax.weights import rounding
