@@ -529,7 +529,7 @@ def tiny_model(**changes: Any) -> Model:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
+        "norm_eps": 1e-5,
         "rope": RopeSpec(type="default", theta=10000.0),
         "tie_word_embeddings": True,
         "dtype": "float32",
