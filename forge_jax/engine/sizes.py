@@ -125,12 +125,11 @@ class Sizes:
         """
         config, spec = residents.config, residents.model.spec
         asked = config.model.max_model_len
-        if asked is not None and asked > spec.max_position_embeddings:
+        if asked is not None and asked > spec.max_context:
             raise ConfigError(
-                f"--max-model-len {asked} is more than the model's own limit of "
-                f"{spec.max_position_embeddings}"
+                f"--max-model-len {asked} is more than the model's own limit of {spec.max_context}"
             )
-        context = asked or spec.max_position_embeddings
+        context = asked or spec.max_context
         max_tokens = config.batch.max_num_batched_tokens or _step_tokens(config, residents.on_cpu)
         block_size = config.cache.block_size or (16 if residents.on_cpu else 64)
         if config.cache.kv_cache == "contiguous":

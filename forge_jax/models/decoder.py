@@ -59,16 +59,25 @@ from forge_kernels.rope import (
     linear_scaling,
     llama3_scaling,
     rope_tables,
+    yarn_scaling,
 )
 
 Leaves = tuple[jax.Array, ...]
+
+
+class RopeTables(NamedTuple):
+    """One rotation at the step's positions, see `forge_kernels.rope.apply_rope`."""
+
+    cos: jax.Array  # f32[T, pairs]
+    sin: jax.Array  # f32[T, pairs]
+    interleaved: bool
 
 
 class Ragged(NamedTuple):
     """The inputs of a step that every layer needs: its rows, and how attention is computed."""
 
     positions: jax.Array  # i32[T]
-    ropes: tuple[tuple[jax.Array, jax.Array], ...]  # cos and sin, f32[T, D / 2], by kind
+    ropes: tuple[RopeTables, ...]  # by kind
     slot_mapping: jax.Array  # i32[T]
     block_tables: jax.Array  # i32[S, max_blocks]
     kv_lens: jax.Array  # i32[S]
@@ -112,12 +121,15 @@ def attend(
     Returns:
       (kv, dtype[T, H * D]): the cache with the new keys and values, and the heads' outputs.
     """
+    tables = ragged.ropes[rope]
     with jax.named_scope("rope_write"):
         q, kv = rotate_and_write(
             qkv,
             kv,
-            *ragged.ropes[rope],
+            tables.cos,
+            tables.sin,
             ragged.slot_mapping,
+            interleaved=tables.interleaved,
             num_tokens=ragged.num_tokens,
             kv_dtype=ragged.kv_dtype,
             implementation=ragged.implementation,
@@ -433,12 +445,12 @@ def rope_kinds(spec: ModelSpec) -> list[RopeSpec | None]:
 
 
 def rope_frequencies(rope: RopeSpec | None, head_dim: int) -> np.ndarray:
-    """Return f32[D / 2], radians per position, with the scaling of the spec."""
+    """Return f32[pairs], radians per position of each rotated pair, with its scaling."""
     if rope is None:
         return np.zeros(head_dim // 2, np.float32)
-    frequencies = inverse_frequencies(head_dim, rope.theta)
+    frequencies = inverse_frequencies(rope.dims or head_dim, rope.theta)
     match rope.type:
-        case "default":
+        case "default" | "dynamic":  # no scaling up to the longest context
             return frequencies
         case "linear":
             return linear_scaling(frequencies, rope.factor)
@@ -452,15 +464,26 @@ def rope_frequencies(rope: RopeSpec | None, head_dim: int) -> np.ndarray:
                 high_freq_factor=rope.high_freq_factor,
                 original_max_position_embeddings=rope.original_max_position_embeddings,
             )
+        case "yarn":
+            return yarn_scaling(
+                frequencies,
+                theta=rope.theta,
+                factor=rope.factor,
+                beta_fast=rope.beta_fast,
+                beta_slow=rope.beta_slow,
+                original_max_position_embeddings=rope.original_max_position_embeddings,
+                truncate=rope.truncate,
+            )
     raise AssertionError(f"rope type {rope.type}")
 
 
-def _rope_tables(
-    rope: RopeSpec | None, head_dim: int, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _rope_tables(rope: RopeSpec | None, head_dim: int, positions: jax.Array) -> RopeTables:
     cos, sin = rope_tables(positions, rope_frequencies(rope, head_dim))
-    factor = 1.0 if rope is None else rope.attention_factor
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+    if rope is None:
+        return RopeTables(cos, sin, interleaved=False)
+    if rope.attention_factor != 1.0:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    return RopeTables(cos, sin, rope.interleaved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -615,7 +638,7 @@ class Model:
         kv, hidden, stream = self.decoder(leaves).hidden(tokens, kv, ragged, by_layer)
         return (kv, hidden, stream) if return_hidden_states else (kv, hidden)
 
-    def _ropes(self, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    def _ropes(self, positions: jax.Array) -> tuple[RopeTables, ...]:
         with jax.named_scope("rope_tables"):
             kinds, head_dim = rope_kinds(self.spec), self.spec.head_dim
             return tuple(_rope_tables(rope, head_dim, positions) for rope in kinds)

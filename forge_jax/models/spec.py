@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from forge_jax.config.hf_config import HFConfig
@@ -19,8 +19,9 @@ from forge_jax.host.files import short_repr
 from forge_jax.weights.ggml_types import GGMLTypes, read_ggml_types
 from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.quantization import QuantSpec
+from forge_kernels.rope import yarn_attention_factor
 
-ROPE_TYPES = ("default", "linear", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 DTYPES = ("bfloat16", "float16", "float32")
 
 # Far above any existing model. These bound everything that is made per layer or token.
@@ -34,7 +35,23 @@ MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embeddings: their base and their scaling."""
+    """Rotary position embeddings: their base, their scaling, and which numbers of a head they turn.
+
+    Attributes:
+      type: the scaling; "default" is none.
+      theta: the base.
+      factor: the context's extension.
+      low_freq_factor: of llama3.
+      high_freq_factor: of llama3.
+      original_max_position_embeddings: of llama3 and yarn, in tokens.
+      factors: of longrope, per pair.
+      beta_fast: of yarn, in turns within the original context.
+      beta_slow: of yarn, in turns within the original context.
+      truncate: of yarn, see `forge_kernels.rope.yarn_scaling`.
+      attention_factor: on cos and sin.
+      dims: how many numbers of a head are rotated, from the first on; None for all (partial RoPE).
+      interleaved: pairs are neighbors (2i, 2i + 1) instead of (i, i + dims / 2).
+    """
 
     type: str = "default"
     theta: float = 10000.0
@@ -42,8 +59,13 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    factors: tuple[float, ...] = ()  # of longrope, per pair
-    attention_factor: float = 1.0  # on cos and sin
+    factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    dims: int | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +167,14 @@ class ModelSpec:
     ggml_types: GGMLTypes | None = None
 
     @property
+    def max_context(self) -> int:
+        """The longest sequence in tokens; YaRN extends the original context by its factor."""
+        if self.rope.type != "yarn":
+            return self.max_position_embeddings
+        extended = self.rope.original_max_position_embeddings * self.rope.factor
+        return max(self.max_position_embeddings, min(int(extended), MAX_POSITIONS))
+
+    @property
     def sm_scale(self) -> float:
         """The factor on attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
@@ -175,6 +205,8 @@ def decoder_spec(
     activation_name: str = "hidden_act",
     norm_eps_name: str = "rms_norm_eps",
     whole_heads: bool = False,
+    partial_rotary: bool = False,
+    interleaved: bool = False,
     rope: RopeSpec | None = None,
     **parts: Any,
 ) -> ModelSpec:
@@ -188,6 +220,8 @@ def decoder_spec(
       activation_name: the name of the activation's field.
       norm_eps_name: the name of the field with the number that norms add.
       whole_heads: require `hidden_size` to be a multiple of the heads even if `head_dim` is given.
+      partial_rotary: True if the family's heads may be rotated in part (`partial_rotary_factor`).
+      interleaved: True if the rotation's pairs are neighbors.
       rope: replaces the rotation in the file in all layers.
       parts: fields that only this family has.
 
@@ -220,7 +254,10 @@ def decoder_spec(
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         norm_eps=config.number(norm_eps_name),
-        rope=rope or read_rope(config, max_positions, head_dim),
+        rope=rope
+        or read_rope(
+            config, max_positions, head_dim, partial_rotary=partial_rotary, interleaved=interleaved
+        ),
         tie_word_embeddings=config.boolean("tie_word_embeddings"),
         dtype=read_dtype(config),
         quantization=read_quantization(config),
@@ -376,12 +413,19 @@ def read_dtype(config: HFConfig) -> str:
     return dtype
 
 
-def read_rope(config: HFConfig, max_position_embeddings: int, head_dim: int) -> RopeSpec:
+def read_rope(
+    config: HFConfig,
+    max_position_embeddings: int,
+    head_dim: int,
+    *,
+    partial_rotary: bool = False,
+    interleaved: bool = False,
+) -> RopeSpec:
     """Return the rotation from `rope_scaling`, else from `rope_parameters`, as in transformers.
 
-    `rope_scaling` replaces `rope_parameters` completely. A `rope_theta` outside of them is the
-    default of the one inside. An `original_max_position_embeddings` outside of them overrides the
-    one inside.
+    `rope_scaling` replaces `rope_parameters` completely. A `rope_theta` or
+    `partial_rotary_factor` outside of them is the default of the one inside. An
+    `original_max_position_embeddings` outside of them overrides the one inside.
     """
     scaling, parameters = config.section("rope_scaling"), config.section("rope_parameters")
     section = scaling if scaling is not None and scaling.values else parameters
@@ -393,7 +437,15 @@ def read_rope(config: HFConfig, max_position_embeddings: int, head_dim: int) -> 
                 f"{section.where}: {name} is not supported: all layers of this architecture "
                 "have the same rotation"
             )
-    return rope_of(section, config, max_position_embeddings, head_dim, beside=True)
+    rope = rope_of(
+        section,
+        config,
+        max_position_embeddings,
+        head_dim,
+        beside=True,
+        partial_rotary=partial_rotary,
+    )
+    return replace(rope, interleaved=interleaved)
 
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -407,6 +459,7 @@ def rope_of(
     *,
     theta_name: str = "rope_theta",
     beside: bool = False,
+    partial_rotary: bool = False,
 ) -> RopeSpec:
     """Return the rotation that a section of `config` describes.
 
@@ -417,38 +470,62 @@ def rope_of(
       head_dim: the width of a head.
       theta_name: the field of `config` that replaces a missing `rope_theta` of the section.
       beside: True if `original_max_position_embeddings` of `config` overrides the section's.
+      partial_rotary: True if `partial_rotary_factor` may be below 1.
     """
-    partial = section if section.has("partial_rotary_factor") else config
-    if partial.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{partial.where}: partial_rotary_factor is not supported")
+    dims = _rotated_dims(section, config, head_dim, partial_rotary=partial_rotary)
     kind = _rope_type(section)
     if "rope_theta" in section.values:
         theta = section.number("rope_theta")
     else:
         theta = config.number(theta_name)
+    rope = RopeSpec(type=kind, theta=theta, dims=None if dims == head_dim else dims)
     if kind == "default":
-        return RopeSpec(theta=theta)
+        return rope
     if kind == "linear":
-        return RopeSpec(type=kind, theta=theta, factor=section.number("factor"))
+        return replace(rope, factor=section.number("factor"))
+    if kind == "dynamic":
+        # Up to `max_position_embeddings`, nothing is scaled. A longer sequence would change the
+        # base with each token, which cached keys cannot follow.
+        return replace(rope, factor=section.number("factor"))
     original, holder = max_position_embeddings, section
     if beside and _ORIGINAL in config.values:
         holder = config
     if _ORIGINAL in holder.values:
         original = holder.integer(_ORIGINAL, low=2, high=MAX_POSITIONS)
     if kind == "longrope":
-        return _longrope(section, theta, max_position_embeddings, original, head_dim)
+        return _longrope(section, rope, max_position_embeddings, original, dims)
+    if kind == "yarn":
+        return _yarn(section, rope, max_position_embeddings, original)
     factor = section.number("factor")
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if low >= high:
         raise section.error("high_freq_factor", f"above low_freq_factor ({low:g})")
-    return RopeSpec(
-        type=kind,
-        theta=theta,
+    return replace(
+        rope,
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_position_embeddings=original,
     )
+
+
+def _rotated_dims(
+    section: HFConfig, config: HFConfig, head_dim: int, *, partial_rotary: bool
+) -> int:
+    """Return how many numbers of a head are rotated."""
+    holder = section if section.has("partial_rotary_factor") else config
+    share = holder.number("partial_rotary_factor", 1.0)
+    if share == 1.0:
+        return head_dim
+    if not partial_rotary:
+        raise UnsupportedModelError(
+            f"{holder.where}: partial_rotary_factor is not supported in this architecture: all "
+            "numbers of a head are rotated"
+        )
+    dims = int(head_dim * share)
+    if dims % 2 or not 2 <= dims <= head_dim:
+        raise holder.error("partial_rotary_factor", f"an even share of the head dim {head_dim}")
+    return dims
 
 
 def _rope_type(section: HFConfig) -> str:
@@ -476,14 +553,14 @@ def _rope_type(section: HFConfig) -> str:
 
 
 def _longrope(
-    section: HFConfig, theta: float, max_position_embeddings: int, original: int, head_dim: int
+    section: HFConfig, rope: RopeSpec, max_position_embeddings: int, original: int, dims: int
 ) -> RopeSpec:
     """Return LongRoPE (Ding et al. 2024, arXiv:2402.13753), with a factor for each pair.
 
     There are two lists, for sequences up to the original length and for longer ones. A model with
     a longer context uses the second for all sequences, because cached keys cannot change.
     """
-    extended, pairs = max_position_embeddings > original, head_dim // 2
+    extended, pairs = max_position_embeddings > original, dims // 2
     lists = {}
     for field in ("short_factor", "long_factor"):
         lists[field] = factors = section.values.get(field)
@@ -496,9 +573,44 @@ def _longrope(
             raise section.error(field, f"a list of {pairs} positive numbers")
     stretch = section.number("factor", max_position_embeddings / original)
     default = math.sqrt(1 + math.log(stretch) / math.log(max(original, 2))) if stretch > 1 else 1.0
-    return RopeSpec(
-        type="longrope",
-        theta=theta,
+    return replace(
+        rope,
         factors=tuple(float(f) for f in lists["long_factor" if extended else "short_factor"]),
         attention_factor=section.number("attention_factor", default),
     )
+
+
+def _yarn(
+    section: HFConfig, rope: RopeSpec, max_position_embeddings: int, original: int
+) -> RopeSpec:
+    """Return YaRN (Peng et al. 2023, arXiv:2309.00071), with the defaults of transformers.
+
+    The default of `attention_factor` follows from `factor`, or from `mscale` and `mscale_all_dim`
+    if both are set and not 0.
+    """
+    if section.values.get("factor", 0) is None:
+        factor = max_position_embeddings / original
+    else:
+        factor = section.number("factor")
+    if rope.theta <= 1:
+        raise section.error("rope_theta", "above 1 for YaRN")
+    mscales = [_number_or_zero(section, name) for name in ("mscale", "mscale_all_dim")]
+    if all(mscales):
+        above, below = (yarn_attention_factor(factor, mscale) for mscale in mscales)
+        default = above / below
+    else:
+        default = yarn_attention_factor(factor)
+    return replace(
+        rope,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=_number_or_zero(section, "beta_fast") or 32.0,
+        beta_slow=_number_or_zero(section, "beta_slow") or 1.0,
+        truncate=section.boolean("truncate", True),
+        attention_factor=section.number("attention_factor", default),
+    )
+
+
+def _number_or_zero(section: HFConfig, name: str) -> float:
+    """Return a positive number, or 0 if the field is 0, null or missing."""
+    return section.number(name) if section.values.get(name) else 0.0

@@ -118,7 +118,7 @@ class DraftModel:
     def context(self) -> int:
         """The longest supported sequence in tokens."""
         blocks = self._shapes.extend[-1].max_blocks * self.kv_shape.block_size
-        return min(self.model.spec.max_position_embeddings, blocks)
+        return min(self.model.spec.max_context, blocks)
 
     @property
     def extend_tokens(self) -> int:

@@ -37,7 +37,7 @@ OTHERS = {
 }
 # Reasons to refuse configurations that transformers can compute.
 REFUSALS = (
-    r"rope type '(yarn|dynamic)' is not supported",
+    r"rope type 'yarn' is not supported in this architecture",
     r"type '\w+' contradicts rope_type '\w+'",
     r"partial_rotary_factor is not supported",
     r"(full|sliding)_attention is not supported: all layers of this architecture have the same",
@@ -90,6 +90,7 @@ def _layer(model: ModelSpec, index: int, silu: bool) -> dict:
     table = None
     if rope is not None:
         angles = np.outer([1, LENGTH - 1], rope_frequencies(rope, model.head_dim))
+        angles = np.tile(angles, 2)[:, : model.head_dim // 2]  # as wide as in the table
         table = (np.stack([np.cos(angles), np.sin(angles)]) * rope.attention_factor).ravel()
     experts = model.experts_of(index)
     mlp = {"mlp_bias": model.mlp_bias, "inner": model.intermediate_size}
@@ -188,10 +189,10 @@ def test_variants_match_transformers_or_are_rejected(name):
     assert refusals["read"] + refusals["transformers"] > 0.7 * sum(refusals.values())
 
 
-def _prefer_rope_parameters(config, *rest, read=spec.read_rope):
+def _prefer_rope_parameters(config, *rest, read=spec.read_rope, **options):
     if config.has("rope_parameters"):
         config = HFConfig({**config.values, "rope_scaling": None})
-    return read(config, *rest)
+    return read(config, *rest, **options)
 
 
 PLANTS = {

@@ -1,6 +1,7 @@
 """The families' config fields, and packed matrices of each family."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ from paged import PagedRun
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.models import RopeSpec, build_model
-from forge_jax.models.decoder import rope_kinds
+from forge_jax.models.decoder import rope_frequencies, rope_kinds
 from forge_jax.models.families import ARCHITECTURES
+from forge_jax.models.spec import read_rope
 from forge_jax.research import LoadedModel
 from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
@@ -30,7 +33,10 @@ def architecture_of(name: str) -> str:
 
 BY_FAMILY = {architecture_of(name): name for name in MODELS}
 # After rounding, mixtral_window's routers choose other experts, which differ completely.
-PACKED = sorted({*BY_FAMILY.values(), "mixtral", "qwen3_moe"} - {"mixtral_window"})
+PACKED = sorted(
+    {*BY_FAMILY.values(), "mistral_window", "mixtral", "qwen2_window", "qwen3_moe"}
+    - {"mixtral_window"}
+)
 
 
 @pytest.fixture
@@ -88,6 +94,79 @@ def test_longrope_is_read_in_both_spellings(spec_of):
     short = spec_of("phi3_long", original_max_position_embeddings=512)
     assert short.rope.factors == tuple(section["short_factor"])
     assert short.rope.attention_factor == 1.0
+
+
+def test_rope_frequencies_match_transformers():
+    """`make_ropes.py` made the table."""
+    cases = json.loads((GOLDENS / "rope_frequencies.json").read_text())
+    assert {case["rope_parameters"]["rope_type"] for case in cases} == {
+        *("yarn", "dynamic", "linear", "llama3")
+    }
+    for case in cases:
+        config, head_dim = HFConfig(case), case["head_dim"]
+        rope = read_rope(config, case["max_position_embeddings"], head_dim, partial_rotary=True)
+        found = rope_frequencies(rope, head_dim)
+        np.testing.assert_allclose(found, case["frequencies"], rtol=2e-5, err_msg=str(case))
+        assert rope.attention_factor == pytest.approx(case["attention_factor"], abs=1e-6)
+
+
+def test_yarn_extends_the_context(spec_of):
+    spec = spec_of("qwen2_yarn")
+    assert (spec.max_position_embeddings, spec.max_context) == (64, 4 * 24)
+    assert spec_of("mistral_yarn").max_context == 512
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    assert spec_of("qwen2_yarn", rope_parameters=dynamic).max_context == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"factor": "4"}, "factor must be a number, not '4'"),
+        ({"rope_theta": 1}, "rope_theta must be above 1 for YaRN, not 1"),
+        ({"beta_fast": -1}, "beta_fast must be a finite number above 0"),
+        ({"mscale": "1"}, "mscale must be a number, not '1'"),
+        ({"truncate": 1}, "truncate must be true or false, not 1"),
+        ({"attention_factor": 0}, "attention_factor must be a finite number above 0"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings must be an"),
+    ],
+)
+def test_invalid_yarn_fields_are_named(spec_of, changes, message):
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, **changes}
+    with pytest.raises(ModelError, match=f"rope_parameters: {message}"):
+        spec_of("qwen2", rope_parameters=yarn)
+
+
+def test_partial_rotation_is_read_inside_and_beside_the_section(spec_of):
+    spec = spec_of("phi3_partial")
+    assert spec.rope.dims == 12 and len(spec.rope.factors) == 6
+    section = json.loads((GOLDENS / "phi3_partial" / "config.json").read_text())["rope_parameters"]
+    assert spec_of("phi3_partial", rope_parameters=section, partial_rotary_factor=0.5) == spec
+    del section["partial_rotary_factor"]
+    assert spec_of("phi3_partial", rope_parameters=section) == spec
+    for share in (0.35, 0.05, 1.25):
+        with pytest.raises(ModelError, match="must be an even share of the head dim 16"):
+            spec_of("phi3", partial_rotary_factor=share)
+
+
+def test_interleaved_model_matches_hugging_face_logits_if_its_rows_are_reordered():
+    """Neighboring pairs are the pairs of two halves after the rows of queries and keys move."""
+    stored = read_header(GOLDENS / "llama2" / "golden.safetensors")
+    ids, want = np.array(stored["input_ids"].read()), np.array(stored["logits"].read())
+    spec = read_spec(GOLDENS / "llama2")
+    model = build_model(replace(spec, rope=replace(spec.rope, interleaved=True)))
+    leaves = load_weights(model, GOLDENS / "llama2", progress=False)
+    D, rotated = spec.head_dim, spec.num_attention_heads + spec.num_key_value_heads
+    order = np.arange(D).reshape(2, D // 2).T.ravel()  # 0, D / 2, 1, D / 2 + 1, ...
+    rows = np.arange((rotated + spec.num_key_value_heads) * D)
+    moved = rows[: rotated * D].reshape(rotated, D)[:, order].ravel()
+    rows = np.concatenate([moved, rows[rotated * D :]])
+    leaves = tuple(
+        leaf[rows] if name.endswith("attention.qkv.weight") else leaf
+        for name, leaf in zip(model.names, leaves, strict=True)
+    )
+    run = PagedRun(LoadedModel(model, leaves, GOLDENS / "llama2"), 3)
+    scores = [np.stack(run.step(ids[:, part].tolist())) for part in (slice(40), slice(40, None))]
+    np.testing.assert_allclose(np.concatenate(scores, axis=1), want, atol=2e-4, rtol=0)
 
 
 def test_smollm_3_skips_rotation_in_every_fourth_layer(spec_of):
@@ -177,8 +256,12 @@ def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
             },
             "long_factor must be a list of 8 positive numbers",
         ),
-        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is not supported"),
-        ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        (
+            "qwen3",
+            {"partial_rotary_factor": 0.75},
+            "partial_rotary_factor is not supported in this architecture: all numbers of a head",
+        ),
+        ("qwen3", {"rope_parameters": {"rope_type": "axial"}}, "rope type 'axial' is not support"),
     ],
 )
 def test_invalid_or_unsupported_fields_are_named(spec_of, name, changes, message):

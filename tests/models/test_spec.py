@@ -56,8 +56,8 @@ def test_rope_types_are_read(spec_of):
         type="linear", factor=2.0
     )
     assert spec_of(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope.theta == 7.0
-    with pytest.raises(UnsupportedModelError, match=r"'yarn'.*supported: default, linear, llama3"):
-        spec_of(rope_scaling={"rope_type": "yarn", "factor": 2})
+    with pytest.raises(UnsupportedModelError, match=r"'axial'.*supported: default, linear, dyn"):
+        spec_of(rope_scaling={"rope_type": "axial", "factor": 2})
     with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
         spec_of(partial_rotary_factor=0.5)
     with pytest.raises(ModelError, match="rope_scaling: factor must be a number, not None"):

@@ -33,7 +33,7 @@ _ROPE_TYPES = ("default", "longrope")
 
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     windows = window_everywhere(config, read_window(config))
-    spec = decoder_spec(config, generation, "Phi3ForCausalLM", windows=windows)
+    spec = decoder_spec(config, generation, "Phi3ForCausalLM", partial_rotary=True, windows=windows)
     if spec.rope.type not in _ROPE_TYPES:
         raise UnsupportedModelError(
             f"{config.where}: rope type {spec.rope.type!r} is not supported in this architecture; "
