@@ -109,6 +109,12 @@ class HFConfig:
                 raise ModelError(f"{self.where}: {name} must not be null: set it, or remove it")
         return HFConfig(self.values, self.where, defaults, self._names)
 
+    def replace(self, **values: Any) -> HFConfig:
+        """Return a copy with these fields, which count as set in the file."""
+        copy = HFConfig(self.values | values, self.where)
+        copy._left_out = self._left_out - values.keys()
+        return copy
+
     def section(self, name: str) -> HFConfig | None:
         value = self.values.get(self._own(name))
         if value is None:

@@ -56,18 +56,25 @@ _NORMS = {
 class ExpertNames:
     """The tensor names of a layer's experts.
 
-    If `fused`, all experts of a layer share one tensor with gates above ups, as in transformers 5.
+    If `fused` has names, all experts of a layer share these two tensors, with gates above ups.
     """
 
     part: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    fused: bool = False
+    fused: tuple[str, str] | None = None
+
+
+FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # as transformers 5 saves them
 
 
 def decoder_weights(
-    spec: ModelSpec, *, fused: bool = False, experts: ExpertNames | None = None
+    spec: ModelSpec,
+    *,
+    fused: bool = False,
+    experts: ExpertNames | None = None,
 ) -> WeightMap:
     """Return the tensors of a checkpoint with Hugging Face's usual names.
 
@@ -166,9 +173,11 @@ def _expert_weights(
     leaf: str, layer: str, d: int, mixture: ExpertSpec, names: ExpertNames
 ) -> WeightMap:
     count, inner, part = mixture.count, mixture.intermediate_size, f"{layer}.{names.part}"
-    weights: WeightMap = {f"{leaf}.router.weight": (Tensor(f"{part}.gate.weight", (count, d)),)}
-    if names.fused:
-        gate_up, down = f"{part}.experts.gate_up_proj", f"{part}.experts.down_proj"
+    weights: WeightMap = {
+        f"{leaf}.router.weight": (Tensor(f"{part}.{names.router}.weight", (count, d)),)
+    }
+    if names.fused is not None:
+        gate_up, down = (f"{part}.{name}" for name in names.fused)
         weights[f"{leaf}.gate_up.weight"] = (Tensor(gate_up, (count, 2 * inner, d)),)
         weights[f"{leaf}.down.weight"] = (Tensor(down, (count, d, inner)),)
         return weights

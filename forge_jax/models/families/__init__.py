@@ -4,23 +4,33 @@ A family that differs only in known parts is one small file and one line here.
 """
 
 from forge_jax.models.families import (
+    exaone4,
+    gemma,
     gemma2,
     gemma3,
     granite,
+    granitemoe,
+    hyperclovax,
+    internlm3,
+    iquestcoder,
     llama,
+    minicpm,
     mistral,
     mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 from forge_jax.models.families.architecture import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": llama.ARCHITECTURE,
+    "LLaMAForCausalLM": llama.ARCHITECTURE,  # of the first conversions
     "MistralForCausalLM": mistral.ARCHITECTURE,
     "MixtralForCausalLM": mixtral.ARCHITECTURE,
     "Qwen2ForCausalLM": qwen2.ARCHITECTURE,
@@ -32,6 +42,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Olmo2ForCausalLM": olmo2.ARCHITECTURE,
     "GraniteForCausalLM": granite.ARCHITECTURE,
     "SmolLM3ForCausalLM": smollm3.ARCHITECTURE,
+    "GemmaForCausalLM": gemma.ARCHITECTURE,
+    "Exaone4ForCausalLM": exaone4.ARCHITECTURE,
+    "SeedOssForCausalLM": seed_oss.ARCHITECTURE,
+    "OlmoeForCausalLM": olmoe.ARCHITECTURE,
+    "GraniteMoeForCausalLM": granitemoe.ARCHITECTURE,
+    "HyperCLOVAXForCausalLM": hyperclovax.ARCHITECTURE,
+    "MiniCPMForCausalLM": minicpm.ARCHITECTURE,
+    "InternLM3ForCausalLM": internlm3.ARCHITECTURE,
+    "IQuestCoderForCausalLM": iquestcoder.ARCHITECTURE,
 }
 
 __all__ = ["ARCHITECTURES", "Architecture"]

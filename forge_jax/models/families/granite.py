@@ -1,5 +1,7 @@
 """Granite 3 (IBM 2024): Llama with factors on embeddings, layers, scores and logits."""
 
+from typing import Any
+
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
@@ -28,19 +30,23 @@ DEFAULTS = {
 }
 
 
-def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
+def factors(config: HFConfig) -> dict[str, Any]:
+    """Return the fields that all Granite models share: biases of attention, and factors."""
     bias = config.boolean("attention_bias")
+    return {
+        "attention_bias": bias,
+        "output_bias": bias,
+        "attention_scale": config.number("attention_multiplier"),
+        "embedding_scale": config.number("embedding_multiplier"),
+        "residual_scale": config.number("residual_multiplier"),
+        "logit_scale": 1 / config.number("logits_scaling"),
+    }
+
+
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
+    mlp_bias = config.boolean("mlp_bias")
     return decoder_spec(
-        config,
-        generation,
-        "GraniteForCausalLM",
-        attention_bias=bias,
-        output_bias=bias,
-        mlp_bias=config.boolean("mlp_bias"),
-        attention_scale=config.number("attention_multiplier"),
-        embedding_scale=config.number("embedding_multiplier"),
-        residual_scale=config.number("residual_multiplier"),
-        logit_scale=1 / config.number("logits_scaling"),
+        config, generation, "GraniteForCausalLM", mlp_bias=mlp_bias, **factors(config)
     )
 
 

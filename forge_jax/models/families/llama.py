@@ -24,17 +24,15 @@ DEFAULTS = {
 }
 
 
-def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
+def biases(config: HFConfig) -> dict[str, bool]:
+    """Return the matrices that have a bias: all of attention, all of the MLP."""
     bias = config.boolean("attention_bias")
-    return decoder_spec(
-        config,
-        generation,
-        "LlamaForCausalLM",
-        whole_heads=True,
-        attention_bias=bias,
-        output_bias=bias,
-        mlp_bias=config.boolean("mlp_bias"),
-    )
+    mlp_bias = config.boolean("mlp_bias")
+    return {"attention_bias": bias, "output_bias": bias, "mlp_bias": mlp_bias}
+
+
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
+    return decoder_spec(config, generation, "LlamaForCausalLM", whole_heads=True, **biases(config))
 
 
 ARCHITECTURE = Architecture(

@@ -10,7 +10,7 @@ from forge_jax.models.spec import (
     read_window,
     window_everywhere,
 )
-from forge_jax.models.weight_map import ExpertNames, decoder_weights
+from forge_jax.models.weight_map import FUSED_EXPERTS, ExpertNames, decoder_weights
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -52,5 +52,5 @@ ARCHITECTURE = Architecture(
     defaults=DEFAULTS,
     nullable=frozenset({"head_dim", "sliding_window"}),
     weights=lambda spec: decoder_weights(spec, experts=_NAMES),
-    other_weights=lambda spec: decoder_weights(spec, experts=ExpertNames(fused=True)),
+    other_weights=lambda spec: decoder_weights(spec, experts=ExpertNames(fused=FUSED_EXPERTS)),
 )

@@ -11,7 +11,7 @@ from forge_jax.models.spec import (
     read_experts,
     window_everywhere,
 )
-from forge_jax.models.weight_map import ExpertNames, decoder_weights
+from forge_jax.models.weight_map import FUSED_EXPERTS, ExpertNames, decoder_weights
 
 DEFAULTS = {
     "vocab_size": 151936,
@@ -79,5 +79,5 @@ ARCHITECTURE = Architecture(
     defaults=DEFAULTS,
     nullable=frozenset({"sliding_window", "mlp_only_layers"}),
     weights=decoder_weights,
-    other_weights=lambda spec: decoder_weights(spec, experts=ExpertNames(fused=True)),
+    other_weights=lambda spec: decoder_weights(spec, experts=ExpertNames(fused=FUSED_EXPERTS)),
 )
