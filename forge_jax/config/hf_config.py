@@ -111,9 +111,9 @@ class HFConfig:
 
     def replace(self, **values: Any) -> HFConfig:
         """Return a copy with these fields, which count as set in the file."""
-        copy = HFConfig(self.values | values, self.where)
-        copy._left_out = self._left_out - values.keys()
-        return copy
+        changed = copy.copy(self)
+        changed.values, changed._left_out = self.values | values, self._left_out - values.keys()
+        return changed
 
     def section(self, name: str) -> HFConfig | None:
         value = self.values.get(self._own(name))

@@ -30,7 +30,6 @@ from forge_jax.models.families.architecture import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": llama.ARCHITECTURE,
-    "LLaMAForCausalLM": llama.ARCHITECTURE,  # of the first conversions
     "MistralForCausalLM": mistral.ARCHITECTURE,
     "MixtralForCausalLM": mixtral.ARCHITECTURE,
     "Qwen2ForCausalLM": qwen2.ARCHITECTURE,
