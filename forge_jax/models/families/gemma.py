@@ -1,4 +1,4 @@
-"""Gemma (2024, arXiv:2403.08295): a gate with tanh GELU, norms with an offset, scaled embeddings."""
+"""Gemma (2024, arXiv:2403.08295): a GELU gate, norms with an offset, scaled embeddings."""
 
 import math
 
