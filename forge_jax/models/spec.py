@@ -365,13 +365,15 @@ def window_everywhere(config: HFConfig, window: int | None) -> tuple[int | None,
 
 
 def read_experts(
-    config: HFConfig, own_name: str, *, least: int = 1, **parts: Any
+    config: HFConfig, own_name: str, *, alias: bool = True, least: int = 1, **parts: Any
 ) -> ExpertSpec | None:
     """Return the experts of a model, or None if it has none.
 
     Args:
       config: the fields of `config.json`.
       own_name: the field with their number in transformers' class of the family.
+      alias: True if the other of `num_experts` and `num_local_experts` is the same field in
+        transformers. If a file has both, the alias wins.
       least: the minimum number.
       parts: fields that only this family has.
 
@@ -383,9 +385,8 @@ def read_experts(
             raise UnsupportedModelError(
                 f"{config.where}: {name} is not supported: shared experts are not implemented"
             )
-    # transformers treats both names as one field; the one that is not the family's own wins.
-    alias = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[own_name]
-    name = alias if alias in config.values else own_name
+    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[own_name]
+    name = other if alias and other in config.values else own_name
     count = config.integer(name, low=least, high=MAX_EXPERTS)
     if count == 0:
         return None

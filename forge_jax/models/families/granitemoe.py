@@ -29,6 +29,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
         experts=read_experts(
             config,
             "num_local_experts",
+            alias=False,
             intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
         ),
     )

@@ -40,6 +40,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
         config,
         generation,
         "InternLM3ForCausalLM",
+        whole_heads=True,
         attention_bias=bias,
         output_bias=bias,
         mlp_bias=mlp_bias,

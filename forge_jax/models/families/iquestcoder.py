@@ -24,7 +24,9 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     for name in ("clip_qkv", "use_sliding_window"):
         if config.values.get(name):
             raise UnsupportedModelError(f"{config.where}: {name} is not supported")
-    return decoder_spec(config, generation, "IQuestCoderForCausalLM", **llama.biases(config))
+    return decoder_spec(
+        config, generation, "IQuestCoderForCausalLM", whole_heads=True, **llama.biases(config)
+    )
 
 
 ARCHITECTURE = Architecture(

@@ -32,6 +32,10 @@ DEFAULTS = {
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     if config.has("clip_qkv"):
         raise UnsupportedModelError(f"{config.where}: clip_qkv is not supported")
+    if config.has("head_dim"):  # the norms of queries and keys have this size
+        sizes = config.integer("hidden_size"), config.integer("num_attention_heads")
+        if config.integer("head_dim") * sizes[1] != sizes[0]:
+            raise config.error("head_dim", "hidden_size / num_attention_heads")
     bias = config.boolean("attention_bias")
     return decoder_spec(
         config,
