@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from forge_jax.models.spec import ExpertSpec, ModelSpec
@@ -73,13 +73,17 @@ FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # as transformers
 def decoder_weights(
     spec: ModelSpec,
     *,
-    fused: bool = False,
+    fused: Collection[Literal["qkv", "gate_up"]] = (),
     experts: ExpertNames | None = None,
 ) -> WeightMap:
     """Return the tensors of a checkpoint with Hugging Face's usual names.
 
-    If `fused`, the checkpoint stores queries, keys and values as one matrix, and gate and up too.
     `renamed` adapts the map to other names.
+
+    Args:
+      spec: the model.
+      fused: which of these the checkpoint stores as one matrix.
+      experts: the names of experts' tensors.
     """
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim
@@ -93,8 +97,10 @@ def decoder_weights(
         weights["head.weight"] = (Tensor("lm_head.weight", (spec.vocab_size, d)),)
     qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
     gate_up = {"gate_proj": inner, "up_proj": inner}
-    if fused:
-        qkv, gate_up = {"qkv_proj": q_rows + 2 * kv_rows}, {"gate_up_proj": 2 * inner}
+    if "qkv" in fused:
+        qkv = {"qkv_proj": q_rows + 2 * kv_rows}
+    if "gate_up" in fused:
+        gate_up = {"gate_up_proj": 2 * inner}
     first, parts_of_first = ("gate_up", gate_up) if spec.mlp_gated else ("up", {"up_proj": inner})
 
     for index in range(spec.num_hidden_layers):

@@ -4,10 +4,12 @@ A family that differs only in known parts is one small file and one line here.
 """
 
 from forge_jax.models.families import (
+    ernie4_5,
     exaone4,
     gemma,
     gemma2,
     gemma3,
+    glm4,
     granite,
     granitemoe,
     hyperclovax,
@@ -18,6 +20,7 @@ from forge_jax.models.families import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -50,6 +53,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MiniCPMForCausalLM": minicpm.ARCHITECTURE,
     "InternLM3ForCausalLM": internlm3.ARCHITECTURE,
     "IQuestCoderForCausalLM": iquestcoder.ARCHITECTURE,
+    "GlmForCausalLM": glm4.GLM,
+    "Glm4ForCausalLM": glm4.GLM4,
+    "Ernie4_5ForCausalLM": ernie4_5.ARCHITECTURE,
+    "Olmo3ForCausalLM": olmo3.ARCHITECTURE,
 }
 
 __all__ = ["ARCHITECTURES", "Architecture"]

@@ -28,8 +28,10 @@ DEFAULTS = {
 def _windows(config: HFConfig) -> tuple[int | None, ...]:
     """Return windows by `layer_types`, else in all but each `sliding_window_pattern`-th layer."""
     window = read_window(config)
-    if window is None or config.values.get("layer_types") is not None:
+    if config.has("layer_types"):
         return read_windows(config, window, lambda layer: False)
+    if window is None:
+        raise config.error("layer_types", "a list, because sliding_window is null")
     every = config.integer("sliding_window_pattern", high=MAX_LAYERS)
     return read_windows(config, window, lambda layer: (layer + 1) % every != 0)
 

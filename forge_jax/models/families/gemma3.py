@@ -47,7 +47,7 @@ DEFAULTS = {
 }
 
 
-def _ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
+def read_ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
     """Return the rotation of layers with full attention, and that of layers with a window.
 
     `rope_parameters` has a section for each. `rope_scaling` is merged into the first.
@@ -77,7 +77,7 @@ def _ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
 
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     every = config.integer("sliding_window_pattern", high=MAX_WIDTH)
-    rope, local_rope = _ropes(config)
+    rope, local_rope = read_ropes(config)
     return decoder_spec(
         config,
         generation,

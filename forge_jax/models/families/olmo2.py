@@ -1,5 +1,7 @@
 """OLMo 2 (2025, arXiv:2501.00656): norms after attention and MLP, and on queries and keys."""
 
+from typing import Any
+
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
@@ -23,18 +25,20 @@ DEFAULTS = {
 }
 
 
-def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
+def parts(config: HFConfig) -> dict[str, Any]:
+    """Return the fields that OLMo 2 and 3 share."""
     bias = config.boolean("attention_bias")
-    return decoder_spec(
-        config,
-        generation,
-        "Olmo2ForCausalLM",
-        norm_placement="after",
-        norm_in_float32=True,
-        qk_norm="all",
-        attention_bias=bias,
-        output_bias=bias,
-    )
+    return {
+        "norm_placement": "after",
+        "norm_in_float32": True,
+        "qk_norm": "all",
+        "attention_bias": bias,
+        "output_bias": bias,
+    }
+
+
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
+    return decoder_spec(config, generation, "Olmo2ForCausalLM", **parts(config))
 
 
 ARCHITECTURE = Architecture(

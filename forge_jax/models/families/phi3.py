@@ -46,5 +46,5 @@ ARCHITECTURE = Architecture(
     read_spec=_read_spec,
     defaults=DEFAULTS,
     nullable=frozenset({"num_key_value_heads", "sliding_window"}),
-    weights=partial(decoder_weights, fused=True),
+    weights=partial(decoder_weights, fused=("qkv", "gate_up")),
 )
