@@ -1,14 +1,33 @@
 """The interface of a model family: weight maps, decoders of its own, and its KV cache."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from paged import PagedRun
+from safetensors.numpy import load_file, save_file
 
+import forge_jax
+from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ConfigError, ModelError
-from forge_jax.models import build_model
+from forge_jax.models import (
+    Architecture,
+    Decoder,
+    KVLayout,
+    Linear,
+    build_model,
+    decoder_spec,
+    plugins,
+    register,
+)
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.weight_map import Tensor, decoder_weights, renamed
 from forge_jax.weights.formats import WeightFormats
@@ -78,3 +97,130 @@ def test_limits_of_an_architecture_are_enforced(monkeypatch, limit, options, mes
     build_model(LLAMA)
     with pytest.raises(ConfigError, match=message):
         build_model(LLAMA, **options)
+
+
+# ---- a decoder with its own cache ----------------------------------------------------------------
+
+
+class LatentLayer(nnx.Module):
+    """Attention whose keys and values are one latent vector per token, f32[DIM]."""
+
+    def __init__(self, spec, dtype, matrix, layer):
+        self.heads, self.dim = spec.num_attention_heads, spec.head_dim
+        d, name = spec.hidden_size, f"layers.{layer}"
+        self.query = Linear(matrix(f"{name}.query.weight", self.heads * self.dim, d))
+        self.latent = Linear(matrix(f"{name}.latent.weight", self.dim, d))
+        self.out = Linear(matrix(f"{name}.out.weight", d, self.heads * self.dim))
+
+    def __call__(self, x, kv, ragged):
+        T, (N, _, _, bs, dim) = len(x), kv.shape
+        latents = kv.reshape(N * bs, dim).at[ragged.slot_mapping].set(self.latent(x), mode="drop")
+        sequence = jnp.searchsorted(ragged.cu_q_lens, jnp.arange(T), side="right") - 1
+        tables = ragged.block_tables[jnp.minimum(sequence, len(ragged.block_tables) - 1)]
+        seen = latents.reshape(N, bs, dim)[tables].reshape(T, -1, dim)
+        is_past = jnp.arange(seen.shape[1])[None] <= ragged.positions[:, None]
+        seen = jnp.where(is_past[..., None], seen, 0.0)  # free blocks may hold NaN
+        query = self.query(x).reshape(T, self.heads, dim)
+        scores = jnp.einsum("thd,tsd->ths", query, seen)
+        weights = jax.nn.softmax(jnp.where(is_past[:, None], scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("ths,tsd->thd", weights, seen).reshape(T, -1)
+        return latents.reshape(kv.shape), self.out(out, residual=x)
+
+
+class LatentDecoder(Decoder):
+    layer = LatentLayer
+
+
+def latent_weights(spec):
+    d, rows = spec.hidden_size, spec.num_attention_heads * spec.head_dim
+    shapes = {"norm": (d,), "head": (spec.vocab_size, d)}
+    for index in range(spec.num_hidden_layers):
+        shapes |= {
+            f"layers.{index}.{name}": shape
+            for name, shape in (
+                ("query", (rows, d)),
+                ("latent", (spec.head_dim, d)),
+                ("out", (d, rows)),
+            )
+        }
+    return {f"{name}.weight": (Tensor(f"{name}.weight", s),) for name, s in shapes.items()}
+
+
+LATENT = Architecture(
+    read_spec=lambda config, generation: decoder_spec(config, generation, "LatentForCausalLM"),
+    defaults={
+        **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4},
+        **{"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
+    },
+    decoder=LatentDecoder,
+    cache=lambda spec: KVLayout(layers=2, planes=1, heads=1, dim=spec.head_dim),
+    weights=latent_weights,
+)
+LATENT_V = 512
+
+
+@pytest.fixture
+def latent_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins, "_registered", {})
+    register("LatentForCausalLM", LATENT)
+    config = {
+        **{"architectures": ["LatentForCausalLM"], "vocab_size": LATENT_V, "hidden_size": 32},
+        **{"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 1},
+        "max_position_embeddings": 96,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    weights = latent_weights(read_spec(tmp_path))
+    tensors = {
+        part.name: (0.3 * rng.standard_normal(part.shape)).astype(np.float32)
+        for (part,) in weights.values()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(GOLDENS.parent / "stories260k-hf/tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def latent_logits(tensors, ids):
+    """Return f64[T, V] of the latent model for one whole sequence."""
+    w = {name.removesuffix(".weight"): value.astype(np.float64) for name, value in tensors.items()}
+    x, T = w["head"][ids], len(ids)
+    for layer in ("layers.0", "layers.1"):
+        latent = x @ w[f"{layer}.latent"].T
+        query = (x @ w[f"{layer}.query"].T).reshape(T, 4, 8)
+        scores = np.einsum("thd,sd->hts", query, latent)
+        scores = np.exp(np.where(np.tri(T, dtype=bool), scores, -np.inf))
+        weights = scores / scores.sum(-1, keepdims=True)
+        x = x + np.einsum("hts,sd->thd", weights, latent).reshape(T, -1) @ w[f"{layer}.out"].T
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w["norm"]
+    return x @ w["head"].T
+
+
+@pytest.mark.parametrize("chunk", [40, 7])
+def test_decoder_with_its_own_cache_matches_a_reference(latent_folder, chunk):
+    loaded = forge_jax.load(str(latent_folder), progress=False)
+    tensors = load_file(latent_folder / "model.safetensors")
+    ids = np.random.default_rng(1).integers(0, LATENT_V, (2, 40))
+    run = PagedRun(loaded, 2)
+    assert {layer.shape[1:] for layer in run.kv} == {(1, 1, 16, 8)}
+    scores = [np.stack(run.step(ids[:, i : i + chunk].tolist())) for i in range(0, 40, chunk)]
+    want = [latent_logits(tensors, row) for row in ids]
+    np.testing.assert_allclose(np.concatenate(scores, axis=1), want, atol=2e-4, rtol=0)
+
+
+def test_engine_runs_a_decoder_with_its_own_cache(latent_folder):
+    tensors = load_file(latent_folder / "model.safetensors")
+    prompts = np.random.default_rng(2).integers(0, LATENT_V, (3, 30)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    options = {"max_num_seqs": 3, "block_size": 16, "num_blocks": 7, "max_model_len": 64}
+    with LLM(str(latent_folder), max_num_batched_tokens=16, **options) as llm:
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+    for ids, output in zip(prompts, found, strict=True):
+        for token in output:
+            assert token == latent_logits(tensors, ids)[-1].argmax()
+            ids.append(token)
+
+
+def test_8_bit_cache_requires_keys_and_values(latent_folder):
+    loaded = forge_jax.load(str(latent_folder), progress=False)
+    with pytest.raises(ConfigError, match="--kv-dtype int8 is not supported for LatentForCausal"):
+        forge_jax.new_kv(loaded, 4, 16, dtype="int8")
