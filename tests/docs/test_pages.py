@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -182,9 +183,32 @@ def test_flags_in_unexecuted_commands_exist(page, helps):
 
 def test_links_resolve():
     for page in pages():
-        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
-            if not target.startswith("http"):
-                assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+        for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+            if target.startswith("http"):
+                continue
+            file, _, anchor = target.partition("#")
+            linked = (ROOT / page).parent / file if file else ROOT / page
+            assert linked.exists(), f"{page} links to {target}"
+            if anchor and linked.suffix == ".md":
+                assert anchor in anchors(linked.read_text()), f"{page} links to {target}"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = Counter()
+    names = set()
+    for heading in re.findall(r"^#+ (.*)$", without_code, re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", shown).strip().replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return names
+
+
+def test_anchors_follow_headings():
+    text = "# A `b`: [c](d.md)\n## Same\n```\n# no\n```\n### Same\n"
+    assert anchors(text) == {"a-b-c", "same", "same-1"}
 
 
 # Planted errors.
