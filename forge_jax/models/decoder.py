@@ -106,6 +106,7 @@ def attend(
     sm_scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[LayerKV, jax.Array]:
     """Rotate queries and keys, write keys and values to the cache, and attend.
 
@@ -117,6 +118,7 @@ def attend(
       sm_scale: the factor on scores.
       window: how many keys a query attends to, or None for all.
       soft_cap: the cap of scores, or None.
+      sinks: f32[H], logits of the softmax without a value, or None.
 
     Returns:
       (kv, dtype[T, H * D]): the cache with the new keys and values, and the heads' outputs.
@@ -149,6 +151,7 @@ def attend(
             uniform=ragged.uniform,
             window=window,
             soft_cap=soft_cap,
+            sinks=sinks,
         )
     return kv, out.reshape(len(out), -1)
 

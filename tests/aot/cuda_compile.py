@@ -54,10 +54,11 @@ from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
 from forge_kernels.devices import Gpu
 from forge_kernels.experts.xla import FUSED_BYTES, all_experts
 
-# One of each head size.
-OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b")
+# One of each head size, and one with sinks.
+OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b", "gpt-oss-20b")
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
-QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "the check", "step")
+QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "gpt-oss-20b, mixed")
+QUICK += ("the check", "step")
 QUICK_MIXED_LAYERS = 4
 QUANTIZED_TEMP_BYTES = (
     300e6  # 165e6 for a step without quantization; the largest matrix is 117e6 in bfloat16
@@ -149,7 +150,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Program:
     shape, dtype = case.shape, jnp.dtype(case.dtype)
     K, D = shape.kv_heads, shape.head_dim
-    call = partial(
+    attention = partial(
         mosaic_attention,
         sm_scale=D**-0.5,
         max_q_len=case.max_q_len,
@@ -165,8 +166,10 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
         data: Any = jax.ShapeDtypeStruct((*places, D), jnp.dtype(case.kv_dtype))
         scale: Any = jax.ShapeDtypeStruct(places, jnp.float32)
         kv = QuantizedKV(data, scale)
+    sinks = jax.ShapeDtypeStruct((shape.heads,), jnp.float32) if shape.sinks else None
     return compiler(
-        call,
+        lambda sinks, *arrays: attention(*arrays, sinks=sinks),
+        sinks,
         jax.ShapeDtypeStruct((case.tokens, shape.heads, D), dtype),
         kv,
         i32((case.seqs, MAX_BLOCKS)),

@@ -103,7 +103,7 @@ def checks(isa: str, *, in_tiles: bool) -> dict[str, Callable[[], None]]:
     for name, batch in {**ragged, **attention.CPU_BATCHES}.items():
         found[f"attention, {name}"] = lambda batch=batch: attention.check_cpu(batch.for_cpu())
     for name, batch in attention.MANY_KEYS_BATCHES.items():
-        for kind in ("int8", "fp8, window, soft cap"):
+        for kind in ("int8", "fp8, window, soft cap", "sinks, window"):
             options = attention.KINDS[kind]
             found[f"attention, {name}, {kind}"] = partial(
                 attention.check_cpu, batch.for_cpu(), **options

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
-from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make
+from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make, sinks_of, softmax
 
 from forge_jax.testing import random_leaves, tiny_model
 from forge_kernels.attention import mosaic_calls
@@ -97,6 +97,26 @@ CASES = {
         ),
         {"uniform": True, "max_q_len": 1},
     ),
+    "sinks, cut between thread blocks": (
+        replace(SMALL, seqs=((1, 190), (1, 150)), rows=3),
+        {"sinks": True, "max_q_len": 1, "multiprocessors": 5},
+    ),
+    "sinks, 7 query heads to one, a chunk": (
+        replace(SMALL, heads=7, kv_heads=1, seqs=((30, 70), (1, 65)), rows=32),
+        {"sinks": True},
+    ),
+    "sinks, window and soft cap, several splits, uniform": (
+        replace(
+            SMALL,
+            seqs=((1, 700), (3, 690)),
+            heads=2,
+            kv_heads=1,
+            rows=5,
+            pool_tokens=2048,
+            max_context=1024,
+        ),
+        {"sinks": True, "window": 600, "soft_cap": 2.0, "uniform": True},
+    ),
 }
 
 
@@ -140,6 +160,11 @@ QUANTIZED = {
         replace(SMALL, seqs=((1, 190), (12, 140), (1, 5)), rows=14),
         {"window": 70, "soft_cap": 2.0, "uniform": True},
     ),
+    "sinks and window, cut between thread blocks": (
+        E4M3,
+        replace(SMALL, seqs=((1, 190), (12, 140), (1, 5)), rows=14),
+        {"sinks": True, "window": 150, "multiprocessors": 5},
+    ),
 }
 
 
@@ -147,6 +172,8 @@ def attend(arrays: tuple[Any, ...], attention: Callable = jitted_attention, **op
     options = {"max_q_len": arrays[0].shape[0]} | options
     device = current_gpu()._replace(cores=options.pop("multiprocessors", 3))
     options |= {"sm_scale": arrays[0].shape[-1] ** -0.5, "device": device}
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.asarray(sinks_of(arrays[0].shape[1]))
     printed = io.StringIO()  # the race detector prints
     with redirect_stdout(printed):
         out = attention(*arrays, interpret=mosaic_calls.interpreter(), **options)
@@ -162,8 +189,8 @@ def rounded(batch: Batch, arrays: Arrays) -> tuple[jax.Array, ...]:
 
 def check(batch: Batch, attention: Callable = jitted_attention, **options) -> None:
     """Check like `check_cpu`: half a unit of the type per value's weight, and of the result."""
-    window, soft_cap = options.get("window"), options.get("soft_cap")
-    arrays = make(batch, window=window, soft_cap=soft_cap)
+    kind = {name: options[name] for name in ("window", "soft_cap", "sinks") if name in options}
+    arrays = make(batch, **kind)
     out = attend(rounded(batch, arrays), attention, **options)
     rows = arrays.cu_q_lens[arrays.num_seqs]
     assert not out[rows:].any(), "rows of no sequence are not zero"
@@ -186,7 +213,9 @@ def quantized(batch: Batch, arrays: Arrays, kv_dtype: str, *, seed: int = 0) -> 
     return (q, QuantizedKV(data, scale), *rest)
 
 
-def dense(batch: Batch, arrays: Arrays, q, kv: QuantizedKV, window=None, soft_cap=None):
+def dense(
+    batch: Batch, arrays: Arrays, q, kv: QuantizedKV, window=None, soft_cap=None, sinks=False
+):
     """Return the reference attention and the sum of its terms' magnitudes: f64[T, H, D] each."""
     q = np.asarray(q, np.float64)
     cache = np.asarray(
@@ -206,8 +235,7 @@ def dense(batch: Batch, arrays: Arrays, q, kv: QuantizedKV, window=None, soft_ca
             scores = batch.head_dim**-0.5 * np.einsum("hd,phd->hp", q[row], keys[seen])
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            weights /= weights.sum(axis=1, keepdims=True)
+            weights = softmax(scores, sinks=sinks)
             expected[row] = np.einsum("hp,phd->hd", weights, values[seen])
             spread[row] = np.einsum("hp,phd->hd", weights, np.abs(values[seen]))
     return expected, spread
@@ -218,8 +246,8 @@ def check_quantized(
 ) -> None:
     arrays = make(batch)
     inputs = quantized(batch, arrays, kv_dtype)
-    window, soft_cap = options.get("window"), options.get("soft_cap")
-    expected, spread = dense(batch, arrays, inputs[0], inputs[1], window, soft_cap)
+    kind = {name: options[name] for name in ("window", "soft_cap", "sinks") if name in options}
+    expected, spread = dense(batch, arrays, inputs[0], inputs[1], **kind)
     out = attend(inputs, attention, **options)
     rows = arrays.cu_q_lens[arrays.num_seqs]
     assert not out[rows:].any(), "rows of no sequence are not zero"
@@ -322,6 +350,8 @@ FAULTS = {  # of both kernels
     "forgets to rescale": ("part * gpu.columns(decay, part.shape[1])", "part"),
     "reads the wrong head": ("(2 * g.kv_heads) + item.head)", "(2 * g.kv_heads))"),
     "adds parts up without their sums": ("acc * decay + part(i) * factor", "acc + part(i)"),
+    "adds the sinks to every part": ("sink + jnp.where(item.has_sink, 0.0, NO_SCORE)", "sink"),
+    "takes the sinks of another head": ("sinks.at[item.head, row_group]", "sinks.at[0, row_group]"),
 }
 FAULTS_OF = {
     "wgmma": {
@@ -429,14 +459,14 @@ def faulty_attention(old: str, new: str) -> Callable:
         sys.modules.update(modules)
 
 
-def check_fault(old: str, new: str, check: Callable = check, head_dim: int = 64) -> None:
+def check_fault(old: str, new: str, check: Callable = check, head_dim: int = 64, **options) -> None:
     """Check that a fault breaks the contract: a wrong result, a race, or an interpreter error."""
     attention = faulty_attention(old, new)
     # Thread blocks take six of the 16 KV tiles, or three if there are twice as many: units are cut.
     seqs = ((1, 250), (2, 150), (1, 60))
     batch = replace(SMALL, head_dim=head_dim, seqs=seqs, rows=4, max_context=256)
     try:
-        check(batch, attention=attention, multiprocessors=3)
+        check(batch, attention=attention, multiprocessors=3, **options)
     except AssertionError:
         return
     except Exception:
@@ -464,7 +494,10 @@ def checks(kernel: str, group: str) -> dict[str, Callable[[], None]]:
             }
         case "faults" | "some faults":
             found = FAULTS | FAULTS_OF[kernel]
-            faults = {name: partial(check_fault, *fault) for name, fault in found.items()}
+            faults = {
+                name: partial(check_fault, *fault, sinks="sinks" in name)
+                for name, fault in found.items()
+            }
             of_8_bits = partial(check_quantized, E4M3)
             for name, fault in FAULTS_OF_8_BITS[kernel].items():
                 faults[f"8 bits: {name}"] = partial(

@@ -92,12 +92,14 @@ def make(
     window: int | None = None,
     soft_cap: float | None = None,
     kv_dtype: str | None = None,
+    sinks: bool = False,
     magnitudes: tuple[float, ...] = (1.0,),
 ) -> Arrays:
     """Return the arrays of a batch.
 
     Args:
       kv_dtype: 8-bit type to which keys and values are rounded.
+      sinks: True for the sinks of `sinks_of`.
       magnitudes: Magnitudes of tokens, in turn; queries are divided by the largest.
     """
     rng = np.random.default_rng(batch.seed)
@@ -140,11 +142,25 @@ def make(
             scores = D**-0.5 * np.einsum("hd,hpd->hp", q[start + j], keys[:, seen])
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            weights /= weights.sum(axis=1, keepdims=True)
+            weights = softmax(scores, sinks=sinks)
             expected[start + j] = np.einsum("hp,hpd->hd", weights, values[:, seen])
             spread[start + j] = np.einsum("hp,hpd->hd", weights, np.abs(values[:, seen]))
     return Arrays(q, kv, tables, kv_lens, cu_q_lens, np.int32(len(q_lens)), expected, spread)
+
+
+def sinks_of(heads: int) -> np.ndarray:
+    """Return f32[H], from almost no weight to more than all keys together."""
+    return np.linspace(-3, 9, heads, dtype=np.float32)
+
+
+def softmax(scores: np.ndarray, *, sinks: bool = False) -> np.ndarray:
+    """Return the weights f64[H, keys], with the sinks of `sinks_of` in the denominator."""
+    sink = np.full(len(scores), -np.inf)
+    if sinks:
+        sink = sinks_of(len(scores)).astype(np.float64)
+    every = np.concatenate([scores, sink[:, None]], axis=1)
+    weights = np.exp(every - every.max(axis=1, keepdims=True))
+    return (weights / weights.sum(axis=1, keepdims=True))[:, :-1]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -163,8 +179,14 @@ def rounded(rows: jax.Array, kv_dtype: str) -> jax.Array:
         "soft_cap",
     ),
 )
-def run(arrays, **options):
+def attend(arrays, **options):
     return ragged_paged_attention(*arrays, sm_scale=arrays[0].shape[-1] ** -0.5, **options)
+
+
+def run(arrays, *, sinks: bool = False, **options):
+    if sinks:
+        options["sinks"] = sinks_of(arrays[0].shape[1])
+    return attend(arrays, **options)
 
 
 def inputs(a: Arrays, kv_dtype: str | None = None) -> tuple[Any, ...]:
@@ -206,7 +228,8 @@ def check_cpu(batch: Batch, **kind: Any) -> None:
 
 
 def check(batch: Batch, implementation: str, *, uniform: bool, **options) -> None:
-    kind = {name: options[name] for name in ("window", "soft_cap", "kv_dtype") if name in options}
+    names = ("window", "soft_cap", "kv_dtype", "sinks")
+    kind = {name: options[name] for name in names if name in options}
     if implementation == "cpu":
         check_cpu(batch.for_cpu(), **kind)
         return
@@ -271,15 +294,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "soft cap": {"soft_cap": 2.0},
     "int8, window, soft cap": {"kv_dtype": "int8", "window": 37, "soft_cap": 2.0},
     "fp8, window, soft cap": {"kv_dtype": "float8_e4m3fn", "window": 37, "soft_cap": 2.0},
+    "sinks": {"sinks": True},
+    "sinks, window": {"sinks": True, "window": 37},
+    "sinks, int8, window, soft cap": {
+        "sinks": True,
+        "kv_dtype": "int8",
+        "window": 37,
+        "soft_cap": 2.0,
+    },
 }
 
 
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick_cases(5)
-def test_8_bit_windowed_and_soft_capped_output_matches_dense_attention(
-    kind, implementation, uniform
-):
+def test_output_of_every_kind_matches_dense_attention(kind, implementation, uniform):
     shared = ("decode, several groups", "verify rows", "chunks", "mixed", "tile edges")
     for name in (*shared, "empty sequences between", "nothing at all"):
         check(BATCHES[name], implementation, uniform=uniform, **KINDS[kind])
@@ -459,7 +488,7 @@ MANY_KEYS_BATCHES = {
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_cpu_kernels_support_8_bits_windows_soft_caps_and_long_contexts(cpu_kernels, kind):
+def test_cpu_kernels_support_every_kind_and_long_contexts(cpu_kernels, kind):
     options = {} if kind is None else KINDS[kind]
     for name in ("decode, several groups", "chunks", "mixed", "empty sequences between"):
         check_cpu(BATCHES[name].for_cpu(), **options)
@@ -559,7 +588,9 @@ def test_cpu_kernel_row_is_independent_of_the_chunks(cpu_kernels, sizes):
     check_chunks(sizes)
 
 
-@pytest.mark.parametrize("kind", ["int8", "window longer than a tile", "fp8, window, soft cap"])
+@pytest.mark.parametrize(
+    "kind", ["int8", "window longer than a tile", "fp8, window, soft cap", "sinks, window"]
+)
 @pytest.mark.parametrize("sizes", [(700, 600), (1299, 1), (1, 511, 1, 787)], ids=str)
 def test_cpu_kernel_row_is_independent_of_the_chunks_in_long_prompts(cpu_kernels, sizes, kind):
     check_chunks(sizes, **KINDS[kind])
@@ -750,6 +781,8 @@ def differing_schedules(**options: Any) -> list[str]:
 @pytest.mark.quick_cases(1)
 def test_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
     assert differing_schedules(implementation=implementation, uniform=uniform) == []
+    kind = {"sinks": True, "window": 37}
+    assert differing_schedules(implementation=implementation, uniform=uniform, **kind) == []
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
@@ -791,6 +824,11 @@ FAULTS = {
         "jnp.where(exists, values.scale, 0.0)",
         "(values.scale * exists.astype(values.scale.dtype))",
     ),
+    "forgets the sinks' weights": ("total + 1.0", "total"),
+    "mixes up the heads of sinks": (
+        "jnp.repeat(sinks, R // sinks.shape[1], axis=1)",
+        "jnp.tile(sinks, (1, R // sinks.shape[1]))",
+    ),
 }
 FAULT_KINDS: dict[str, dict[str, Any]] = {
     "sees one key before the window": {"window": 37},
@@ -799,6 +837,8 @@ FAULT_KINDS: dict[str, dict[str, Any]] = {
     "caps before the scale of scores": {"soft_cap": 2.0},
     "forgets the keys' scales": {"kv_dtype": "int8"},
     "multiplies the values' scales by the mask": {"kv_dtype": "int8"},
+    "forgets the sinks' weights": {"sinks": True},
+    "mixes up the heads of sinks": {"sinks": True},
 }
 
 
@@ -809,7 +849,7 @@ def test_suite_detects_a_planted_fault(fault):
     assert text.count(old) == 1
     faulty: dict = {}
     exec(compile(text.replace(old, new), fault, "exec"), faulty)
-    decode_only = fault != "mixes up heads"
+    decode_only = not fault.startswith("mixes up")
     batch = BATCHES["decode, several groups"] if decode_only else SHORT_ROWS
     kind = FAULT_KINDS.get(fault, {})
     arrays = make(batch, **kind)
@@ -817,6 +857,8 @@ def test_suite_detects_a_planted_fault(fault):
         pass_by(arrays, batch, window=kind["window"])
     options = kind | {"kv_dtype": jnp.dtype(kind.get("kv_dtype", "float32")), "sm_scale": 16**-0.5}
     options["max_q_len"] = 1 if decode_only else SHORT
+    if "sinks" in kind:
+        options["sinks"] = sinks_of(batch.heads)
     attend = jax.jit(partial(faulty["xla_attention"], **options))
     out = attend(*inputs(arrays, kind.get("kv_dtype")))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -957,7 +999,7 @@ def test_mismatched_8_bit_caches_are_rejected():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "mosaic"])
-def test_invalid_windows_and_soft_caps_are_rejected(implementation):
+def test_invalid_windows_soft_caps_and_sinks_are_rejected(implementation):
     arrays = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, *arrays, sm_scale=1.0, implementation=implementation)
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
@@ -965,6 +1007,29 @@ def test_invalid_windows_and_soft_caps_are_rejected(implementation):
     for soft_cap in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="soft_cap must be positive"):
             call(soft_cap=soft_cap)
+    with pytest.raises(ValueError, match=r"sinks must be \[4\], one per query head, got \(2,\)"):
+        call(sinks=jnp.zeros(2))
+    with pytest.raises(TypeError, match="sinks must be float32, got bfloat16"):
+        call(sinks=jnp.zeros(4, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
+@pytest.mark.parametrize("sink", [-jnp.inf, -1e30, 1e30])
+def test_extreme_sinks_change_nothing_or_take_all_weight(implementation, sink):
+    batch = BATCHES["mixed"].for_cpu()
+    q, kv, *rest = inputs(make(batch))
+    if implementation == "cpu":
+        kv = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
+    options = {"implementation": implementation, "sm_scale": 0.25}
+    if implementation == "cpu":
+        options["kv_dtype"] = jnp.bfloat16
+    call = partial(ragged_paged_attention, q.astype(jnp.bfloat16), kv, *rest, **options)
+    rows = sum(rows for rows, _ in batch.seqs)
+    without, out = (
+        np.asarray(call(sinks=sinks), np.float32)[:rows]
+        for sinks in (None, jnp.full(batch.heads, sink, jnp.float32))
+    )
+    np.testing.assert_array_equal(out, without if sink < 0 else np.zeros_like(out))
 
 
 def test_mismatched_inputs_are_rejected():
@@ -1010,8 +1075,9 @@ def test_write_that_does_not_fit_the_cache_is_rejected(implementation):
 def test_only_the_reference_with_a_float32_cache_has_a_gradient():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
 
-    def loss(q, kv, implementation):
-        out = ragged_paged_attention(q, kv, *rest, sm_scale=0.3, implementation=implementation)
+    def loss(q, kv, implementation, sinks=None):
+        options = {"sm_scale": 0.3, "implementation": implementation, "sinks": sinks}
+        out = ragged_paged_attention(q, kv, *rest, **options)
         return jnp.sum(out * jnp.sin(jnp.arange(out.size)).reshape(out.shape))
 
     by_q, by_kv = jax.grad(loss, argnums=(0, 1))(q, kv, "reference")
@@ -1020,6 +1086,12 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
     assert np.abs(np.asarray(by_kv)[used]).max() > 0.01
     assert (np.asarray(by_kv)[~used] == 0).all()
 
+    sinks, step = jnp.asarray(sinks_of(4)), 1e-2
+    by_sink = jax.grad(loss, argnums=3)(q, kv, "reference", sinks)
+    higher, lower = (loss(q, kv, "reference", sinks.at[1].add(s)) for s in (step, -step))
+    assert float(by_sink[1]) == pytest.approx(float(higher - lower) / (2 * step), rel=1e-2)
+    with pytest.raises(NotImplementedError, match="implementation='reference'"):
+        jax.grad(loss, argnums=3)(q, kv, "xla", sinks)
     with pytest.raises(NotImplementedError, match="implementation='reference'"):
         jax.grad(loss, argnums=0)(q, kv, "xla")
     with pytest.raises(NotImplementedError, match="float32 KV"):
@@ -1075,6 +1147,7 @@ def test_temporaries_stay_small_at_real_model_shapes(name, kv_dtype):
             max_q_len=1,
             window=shape.window,
             soft_cap=shape.soft_cap,
+            sinks=jnp.zeros(shape.heads) if shape.sinks else None,
         )
         return kv, out
 

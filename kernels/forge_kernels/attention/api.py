@@ -55,6 +55,7 @@ def ragged_paged_attention(  # noqa: PLR0913
     uniform: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its blocks of the KV cache.
 
@@ -89,6 +90,9 @@ def ragged_paged_attention(  # noqa: PLR0913
         sequence have passed are not used either, but for `mosaic` they must be numbers.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after `sm_scale` (Gemma 2, arXiv
         2408.00118, section 2).
+      sinks: f32[H], a learned logit per query head. It adds `exp(sink)` to the denominator of the
+        softmax and has no value. `sm_scale` and `soft_cap` do not apply to it (gpt-oss, arXiv
+        2508.10925, section 2.2).
 
     Returns:
       [T, H, D] of q's type. Rows from `cu_q_lens[num_seqs]` on are zero, or undefined with `cpu`.
@@ -96,8 +100,7 @@ def ragged_paged_attention(  # noqa: PLR0913
     Raises:
       ValueError: shapes do not match, the implementation does not exist, or a window or soft cap is
         not positive.
-      TypeError: types do not match, or the implementation does not support them, the window or the
-        soft cap.
+      TypeError: types do not match, or the implementation does not support them.
       NotImplementedError: a gradient was requested of anything but `reference` with float32 `kv`.
 
     The cache is PagedAttention's (Kwon et al. 2023, section 4.1). The softmax is the online one
@@ -105,6 +108,7 @@ def ragged_paged_attention(  # noqa: PLR0913
     """
     kv_dtype = _kv_float(kv, kv_dtype)
     _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
+    _check_sinks(sinks, q.shape[1])
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"attention implementation must be one of {known}, got {implementation!r}")
@@ -113,9 +117,14 @@ def ragged_paged_attention(  # noqa: PLR0913
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive, got {soft_cap}")
     if implementation != "reference" or kv_dtype != jnp.float32:
-        q, kv = jax.tree.map(_without_gradient, (q, kv))
+        q, kv, sinks = jax.tree.map(_without_gradient, (q, kv, sinks))
     arrays = (q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
-    scoring: dict[str, Any] = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap}
+    scoring: dict[str, Any] = {
+        "sm_scale": sm_scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+    }
     if implementation == "reference":
         return reference_attention(*arrays, kv_dtype=kv_dtype, **scoring)
     if implementation == "cpu":
@@ -378,6 +387,15 @@ def _mosaic_modules():
 @functools.cache
 def _say_once(message: str) -> None:
     log.warning(message)
+
+
+def _check_sinks(sinks: jax.Array | None, heads: int) -> None:
+    if sinks is None:
+        return
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks must be [{heads}], one per query head, got {sinks.shape}")
+    if sinks.dtype != jnp.float32:
+        raise TypeError(f"sinks must be float32, got {sinks.dtype}")
 
 
 def _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs) -> None:

@@ -36,6 +36,7 @@ def cpu_attention(
     sm_scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # f32[H]
 ) -> jax.Array:  # bf16[T, H, D]; rows that belong to no sequence are undefined
     out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
     data, scale = kv if isinstance(kv, QuantizedKV) else (kv, jnp.zeros(0, jnp.float32))
@@ -47,6 +48,7 @@ def cpu_attention(
         kv_lens,
         cu_q_lens,
         num_seqs.reshape(1),
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks,
         sm_scale=np.float32(sm_scale),
         window=np.int64(window or 0),
         soft_cap=np.float32(soft_cap or 0),

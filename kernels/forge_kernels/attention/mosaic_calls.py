@@ -154,9 +154,9 @@ def load_columns(ref: Any, *, device_memory: bool = False) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=not device_memory)
 
 
-def load_rows(ref: Any) -> jax.Array:
-    """Load [ROWS] from shared memory to registers, one per row."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
+def load_rows(ref: Any, *, device_memory: bool = False) -> jax.Array:
+    """Load [ROWS] from memory to registers, one per row of a product's result."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=not device_memory)
 
 
 def load_matrix(ref: Any) -> jax.Array:

@@ -94,6 +94,7 @@ def mosaic_attention(  # noqa: PLR0913
     uniform: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # f32[H]
     device: Gpu = HOPPER,
     interpret: Any = None,
 ) -> jax.Array:  # q.dtype[T, H, D]; rows that belong to no sequence are zero
@@ -121,13 +122,15 @@ def mosaic_attention(  # noqa: PLR0913
         block_size=block_size,
         sm_scale=sm_scale,
         soft_cap=soft_cap,
+        has_sinks=sinks is not None,
         device=device,
         interpret=interpret,
     )
     plan = make_plan(geometry, kv_lens, cu_q_lens, num_seqs)
     query_rows = q.reshape(tokens * heads, head_dim)
     packed = query_rows.at[plan.pack].get(mode="fill", fill_value=0).astype(kernel.key_dtype)
-    parts, lse = kernel.attend(plan, packed, data, scale, block_tables)
+    sink_rows = None if sinks is None else kernel.sink_rows(sinks)
+    parts, lse = kernel.attend(plan, packed, data, scale, block_tables, sink_rows)
     summed = kernel.add_up(plan, parts, lse)
     return summed.reshape(-1, head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
 

@@ -52,6 +52,7 @@ class Item(NamedTuple):
     slices: jax.Array
     target: jax.Array  # slice of the results
     partial: jax.Array  # the number of the partial item; -1 for a whole unit
+    has_sink: jax.Array  # True for the first item of a unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Kernel:
     block_size: int
     sm_scale: float
     soft_cap: float | None
+    has_sinks: bool
     device: Gpu
     interpret: Any
 
@@ -83,6 +85,7 @@ class Kernel:
         kv: jax.Array,  # [N, 2, K, bs, D]
         scale: jax.Array | None,  # f32[N, 2, K, bs]
         block_tables: jax.Array,
+        sinks: jax.Array | None,  # f32[K, groups of rows, ROWS], see `sink_rows`
     ) -> tuple[jax.Array, jax.Array]:
         """Return f32[num_parts, SLICE, D] and log2 of sums, f32[partial_items, query rows]."""
         raise NotImplementedError
@@ -182,6 +185,7 @@ class Kernel:
             slices=slices,
             target=jnp.where(whole, q_slice, target),
             partial=jnp.where(whole, -1, partial),
+            has_sink=offset == 0,
         )
 
     def _source(self, item: Item, block_tables, position, j):
@@ -244,6 +248,27 @@ class Kernel:
         # Unsigned, a key after the query is far behind it, so one comparison is enough.
         window = self.geometry.window or 2**31
         return jnp.where(behind.astype(jnp.uint32) < jnp.uint32(window), scores, -jnp.inf)
+
+    def sink_rows(self, sinks: jax.Array) -> jax.Array:
+        """Return the sinks f32[H] of a tile's query rows as base 2 logits, f32[K, groups, ROWS]."""
+        g = self.geometry
+        row = jnp.arange(g.query_rows).reshape(-1, gpu.ROWS) % g.group
+        return jnp.maximum(sinks * LOG2_E, NO_SCORE).reshape(g.kv_heads, g.group)[:, row]
+
+    def _sums(self, sinks, row_group, item: Item, top, total):
+        """Return the factor on the rows' sums of values, and log2 of the sums of their weights.
+
+        The first item of a unit adds the sinks. A unit's results are merged by these sums.
+        """
+        total = jnp.where(total > 0.0, total, 1.0)
+        if sinks is None:
+            return 1.0 / total, top + jnp.log2(total)
+        sink = gpu.load_rows(sinks.at[item.head, row_group], device_memory=True)
+        sink = sink + jnp.where(item.has_sink, 0.0, NO_SCORE)  # selects a scalar, not a vector
+        new_top = jnp.maximum(top, sink)
+        decay = jnp.exp2(top - new_top)
+        total = total * decay + jnp.exp2(sink - new_top)
+        return decay / total, new_top + jnp.log2(total)
 
     def add_up(self, plan: Plan, parts: jax.Array, lse: jax.Array) -> jax.Array:
         """Add the partial results, weighted by their sums, in order: q.dtype[slices, SLICE, D]."""

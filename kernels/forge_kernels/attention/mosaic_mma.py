@@ -53,6 +53,7 @@ class _Inputs(NamedTuple):
     q: Any  # [rows of all slices, D]
     kv: Any  # [pieces of blocks x keys or values x heads, tokens, D]
     scale: Any = None  # f32 of the same shape without D
+    sinks: Any = None  # f32[K, 1, ROWS]
 
 
 def mma_unsupported(
@@ -129,12 +130,14 @@ class MmaKernel(Kernel):
         kv: jax.Array,
         scale: jax.Array | None,
         block_tables: jax.Array,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         g, D = self.geometry, self.head_dim
         packed = jnp.pad(packed, ((0, gpu.ROWS - SLICE), (0, 0)))  # tiles are loaded whole
         inputs = _Inputs(plan.tiles, plan.ctas, block_tables, packed, kv.reshape(-1, self.piece, D))
         if scale is not None:
             inputs = inputs._replace(scale=scale.reshape(-1, self.piece))
+        inputs = inputs._replace(sinks=sinks)
         parts, lse = gpu.launch(
             self._attend,
             [each for each in inputs if each is not None],
@@ -180,7 +183,8 @@ class MmaKernel(Kernel):
 
     def _attend(self, cta, warpgroup, inputs, outputs, allocated):
         del warpgroup
-        inputs, remaining = _Inputs(*inputs), iter(allocated)
+        *inputs, sinks = inputs if self.has_sinks else (*inputs, None)
+        inputs, remaining = _Inputs(*inputs)._replace(sinks=sinks), iter(allocated)
         described = self._shared
         shared = _Shared(*(None if each is None else next(remaining) for each in described))
         step = functools.partial(self._compute, inputs, shared, outputs)
@@ -210,7 +214,7 @@ class MmaKernel(Kernel):
         if self.geometry.window is None:
             state = lax.fori_loop(0, plain, functools.partial(step, masked=False), state)
         state = lax.fori_loop(plain, item.size, functools.partial(step, masked=True), state)
-        self._finish(shared, outputs, read(), state)
+        self._finish(inputs.sinks, shared, outputs, read(), state)
 
     def _column_parts(self, x):
         """Split [ROWS, D] into parts of VALUE_COLUMNS columns, to load values for one at a time."""
@@ -331,11 +335,11 @@ class MmaKernel(Kernel):
                 acc[i] = gpu.multiply_add(sum_of_part, left, right, self.interpret)
         return tuple(acc)
 
-    def _finish(self, shared: _Shared, outputs, item: Item, state):
+    def _finish(self, sinks, shared: _Shared, outputs, item: Item, state):
         """Store an item's slices, by way of shared memory because a tile may have fewer."""
         (parts, lse), (acc, top, total) = outputs, state
-        total = jnp.where(total > 0.0, total, 1.0)
-        factor, out = 1.0 / total, shared.out
+        factor, log_sum = self._sums(sinks, 0, item, top, total)
+        out = shared.out
         for column in range(0, self.head_dim, OUT_COLUMNS):
             part, first = acc[column // VALUE_COLUMNS], column % VALUE_COLUMNS
             size = min(OUT_COLUMNS, self.head_dim - column)
@@ -353,7 +357,7 @@ class MmaKernel(Kernel):
 
         @pl.when(item.partial >= 0)
         def _():
-            lse.at[item.partial][...] = top + jnp.log2(total)
+            lse.at[item.partial][...] = log_sum
 
 
 def _stages(device: Gpu, head_dim: int, kv_dtype: Any, dtype: Any) -> int:

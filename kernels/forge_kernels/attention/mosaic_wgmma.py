@@ -112,6 +112,7 @@ class WgmmaKernel(Kernel):
         kv: jax.Array,  # [N, 2, K, bs, D]
         scale: jax.Array | None,  # f32[N, 2, K, bs]
         block_tables: jax.Array,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Return f32[num_parts, SLICE, D] and log2 of sums, f32[partial_items, query rows]."""
         g, D = self.geometry, self.head_dim
@@ -146,9 +147,10 @@ class WgmmaKernel(Kernel):
         cache = [kv.reshape(-1, self.piece, D)]
         if scale is not None:
             cache.append(scale.reshape(-1, self.piece))
+        extra = () if sinks is None else (sinks,)
         parts, lse = gpu.launch(
             self._attend,
-            (plan.tiles, plan.ctas, block_tables, packed, *cache),
+            (plan.tiles, plan.ctas, block_tables, packed, *cache, *extra),
             (
                 jax.ShapeDtypeStruct((self.num_parts, SLICE, D), jnp.float32),
                 jax.ShapeDtypeStruct(lse_shape, jnp.float32),
@@ -175,13 +177,14 @@ class WgmmaKernel(Kernel):
 
     def _attend(self, cta, warpgroup, inputs, outputs, allocated):
         tiles, ctas, block_tables, q, *cache = inputs
+        sinks = cache.pop() if self.has_sinks else None
         shared = _Shared(*allocated)
 
         @pl.when(warpgroup < self.warpgroups)
         def _():
             if self.warpgroups > 1:
                 gpu.set_max_registers(232, action="increase")
-            step = functools.partial(self._compute, warpgroup, shared, outputs)
+            step = functools.partial(self._compute, warpgroup, shared, sinks, outputs)
             turn = 0 if self.turns == 1 else warpgroup
             self._walk(cta, tiles, ctas, step, (turn,))
             gpu.wait_copied_out()
@@ -274,7 +277,7 @@ class WgmmaKernel(Kernel):
 
         gpu.loop(0, item.size, over_kv_tiles)
 
-    def _compute(self, warpgroup, shared: _Shared, outputs, read, index, kv_tiles):
+    def _compute(self, warpgroup, shared: _Shared, sinks, outputs, read, index, kv_tiles):
         item = read()
         buffer = lax.rem(index, jnp.int32(self.q_buffers))
         gpu.wait(shared.q_full.at[buffer])
@@ -290,13 +293,14 @@ class WgmmaKernel(Kernel):
             state = lax.fori_loop(0, plain, functools.partial(step, masked=False), state)
         state = lax.fori_loop(plain, count, functools.partial(step, masked=True), state)
         gpu.arrive(shared.q_free.at[buffer])
+        finish = functools.partial(self._finish, row_group, shared, sinks, outputs)
         if self.turns == 1:
-            self._finish(row_group, shared, outputs, read(), state)
+            finish(read(), state)
             return
 
         @pl.when(warpgroup == 0)
         def _():
-            self._finish(row_group, shared, outputs, read(), self._take_over(shared, state))
+            finish(read(), self._take_over(shared, state))
 
         @pl.when(warpgroup == 1)
         def _():
@@ -326,11 +330,10 @@ class WgmmaKernel(Kernel):
         acc = acc + gpu.load_matrix(shared.out.at[0]) * gpu.columns(theirs, self.head_dim)
         return acc, new_top, total * mine + their_total * theirs
 
-    def _finish(self, row_group, shared: _Shared, outputs, item: Item, state):
+    def _finish(self, row_group, shared: _Shared, sinks, outputs, item: Item, state):
         """Copy an item's result out. `item` is read again to save registers in the loops."""
         (parts, lse), (acc, top, total) = outputs, state
-        total = jnp.where(total > 0.0, total, 1.0)
-        factor = 1.0 / total
+        factor, log_sum = self._sums(sinks, row_group, item, top, total)
         out = shared.out.at[row_group]
         first = row_group * (gpu.ROWS // SLICE)
         width = out.shape[1]
@@ -338,7 +341,7 @@ class WgmmaKernel(Kernel):
             gpu.wait_copied_out(read_only=True)
             out[...] = acc[:, column : column + width] * gpu.columns(factor, width)
             if column == 0:
-                shared.lse[row_group] = top + jnp.log2(total)
+                shared.lse[row_group] = log_sum
             gpu.commit()
 
             def copy_slice(j, column=column):

@@ -13,7 +13,7 @@ from forge_kernels.attention.quantized import QuantizedKV, dequantize_rows
 NO_SCORE = -1e30  # the initial maximum: finite, so that exp(-inf - NO_SCORE) is 0
 
 
-def reference_attention(
+def reference_attention(  # noqa: PLR0913
     q: jax.Array,  # float[T, H, D]
     kv: jax.Array | QuantizedKV,  # dtype[N, 2, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]
@@ -25,6 +25,7 @@ def reference_attention(
     kv_dtype: jnp.dtype,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # f32[H]
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv.shape
@@ -64,7 +65,12 @@ def reference_attention(
         jnp.zeros(grouped.shape[:3], jnp.float32),
         jnp.zeros(grouped.shape, jnp.float32),
     )
-    (_, total, out), _ = lax.scan(over_block, start, jnp.arange(block_tables.shape[1]))
+    (top, total, out), _ = lax.scan(over_block, start, jnp.arange(block_tables.shape[1]))
+    if sinks is not None:
+        sink = sinks.reshape(1, kv_heads, heads // kv_heads)
+        new_top = lax.stop_gradient(jnp.maximum(top, sink))
+        decay = jnp.exp(top - new_top)
+        total, out = total * decay + jnp.exp(sink - new_top), out * decay[..., None]
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     return out.reshape(q.shape).astype(q.dtype)
 

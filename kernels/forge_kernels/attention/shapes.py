@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The attention of one layer; `window` and `soft_cap` are set if some layers have them."""
+    """The attention of a layer; the last three attributes are set if some layers have them."""
 
     heads: int
     kv_heads: int
@@ -13,6 +13,7 @@ class AttentionShape:
     layers: int
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
 
 FORGE_TINY = AttentionShape(heads=4, kv_heads=2, head_dim=64, layers=8)
@@ -27,6 +28,7 @@ QWEN_2_5_7B = AttentionShape(heads=28, kv_heads=4, head_dim=128, layers=28)
 GEMMA_2_9B = AttentionShape(
     heads=16, kv_heads=8, head_dim=256, layers=42, window=4096, soft_cap=50.0
 )
+GPT_OSS_20B = AttentionShape(heads=64, kv_heads=8, head_dim=64, layers=24, window=128, sinks=True)
 
 SHAPES = {
     "forge-tiny": FORGE_TINY,
@@ -39,4 +41,5 @@ SHAPES = {
     "llama-3.1-70b": LLAMA_3_1_70B,
     "qwen-2.5-7b": QWEN_2_5_7B,
     "gemma-2-9b": GEMMA_2_9B,
+    "gpt-oss-20b": GPT_OSS_20B,
 }

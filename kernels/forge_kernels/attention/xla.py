@@ -60,6 +60,7 @@ def xla_attention(  # noqa: PLR0913
     uniform: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # f32[H]
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
     out_dtype, seqs, kv_heads = q.dtype, kv_lens.shape[0], kv.shape[2]
@@ -68,7 +69,9 @@ def xla_attention(  # noqa: PLR0913
     precise = q.dtype if isinstance(kv, QuantizedKV) else kv_dtype
     dot_dtype = jnp.bfloat16 if precise == jnp.bfloat16 else jnp.float32
     pool = _Pool(kv, block_tables, kv_dtype, dot_dtype)
-    attend = partial(_attend, sm_scale=sm_scale, window=window, soft_cap=soft_cap)
+    if sinks is not None:
+        sinks = sinks.reshape(kv_heads, heads // kv_heads)
+    attend = partial(_attend, sm_scale=sm_scale, window=window, soft_cap=soft_cap, sinks=sinks)
 
     q_lens = jnp.where(jnp.arange(seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
     q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
@@ -320,6 +323,7 @@ def _attend(
     sm_scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: jax.Array | None,
 ):
     """Compute the online softmax of grouped query rows over the tiles of their sequences.
 
@@ -331,6 +335,7 @@ def _attend(
       sm_scale: the factor on scores.
       window: how many keys before `visible` a row attends to; None for all.
       soft_cap: the cap of scores.
+      sinks: f32[K, G], logits without a value; rows of a head are consecutive in `rows`.
 
     Returns:
       f32[B, K, R, D].
@@ -372,11 +377,11 @@ def _attend(
         )
         return new_top, total, out * decay[..., None] + added
 
-    start = (
-        jnp.full((B, K, R), NO_SCORE, jnp.float32),
-        jnp.zeros((B, K, R), jnp.float32),
-        jnp.zeros((B, K, R, D), jnp.float32),
-    )
+    top, total = jnp.full((B, K, R), NO_SCORE, jnp.float32), jnp.zeros((B, K, R), jnp.float32)
+    if sinks is not None:  # a sink of -inf must not become the maximum
+        of_rows = jnp.repeat(sinks, R // sinks.shape[1], axis=1)
+        top, total = jnp.maximum(top, of_rows[None]), total + 1.0
+    start = (top, total, jnp.zeros((B, K, R, D), jnp.float32))
     num_tiles = (-(-longest // KV_TILE) - first_tile).max()
     _, total, out = lax.fori_loop(0, num_tiles, over_tile, start)
     return out / jnp.where(total == 0.0, 1.0, total)[..., None]

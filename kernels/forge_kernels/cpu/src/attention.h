@@ -38,7 +38,8 @@ struct Attention {
   const int32_t* block_tables;
   const int32_t* kv_lens;
   const int32_t* cu_q_lens;
-  uint16_t* out;  // bf16[T, H, D]
+  const float* sinks;  // [H], or null
+  uint16_t* out;       // bf16[T, H, D]
   long num_seqs, max_blocks;
   long heads, kv_heads, head_dim, block_size;
   float sm_scale;
@@ -399,12 +400,19 @@ inline void attend_chunk(const Attention& op, const AttentionItem& item,
   }
 }
 
+// Returns the factor from a row's sum of values to its result. A sink is a logit without a value. It is
+// added after all chunks, because the first chunk of an item may be outside the row's range.
+inline float result_factor(const Attention& op, long head, float top, float total) {
+  if (op.sinks) total += std::exp(op.sinks[head] - top);  // if infinite, the result is 0
+  return total == 0.0f ? 1.0f : 1.0f / total;
+}
+
 inline void write_rows(const Attention& op, const AttentionItem& item, const SoftmaxSums& sums) {
   long D = op.head_dim, G = op.heads / op.kv_heads;
   for (long i = 0; i < item.rows * G; ++i) {
-    F16 scale = splat(sums.total[i] == 0.0f ? 1.0f : 1.0f / sums.total[i]);
-    long row = op.cu_q_lens[item.seq] + item.first + i / G;
-    uint16_t* out = op.out + (row * op.heads + item.head * G + i % G) * D;
+    long row = op.cu_q_lens[item.seq] + item.first + i / G, head = item.head * G + i % G;
+    F16 scale = splat(result_factor(op, head, sums.top[i], sums.total[i]));
+    uint16_t* out = op.out + (row * op.heads + head) * D;
     for (long d = 0; d < D; d += 16) store_bf16(out + d, mul(load(sums.out + i * D + d), scale));
   }
 }

@@ -117,7 +117,7 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
 // `scale` is empty for a cache of 16 bits. A window or soft cap of 0 means none.
 ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::AnyBuffer kv, ffi::Buffer<ffi::F32> scale,
                      I32 block_tables, I32 kv_lens, I32 cu_q_lens, I32 num_seqs,
-                     ffi::Result<BF16> out, float sm_scale, int64_t window, float soft_cap) {
+                     ffi::Buffer<ffi::F32> sinks, ffi::Result<BF16> out, float sm_scale, int64_t window, float soft_cap) {
   forge::Attention op;
   op.q = bits(q);
   op.kv = kv.untyped_data();
@@ -127,6 +127,7 @@ ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::AnyBuffer kv, ffi::Buffe
   op.block_tables = block_tables.typed_data();
   op.kv_lens = kv_lens.typed_data();
   op.cu_q_lens = cu_q_lens.typed_data();
+  op.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   op.out = bits(out);
   op.num_seqs = std::min<long>(num_seqs.typed_data()[0], kv_lens.dimensions()[0]);
   op.max_blocks = block_tables.dimensions()[1];
@@ -342,6 +343,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_attention, attention,
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Arg<I32>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<BF16>()
                                   .Attr<float>("sm_scale")
                                   .Attr<int64_t>("window")
