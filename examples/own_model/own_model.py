@@ -1,9 +1,8 @@
 """Tandem, a made-up model family with its own forward pass, for forge-jax.
 
-Each layer computes attention and MLP from the same normalized input, so that one matrix product
-serves both, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 2). A layer also reads the
-token embedding again, times `embedding_shortcut`, a field of `config.json` that only this family
-has.
+Each layer computes attention and MLP from the same normalized input with one matrix product. The
+source is PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 2). A layer also adds the token
+embedding, times `embedding_shortcut`. Only this family has this field of `config.json`.
 
 T tokens of the step, d hidden size, H query heads, K key/value heads, D head dim, I inner size of
 the MLP.
