@@ -49,6 +49,8 @@ REFUSALS = (
     r"hidden_act\w* '\w+' is not supported",
     r"layer_types must be a list of 4, each",
     r"clip_qkv is not supported",
+    r"partial_rotary_factor must be an even share of the head dim",
+    r"head_dim must be even",
     r"(per_layer_config|use_bidirectional_attention|is_causal false) is not supported",
 )
 
@@ -94,7 +96,6 @@ def _layer(model: ModelSpec, index: int, silu: bool) -> dict:
     table = None
     if rope is not None:
         angles = np.outer([1, LENGTH - 1], rope_frequencies(rope, model.head_dim))
-        angles = np.tile(angles, 2)[:, : model.head_dim // 2]  # as wide as in the table
         table = (np.stack([np.cos(angles), np.sin(angles)]) * rope.attention_factor).ravel()
     experts = model.experts_of(index)
     mlp = {"mlp_bias": model.mlp_bias, "inner": model.intermediate_size}
@@ -279,7 +280,7 @@ def test_missing_field_is_its_default_and_null_only_where_meaningful(name):
         if not entry["null"]:
             assert f"{field} must not be null" in str(outcome({**base, field: None}))
     optional = {field for field, entry in theirs.items() if entry["null"]}
-    assert own.nullable <= optional
+    assert own.nullable - OTHERS <= optional
 
 
 def test_default_eos_tokens_apply_only_without_a_generation_config():

@@ -24,7 +24,7 @@ DEFAULTS = {
 
 
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
-    bias = config.boolean("use_bias")
+    bias = config.boolean("use_bias", False)
     return decoder_spec(
         config,
         generation,
@@ -39,5 +39,5 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
 ARCHITECTURE = Architecture(
     read_spec=_read_spec,
     defaults=DEFAULTS,
-    nullable=frozenset({"num_key_value_heads", "head_dim"}),
+    nullable=frozenset({"num_key_value_heads", "head_dim", "use_bias"}),
 )

@@ -26,6 +26,7 @@ DEFAULTS = {
     "eos_token_id": None,
     "attention_bias": True,
 }
+_NULLABLE = frozenset({"partial_rotary_factor"})
 _END_IDS = [151329, 151336, 151338]  # if the file has none, as in transformers
 _NORMS = {
     "post_attention_layernorm": "post_self_attn_layernorm",
@@ -63,11 +64,12 @@ def _glm_weights(spec: ModelSpec) -> WeightMap:
 GLM = Architecture(
     read_spec=_read_glm,
     defaults=DEFAULTS,
-    nullable=frozenset({"num_key_value_heads", "head_dim"}),
+    nullable=_NULLABLE,
     weights=_glm_weights,
 )
 GLM4 = Architecture(
     read_spec=_read_glm4,
     defaults=DEFAULTS,
+    nullable=_NULLABLE,
     weights=lambda spec: renamed(_glm_weights(spec), _NORMS),
 )

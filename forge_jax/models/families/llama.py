@@ -1,5 +1,7 @@
 """Llama (Touvron et al. 2023) and models built like it, such as TinyLlama and SmolLM2."""
 
+from typing import Any
+
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
@@ -24,7 +26,7 @@ DEFAULTS = {
 }
 
 
-def biases(config: HFConfig) -> dict[str, bool]:
+def biases(config: HFConfig) -> dict[str, Any]:
     """Return the matrices that have a bias: all of attention, all of the MLP."""
     bias = config.boolean("attention_bias")
     mlp_bias = config.boolean("mlp_bias")

@@ -25,7 +25,5 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
 
 
 ARCHITECTURE = Architecture(
-    read_spec=_read_spec,
-    defaults=DEFAULTS,
-    nullable=frozenset({"num_key_value_heads", "sliding_window"}),
+    read_spec=_read_spec, defaults=DEFAULTS, nullable=frozenset({"num_key_value_heads"})
 )
