@@ -32,8 +32,10 @@ from forge_jax.checkpoint.readers import (
 from forge_jax.checkpoint.readers.converted import stored_shape
 from forge_jax.checkpoint.readers.floats import QUANTIZED_TENSORS
 from forge_jax.checkpoint.readers.leaf import beside
+from forge_jax.checkpoint.text_side import text_tensors
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
+from forge_jax.models.families.multimodal import TextSide
 from forge_jax.models.plugins import find_architecture
 from forge_jax.models.weight_map import Tensor, WeightMap
 from forge_jax.weights.formats import tensors_by_piece
@@ -77,6 +79,8 @@ def check_weights(model: Model, folder: Path) -> Checked:
     if record is not None:
         return ConvertedReader.open(model, folder, record)
     stored = open_checkpoint(folder)
+    if isinstance(find_architecture(model.spec.architecture), TextSide):
+        stored = text_tensors(stored, folder)
     tensors = Tensors(_weight_map(model, stored), stored)
     readers = leaf_readers(model, tensors)
     faults = [fault for reader in readers.values() for fault in reader.faults()]
@@ -106,7 +110,9 @@ def _weight_map(model: Model, stored: Mapping[str, TensorSource]) -> WeightMap:
 def _num_missing(parts: WeightMap, stored: Mapping[str, TensorSource]) -> int:
     def has(part: Tensor) -> bool:
         module = module_of(part.name)
-        return part.name in stored or any(f"{module}.{n}" in stored for n in QUANTIZED_TENSORS)
+        if part.name in stored:
+            return stored[part.name].shape == part.shape
+        return any(f"{module}.{n}" in stored for n in QUANTIZED_TENSORS)
 
     return sum(not has(part) for group in parts.values() for part in group)
 

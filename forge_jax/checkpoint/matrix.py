@@ -34,7 +34,7 @@ class StoredMatrix:
         for part in parts:
             source = stored[part.name]
             if part.transpose:
-                assert isinstance(source, StoredTensor) and len(source.shape) == 2, part
+                assert isinstance(source, StoredTensor) and len(source.shape) > 1, part
                 source = source.transposed()
             rows, start = math.prod(source.shape[:-1] or source.shape), 0
             if expert is not None and len(source.shape) == 3:

@@ -25,6 +25,7 @@ MAX_BYTES = {
     "tokenizer_config.json": 16 * MIB,
     "special_tokens_map.json": MIB,
     "chat_template.jinja": 128 * 2**10,
+    "chat_template.json": MIB,
     "forge_jax.json": 32 * MIB,
     ".zarray": 64 * 2**10,
     "model.safetensors.index.json": 64 * MIB,

@@ -16,17 +16,17 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    transpose: bool = False  # stored [K_in, N_out]; leaves are [N_out, K_in]
+    transpose: bool = False  # stored [..., K_in, N_out]; leaves are [..., N_out, K_in]
 
     @property
     def rows(self) -> int:
         """N_out: the rows of a matrix's leaf that the tensor has."""
-        return self.shape[1 if self.transpose else 0]
+        return self.shape[-1 if self.transpose else 0]
 
     @property
     def columns(self) -> int:
         """K_in: the columns of a matrix's leaf."""
-        return self.shape[0 if self.transpose else -1]
+        return self.shape[-2 if self.transpose else -1]
 
 
 # leaf -> tensors, stacked vertically (axis 0; for experts' leaves [E, N, K], the rows of all)

@@ -25,14 +25,19 @@ def folder_templates(folder: Path) -> dict[str, str]:
 
     `chat_template.jinja` is the default template, and `additional_chat_templates/NAME.jinja` are
     the others. Only if none of these files exists, the `chat_template` of `tokenizer_config.json`
-    is used: a source, or a list of `{"name": ..., "template": ...}`.
+    is used: a source, or a list of `{"name": ..., "template": ...}`. The last choice is
+    `chat_template.json`, which processors of multimodal models had before transformers 4.52.
 
     Raises:
       CheckpointError: a file is invalid or too large, or there are too many templates.
     """
     if is_gguf(folder):
         return gguf_templates(folder)
-    found = _from_files(folder) or _from_config(folder / "tokenizer_config.json")
+    found = (
+        _from_files(folder)
+        or _from_config(folder / "tokenizer_config.json")
+        or _from_config(folder / "chat_template.json")
+    )
     if len(found) > MAX_TEMPLATES:
         raise CheckpointError(
             f"{folder} has {len(found)} chat templates; at most {MAX_TEMPLATES} are read"

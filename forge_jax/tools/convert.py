@@ -38,7 +38,7 @@ from forge_jax.weights.partition import check_shards
 
 COPIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.jinja"),
+    *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
 TEMPLATES = "additional_chat_templates"
 

@@ -1,4 +1,4 @@
-"""Match module names against the names and patterns of `config.json`.
+"""Module names: matching them against names and patterns of `config.json`, and their prefixes.
 
 Patterns come from the checkpoint and are untrusted, so RE2 matches them. It takes time proportional
 to pattern times name, and rejects backreferences and lookarounds.
@@ -15,6 +15,17 @@ MAX_PATTERN = 256  # characters
 MAX_PATTERNS = 1000  # in one list
 PATTERN_BYTES = 2**16  # per compiled pattern; RE2's default allows 40 MiB for a few repetitions
 AMBIGUOUS = ("{,", "[[", r"\Q", r"\C")  # have another meaning in RE2 than in Python
+
+
+# Prefixes of the text model in multimodal checkpoints, and in checkpoints of texts: transformers 5,
+# transformers 4, and both.
+_TEXT_SIDE = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    *((f"model.{part}.", f"model.{part}.") for part in ("embed_tokens", "layers", "norm")),
+    ("lm_head.", "lm_head."),
+)
 
 
 @lru_cache(maxsize=MAX_PATTERNS)
@@ -42,3 +53,24 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
 def within(part: str, module: str) -> bool:
     """Return True if `part` is the module or a part of its path ("mlp.gate" of "0.mlp.gate")."""
     return f".{part}." in f".{module}."
+
+
+def text_name(tensor: str) -> str | None:
+    """Return the name in a text checkpoint of a multimodal one's tensor.
+
+    None if the tensor is not part of the text model.
+    """
+    for theirs, ours in _TEXT_SIDE:
+        if tensor.startswith(theirs):
+            return ours + tensor.removeprefix(theirs)
+    return None
+
+
+def multimodal_names(module: str) -> tuple[str, ...]:
+    """Return the names that a text model's module may have in a multimodal checkpoint."""
+    dotted = f"{module}."
+    return tuple(
+        (theirs + dotted.removeprefix(ours)).removesuffix(".")
+        for theirs, ours in _TEXT_SIDE
+        if dotted.startswith(ours)
+    )

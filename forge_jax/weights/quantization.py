@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.weights.names import MAX_PATTERNS, compile_pattern, within
+from forge_jax.weights.names import MAX_PATTERNS, compile_pattern, multimodal_names, within
 from forge_jax.weights.tensors import Scheme
 
 if TYPE_CHECKING:
@@ -54,12 +54,22 @@ class ModuleNames:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """The matrices of a checkpoint that are quantized, and their schemes."""
+    """The matrices of a checkpoint that are quantized, and their schemes.
+
+    Attributes:
+      method: the name in `config.json`.
+      schemes: the modules of each scheme.
+      ignored: the modules that are not quantized.
+      where: the file and the section, for messages.
+      is_text_side: True if the model is the text model of a multimodal checkpoint. Names and
+        patterns then refer to the multimodal checkpoint's modules.
+    """
 
     method: str
     schemes: tuple[tuple[ModuleNames, Scheme], ...]
     ignored: ModuleNames
-    where: str  # the file and the section, for messages
+    where: str
+    is_text_side: bool = False
 
     def scheme_of(self, module: str, *, is_router: bool = False) -> Scheme | None:
         """Return the scheme of a linear layer by its checkpoint name; None if not quantized.
@@ -70,12 +80,14 @@ class QuantSpec:
         Raises:
           UnsupportedModelError: several groups match equally well.
         """
-        if self.ignored.has(module):
+        spellings = multimodal_names(module) if self.is_text_side else (module,)
+        if any(self.ignored.has(each) for each in spellings):
             return None
         ranks = [
-            (names.rank(module), scheme)
+            (names.rank(each), scheme)
             for names, scheme in self.schemes
             if not (is_router and names.means_all)
+            for each in spellings
         ]
         ranked = [(rank, scheme) for rank, scheme in ranks if rank is not None]
         closest = min((rank for rank, _ in ranked), default=None)

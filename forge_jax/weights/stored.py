@@ -80,11 +80,14 @@ class StoredTensor:
             np.copyto(out, values, casting="unsafe")
 
     def transposed(self) -> StoredTensor:
-        """Return the tensor with its axes reversed."""
+        """Return the tensor with its last two axes exchanged."""
         strides = self.strides
         if strides is None:
             strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        return replace(self, shape=self.shape[::-1], strides=strides[::-1])
+        *outer, last, first = range(len(self.shape))
+        axes = (*outer, first, last)
+        shape, strides = (tuple(sizes[axis] for axis in axes) for sizes in (self.shape, strides))
+        return replace(self, shape=shape, strides=strides)
 
     def _read_exactly(self, out: np.ndarray, first: int) -> None:
         view = memoryview(out.reshape(-1).view(np.uint8))

@@ -211,10 +211,10 @@ def test_any_rows_of_a_tensor_can_be_read(dtype, tmp_path):
     stored = StoredTensor("x", tmp_path / "x", values.dtype, values.shape, 4)
     turned = stored.transposed()
     flat = replace(stored, shape=(12, 5))
-    assert turned.shape == (5, 4, 3) and turned.transposed().shape == stored.shape
+    assert turned.shape == (3, 5, 4) and turned.transposed().shape == stored.shape
     for tensor, rows in (
         (stored, values.reshape(-1, 5)),
-        (turned, values.T.reshape(-1, 3)),
+        (turned, values.swapaxes(1, 2).reshape(-1, 4)),
         (flat, values.reshape(-1, 5)),
         (flat.transposed(), values.reshape(-1, 5).T),
     ):

@@ -20,6 +20,7 @@ from forge_jax.errors import ModelError
 from forge_jax.models import ModelSpec, spec
 from forge_jax.models.decoder import rope_frequencies, rope_kind
 from forge_jax.models.families import ARCHITECTURES
+from forge_jax.models.families.multimodal import TextSide
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 DEFAULTS = json.loads((GOLDENS / "config_defaults.json").read_text())["fields"]
@@ -27,7 +28,8 @@ TABLE = json.loads((GOLDENS / "config_variants.json").read_text())
 LENGTH = TABLE["length"]
 # transformers has no configuration class of these: checkpoints bring theirs along.
 REMOTE = {"MiniCPMForCausalLM"}
-FAMILIES = sorted(ARCHITECTURES.keys() - REMOTE)
+TEXT_DEFAULTS = json.loads((GOLDENS / "text_config_defaults.json").read_text())
+FAMILIES = sorted(ARCHITECTURES.keys() - REMOTE - TEXT_DEFAULTS.keys())
 
 # Fields that we read and that are not in their family's class in transformers.
 OTHERS = {
@@ -259,6 +261,19 @@ def test_every_field_has_the_default_of_transformers(name):
     for field in own.defaults.keys() & theirs.keys():
         assert own.defaults[field] == theirs[field]["default"], field
     assert own.defaults.keys() - theirs.keys() <= OTHERS
+
+
+@pytest.mark.parametrize("name", sorted(TEXT_DEFAULTS))
+def test_every_field_of_text_config_has_the_default_of_transformers(name):
+    own, theirs = ARCHITECTURES[name], TEXT_DEFAULTS[name]
+    assert isinstance(own, TextSide)
+    for field in own.defaults.keys() & theirs.keys() - {"tie_word_embeddings"}:
+        assert own.defaults[field] == theirs[field]["default"], field
+    # Fields of the text model's family that the class of `text_config` lacks.
+    assert own.defaults.keys() - theirs.keys() <= OTHERS | {
+        *("tie_word_embeddings", "use_sliding_window", "sliding_window", "max_window_layers"),
+        *("bos_token_id", "eos_token_id", "norm_topk_prob"),
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -152,6 +152,18 @@ async def test_invalid_chat_field_is_named(server, field, value, param):
     await _refused(server, "/v1/chat/completions", {**CHAT, field: value}, param)
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url"])
+async def test_error_names_the_type_of_a_rejected_part(server, kind):
+    content = [{"type": "text", "text": "Hello"}, {"type": kind, kind: {"url": "data:,"}}]
+    messages = {"messages": [{"role": "user", "content": content}]}
+    status, answer = await server.post("/v1/chat/completions", messages)
+    assert (status, answer["error"]["message"]) == (
+        400,
+        f"messages[0].content[1]: only text parts are supported, not {kind!r}: send the message "
+        "without it",
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "more", "param"),
     [

@@ -19,6 +19,7 @@ from forge_jax.models.families import (
     minicpm,
     mistral,
     mixtral,
+    multimodal,
     olmo2,
     olmo3,
     olmoe,
@@ -57,6 +58,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Glm4ForCausalLM": glm4.GLM4,
     "Ernie4_5ForCausalLM": ernie4_5.ARCHITECTURE,
     "Olmo3ForCausalLM": olmo3.ARCHITECTURE,
+    **multimodal.ARCHITECTURES,
 }
 
 __all__ = ["ARCHITECTURES", "Architecture"]

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from forge_jax.errors import RequestError
+from forge_jax.host.files import short_repr
 from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, SamplingParams
 from forge_serve.openai.structured import FIELD_SCHEMAS, asks_for_something, demand
 from forge_serve.openai.tools import CHOICE_SCHEMA, TOOL_SCHEMA, ToolChoice, tool_choice
@@ -773,7 +774,11 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
         for j, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 path = f"messages[{i}].content[{j}]"
-                raise RequestError(f"{path}: only text parts are supported", param=path)
+                raise RequestError(
+                    f"{path}: only text parts are supported, not {short_repr(part.type)}: send "
+                    "the message without it",
+                    param=path,
+                )
         content = [{"type": "text", "text": part.text} for part in content]
     if content is None and message.role != "assistant":
         raise RequestError(
