@@ -200,12 +200,13 @@ def _check_tied_head(model: Model, folder: Path, checked: Checked) -> None:
     if not isinstance(checked, TensorReader) or not model.spec.tie_word_embeddings:
         return
     stored = checked.tensors.stored
-    head, embedding = stored.get("lm_head.weight"), stored["model.embed_tokens.weight"]
+    (part,) = checked.tensors.parts["head.weight"]
+    head, embedding = stored.get("lm_head.weight"), stored[part.name]
     if head is None or head == embedding or _same_values(head, embedding):
         return
     raise CheckpointError(
         f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
-        "model.embed_tokens.weight: set tie_word_embeddings to false in config.json, "
+        f"{part.name}: set tie_word_embeddings to false in config.json, "
         "or remove lm_head.weight"
     )
 

@@ -31,6 +31,7 @@ class HFConfig:
         self.values, self.where = {**(defaults or {}), **values}, where
         self._left_out = frozenset(defaults or ()) - frozenset(values)
         self._names = names or {}
+        self._replaced: Mapping[str, Any] = {}
 
     def renamed(self, names: Mapping[str, str]) -> HFConfig:
         """Return a view whose getters accept the usual names of fields that have other names.
@@ -43,8 +44,17 @@ class HFConfig:
         view._names = {**self._names, **names}
         return view
 
+    def replaced(self, **values: Any) -> HFConfig:
+        """Return a view whose getters return `values` instead of the file's. None: no value."""
+        view = copy.copy(self)
+        view._replaced = {**self._replaced, **values}
+        return view
+
     def _own(self, name: str) -> str:
         return name if name in self.values else self._names.get(name, name)
+
+    def _get(self, name: str) -> Any:
+        return self._replaced[name] if name in self._replaced else self.values.get(self._own(name))
 
     def error(self, name: str, want: str) -> ModelError:
         name = self._own(name)
@@ -58,12 +68,12 @@ class HFConfig:
         return self._own(name) in self._left_out
 
     def has(self, name: str) -> bool:
-        return self.values.get(self._own(name)) is not None
+        return self._get(name) is not None
 
     def integer(
         self, name: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
     ) -> int:
-        value = self.values.get(self._own(name)) if self.has(name) else default
+        value = self._get(name) if self.has(name) else default
         if type(value) is not int or not low <= value <= high:
             raise self.error(name, f"an integer from {low} to {high}")
         return value
@@ -77,7 +87,7 @@ class HFConfig:
         high: float = 1e30,
     ) -> float:
         """Return a finite number above `low` and at most `high`, which float32 can represent."""
-        value = self.values.get(self._own(name)) if self.has(name) else default
+        value = self._get(name) if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "a number")
         if not low < value <= high:  # also rejects NaN
@@ -85,13 +95,13 @@ class HFConfig:
         return float(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
-        value = self.values.get(self._own(name)) if self.has(name) else default
+        value = self._get(name) if self.has(name) else default
         if type(value) is not bool:
             raise self.error(name, "true or false")
         return value
 
     def string(self, name: str, default: str | None = None) -> str:
-        value = self.values.get(self._own(name)) if self.has(name) else default
+        value = self._get(name) if self.has(name) else default
         if type(value) is not str:
             raise self.error(name, "a string")
         return value
@@ -116,7 +126,7 @@ class HFConfig:
         return changed
 
     def section(self, name: str) -> HFConfig | None:
-        value = self.values.get(self._own(name))
+        value = self._get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -128,7 +138,7 @@ class HFConfig:
 
         Ids index the model's logits, so each must be less than `vocab_size`.
         """
-        value = self.values.get(self._own(name))
+        value = self._get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if len(ids) > MAX_TOKEN_LIST or any(
             type(i) is not int or not 0 <= i < vocab_size for i in ids

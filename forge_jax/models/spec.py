@@ -193,6 +193,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
 
 

@@ -39,6 +39,7 @@ OTHERS = {
     *("sliding_window_pattern", "use_bidirectional_attention", "layer_types"),
     *("original_max_position_embeddings", "num_experts", "num_local_experts", "head_dim"),
     *("clip_qkv", "use_sliding_window", "qkv_bias", "bias"),
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
 }
 # Reasons to refuse configurations that transformers can compute.
 REFUSALS = (
@@ -48,7 +49,8 @@ REFUSALS = (
     r"(full|sliding)_attention is not supported: all layers of this architecture have the same",
     r"rope_parameters: \w+ is not supported: put it into full_attention or sliding_attention",
     r"num_attention_heads must be a divisor of hidden_size",
-    r"hidden_act\w* '\w+' is not supported",
+    r"(hidden_act\w*|activation_function) '\w+' is not supported",
+    r"(add_cross_attention|scale_attn_by_inverse_layer_idx) is not supported",
     r"layer_types must be a list of 4, each",
     r"clip_qkv is not supported",
     r"partial_rotary_factor must be an even share of the head dim",

@@ -10,6 +10,7 @@ from forge_jax.models.families import (
     gemma2,
     gemma3,
     glm4,
+    gpt2,
     granite,
     granitemoe,
     hyperclovax,
@@ -59,6 +60,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Ernie4_5ForCausalLM": ernie4_5.ARCHITECTURE,
     "Olmo3ForCausalLM": olmo3.ARCHITECTURE,
     **multimodal.ARCHITECTURES,
+    "GPT2LMHeadModel": gpt2.ARCHITECTURE,
 }
 
 __all__ = ["ARCHITECTURES", "Architecture"]
