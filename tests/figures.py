@@ -43,7 +43,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "experts": "experts",
         },
     ),
-    "rounded": ("weights", {"nats": "KL, nats", "same": "same most likely token"}),
+    "rounded": ("weights", {"nats": "KL, nats", "same": "top-1 agreement"}),
 }
 
 Noted = dict[str, dict[str, dict[str, Any]]]  # table, row, column
