@@ -94,7 +94,8 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     else:
-        writer.add_rope_dimension_count(head_dim)
+        share = rope.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(head_dim * share))
     if not arch.startswith("qwen") and config.get("sliding_window") is not None:
         writer.add_sliding_window(config["sliding_window"])
     if arch == "phi3":
@@ -107,6 +108,10 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
             for name in ("long", "short"):
                 factors = np.array(rope[f"{name}_factor"], np.float32)
                 writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
     if "num_local_experts" in config:

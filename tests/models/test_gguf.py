@@ -25,9 +25,9 @@ from forge_jax.models import build_model
 GATING = gguf.ExpertGatingFuncType
 SAME = (
     *("llama2", "llama_bias", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"),
-    "mixtral",
+    *("mixtral", "qwen2_yarn"),
 )
-STRETCHED = ("llama31", "llama32_tied", "phi3_long")
+STRETCHED = ("llama31", "llama32_tied", "phi3_long", "phi3_partial")
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +71,7 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     assert_same_weights(got, expected)
 
 
-@pytest.mark.parametrize("name", ["llama31", "gemma2", "phi3_long"])
+@pytest.mark.parametrize("name", ["llama31", "gemma2", "phi3_long", "phi3_partial"])
 @pytest.mark.quick_cases(1)
 def test_logits_match_hugging_face(name, goldens, tmp_path):
     """Covers conversions beyond names: rows, norms, scales, rope factors."""
@@ -182,8 +182,11 @@ def test_every_eos_token_is_read(goldens, tmp_path):
         ),
         (
             "llama2",
-            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-            "rope type 'yarn' is not supported",
+            lambda w: (
+                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+                w.add_rope_scaling_yarn_log_mul(0.1),
+            ),
+            "llama.rope.scaling.yarn_log_multiplier is 0.1, which is not supported with YaRN",
         ),
         (
             "llama2",

@@ -95,7 +95,10 @@ class _Reader:
 
     def read_head_dim(self) -> int:
         head_dim = self.integer("attention.key_length", self.hidden_size // self.heads, low=1)
-        for name in ("attention.value_length", "rope.dimension_count"):
+        self.rotated = self.integer("rope.dimension_count", head_dim)
+        is_partial = self.arch == "phi3" and 0 < self.rotated < head_dim
+        rotation = () if is_partial else ("rope.dimension_count",)
+        for name in ("attention.value_length", *rotation):
             if self.integer(name, head_dim) != head_dim:
                 raise self.metadata.unsupported(
                     f"{self.arch}.{name} must be the head dim {head_dim}, got "
@@ -121,6 +124,7 @@ class _Reader:
             "rope_theta": self.number("rope.freq_base", 10000.0),
             "rope_scaling": self.rope_scaling(),
             **self.original_positions(),
+            **self.partial_rotation(),
             "tie_word_embeddings": "output.weight" not in self.gguf.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.gguf.tensors,
@@ -179,7 +183,33 @@ class _Reader:
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0))
         if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
             return None
+        if kind == "yarn":
+            return self.yarn(factor)
         return {"rope_type": kind, "factor": factor}
+
+    def yarn(self, factor: float) -> dict[str, Any]:
+        """Return YaRN. llama.cpp's attention factor is transformers' default."""
+        unusual = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+        for name, usual in {**unusual, "attn_factor": 1.0}.items():
+            value = self.number(f"rope.scaling.{name}", usual)
+            if value != usual:
+                raise self.metadata.unsupported(
+                    f"{self.arch}.rope.scaling.{name} is {value:g}, which is not supported with "
+                    f"YaRN; supported: {usual:g}"
+                )
+        original = "rope.scaling.original_context_length"
+        return {
+            **{"rope_type": "yarn", "factor": factor},
+            "original_max_position_embeddings": self.integer(original, self.positions, low=2),
+            "beta_fast": self.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": self.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+
+    def partial_rotation(self) -> dict[str, float]:
+        if self.rotated == self.head_dim:
+            return {}
+        # `int(head_dim * share)` must not be one less because of rounding.
+        return {"partial_rotary_factor": math.nextafter(self.rotated / self.head_dim, 1.0)}
 
     def has_long_factors(self) -> bool:
         return ROPE_LONG in self.gguf.tensors or ROPE_SHORT in self.gguf.tensors
@@ -193,7 +223,7 @@ class _Reader:
 
     def factors(self, name: str) -> list[float]:
         tensor = self.gguf.tensors.get(name)
-        want = (self.head_dim // 2,)
+        want = (self.rotated // 2,)
         if tensor is None or tensor.shape != want:
             has = "is missing" if tensor is None else f"has shape {tensor.shape}, not {want}"
             raise CheckpointError(f"{self.gguf.file}: the tensor {name} {has}")
