@@ -11,7 +11,8 @@ import ml_dtypes  # noqa: F401, makes bfloat16 a type that numpy reads
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")
+PROJECTIONS = tuple(f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down"))
+PROJECTIONS += ("qkv_proj", "gate_up_proj", "c_attn", "c_fc", "c_proj")
 
 
 def weights_of(model: Path) -> dict[str, np.ndarray]:
@@ -20,12 +21,17 @@ def weights_of(model: Path) -> dict[str, np.ndarray]:
 
 def projections(model: Path, names: Sequence[str] = PROJECTIONS) -> list[str]:
     """Return the modules of a model's layers with these names, without those of experts."""
-    ends = tuple(f".{name}_proj.weight" for name in names)
+    ends = tuple(f".{name}.weight" for name in names)
     return [
         name.removesuffix(".weight")
         for name in weights_of(model)
         if name.endswith(ends) and ".experts." not in name
     ]
+
+
+def is_transposed(module: str) -> bool:
+    """Return True for GPT-2's modules, whose matrices are stored [inputs, outputs]."""
+    return module.rpartition(".")[2].startswith("c_")
 
 
 def write_adapter(
@@ -47,8 +53,11 @@ def write_adapter(
     """
     rng, ranks = np.random.default_rng(seed), ranks or {}
     weights, tensors = weights_of(model), {}
-    for module in projections(model) if modules is None else modules:
+    modules = projections(model) if modules is None else modules
+    for module in modules:
         (outputs, inputs), r = weights[f"{module}.weight"].shape, ranks.get(module, rank)
+        if is_transposed(module):
+            outputs, inputs = inputs, outputs
         a = rng.normal(size=(r, inputs)) / math.sqrt(inputs)
         b = size * rng.normal(size=(outputs, r)) / math.sqrt(r)
         for part, values in (("A", a), ("B", b)):
@@ -64,6 +73,7 @@ def write_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": ["q_proj"],
+        "fan_in_fan_out": any(map(is_transposed, modules)),
         "rank_pattern": dict(ranks),
         **config,
     }
@@ -86,7 +96,9 @@ def merged(folder: Path, model: Path, adapter: Path, scaling: Mapping[str, float
             a, b = (matrices[name.replace("lora_A", f"lora_{p}")].astype(np.float64) for p in "AB")
             factor = scaling if isinstance(scaling, float) else scaling[module]
             weight = weights[f"{module}.weight"]
-            weights[f"{module}.weight"] = (weight + factor * (b @ a)).astype(weight.dtype)
+            change = factor * (b @ a)
+            change = change.T if is_transposed(module) else change
+            weights[f"{module}.weight"] = (weight + change).astype(weight.dtype)
     (folder / "model.safetensors").unlink()
     save_file(weights, folder / "model.safetensors")
     return folder

@@ -36,7 +36,6 @@ _REFUSED = {
     "lora_bias": "their own biases",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
-    "fan_in_fan_out": "transposed matrices",
     "modules_to_save": "whole modules",
     "layer_replication": "repeated layers",
     "trainable_token_indices": "trained tokens",
@@ -56,6 +55,7 @@ class _Config:
     rank: int
     alpha: float
     rslora: bool
+    transposed: bool  # of matrices that the base model stores transposed
     ranks: Mapping[str, int]  # per module, where different
     alphas: Mapping[str, float]
     base_model: Any  # base_model_name_or_path, unchecked
@@ -78,6 +78,7 @@ class _Module:
     start: int
     rows: int
     inputs: int
+    transposed: bool  # in the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +205,7 @@ def _read_config(folder: Path) -> _Config:
         rank=_rank(config.get("r"), "r", file),
         alpha=_number(config.get("lora_alpha"), "lora_alpha", file),
         rslora=config.get("use_rslora", False),
+        transposed=bool(config.get("fan_in_fan_out")),
         ranks={key: _rank(value, f"rank_pattern {key}", file) for key, value in ranks.items()},
         alphas={
             key: _number(value, f"alpha_pattern {key}", file)
@@ -267,11 +269,15 @@ def _modules(model: Model) -> dict[str, _Module]:
                 continue
             start = 0
             for part in parts:
-                rows, inputs = part.rows, part.columns
                 modules[part.name.removesuffix(".weight")] = _Module(
-                    layer=layer, matrix=match[2], start=start, rows=rows, inputs=inputs
+                    layer=layer,
+                    matrix=match[2],
+                    start=start,
+                    rows=part.rows,
+                    inputs=part.columns,
+                    transposed=part.transpose,
                 )
-                start += rows
+                start += part.rows
     return modules
 
 
@@ -301,6 +307,11 @@ def _pairs(
         raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} has no tensors")
     for name in names:
         module, rank = modules[name], config.rank_of(name)
+        if config.transposed and not module.transposed:
+            raise UnsupportedModelError(
+                f"{folder / ADAPTER_CONFIG}: fan_in_fan_out is true, but the base model does not "
+                f"store {name} transposed: {_REMEDY}"
+            )
         if rank > max_rank:
             raise CheckpointError(
                 f"{folder}: {name} has rank {rank}, but at most {max_rank} is served: raise "

@@ -40,10 +40,14 @@ class ModuleNames:
     def has(self, module: str) -> bool:
         return self.rank(module) is not None
 
-    def rank(self, module: str) -> int | None:
-        """Return how specific the match is: 0 the name, 1 a pattern, 2 the class, None no match."""
+    def rank(self, module: str, *, in_layer: bool = False) -> int | None:
+        """Return how specific the match is: 0 the name, 1 a pattern, 2 the class, None no match.
+
+        `in_layer` is True for modules of the layers, whatever their names.
+        """
         if self.rule == "parts":
-            return 0 if any(within(name, module) for name in self.names) else None
+            found = in_layer and self.means_all
+            return 0 if found or any(within(name, module) for name in self.names) else None
         if module in self.names:
             return 0
         patterns = (name[3:] for name in self.names if name.startswith("re:"))
@@ -71,7 +75,9 @@ class QuantSpec:
     where: str
     is_text_side: bool = False
 
-    def scheme_of(self, module: str, *, is_router: bool = False) -> Scheme | None:
+    def scheme_of(
+        self, module: str, *, is_router: bool = False, in_layer: bool = False
+    ) -> Scheme | None:
         """Return the scheme of a linear layer by its checkpoint name; None if not quantized.
 
         Methods that select all modules of the layers do not select routers. AutoGPTQ and others
@@ -84,7 +90,7 @@ class QuantSpec:
         if any(self.ignored.has(each) for each in spellings):
             return None
         ranks = [
-            (names.rank(each), scheme)
+            (names.rank(each, in_layer=in_layer), scheme)
             for names, scheme in self.schemes
             if not (is_router and names.means_all)
             for each in spellings

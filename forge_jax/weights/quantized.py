@@ -213,7 +213,7 @@ def _whole_formats(
     for leaf, parts in weights.items():
         if len(parts[0].shape) < 2 or leaf == table:
             continue
-        scheme = _common_scheme(quantization, parts, is_router=leaf.endswith(ROUTER))
+        scheme = _common_scheme(quantization, leaf, parts)
         if scheme is None:
             continue
         follows = scheme.ordered and leaf in first_matrices
@@ -227,17 +227,18 @@ def _whole_formats(
     return formats
 
 
-def _common_scheme(
-    quantization: QuantSpec, parts: Iterable[Tensor], *, is_router: bool
-) -> Scheme | None:
-    """Return the scheme of tensors that are one leaf; None if they are not quantized.
+def _common_scheme(quantization: QuantSpec, leaf: str, parts: Iterable[Tensor]) -> Scheme | None:
+    """Return the scheme of a leaf's tensors; None if they are not quantized.
 
     Raises:
       UnsupportedModelError: they have different schemes, or are stored transposed.
     """
+    is_router, in_layer = leaf.endswith(ROUTER), leaf.startswith("layers.")
     schemes: dict[Scheme | None, Tensor] = {}
     for part in parts:
-        scheme = quantization.scheme_of(module_of(part.name), is_router=is_router)
+        scheme = quantization.scheme_of(
+            module_of(part.name), is_router=is_router, in_layer=in_layer
+        )
         schemes.setdefault(scheme, part)
     if schemes.keys() == {None}:
         return None

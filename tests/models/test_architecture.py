@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import forge_jax
 from forge_jax import LLM, SamplingParams
+from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ConfigError, ModelError
@@ -30,6 +31,7 @@ from forge_jax.models import (
 )
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.weight_map import Tensor, decoder_weights, renamed
+from forge_jax.research import LoadedModel
 from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.partition import partition_of
 
@@ -224,3 +226,72 @@ def test_8_bit_cache_requires_keys_and_values(latent_folder):
     loaded = forge_jax.load(str(latent_folder), progress=False)
     with pytest.raises(ConfigError, match="--kv-dtype int8 is not supported for LatentForCausal"):
         forge_jax.new_kv(loaded, 4, 16, dtype="int8")
+
+
+# ---- GPT-2 ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return forge_jax.load(str(GOLDENS / "gpt2"), progress=False)
+
+
+def copied(folder, tensors, **changes):
+    """Write GPT-2 with other tensors, or with `changes` of its config."""
+    config = json.loads((GOLDENS / "gpt2/config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2_tensors():
+    return load_file(GOLDENS / "gpt2/model.safetensors")
+
+
+def test_gpt2_without_its_prefix_and_with_buffers_has_the_same_leaves(gpt2, gpt2_tensors, tmp_path):
+    tensors = {name.removeprefix("transformer."): array for name, array in gpt2_tensors.items()}
+    tensors["h.0.attn.bias"] = np.tri(8, dtype=np.float32)  # the causal mask of old files
+    same = forge_jax.load(str(copied(tmp_path, tensors)), progress=False)
+    for name, leaf, other in zip(gpt2.model.names, gpt2.leaves, same.leaves, strict=True):
+        np.testing.assert_array_equal(leaf, other, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not sup"),
+        ({"add_cross_attention": True}, "add_cross_attention is not supported"),
+        ({"activation_function": "relu"}, "activation_function 'relu' is not supported"),
+        ({"n_head": 5}, r"n_head must be a divisor of hidden_size \(64\), not 5"),
+        ({"n_embd": "64"}, "n_embd must be an integer from 1"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+            "h.0.attn.c_attn.weight is stored transposed, which is not supported for quantized",
+        ),
+    ],
+)
+def test_gpt2_rejects_what_it_does_not_compute(gpt2_tensors, tmp_path, changes, message):
+    with pytest.raises(ModelError, match=message):
+        build_model(read_spec(copied(tmp_path, gpt2_tensors, **changes)))
+
+
+def test_tied_head_of_gpt2_is_compared_with_its_own_embedding(gpt2_tensors, tmp_path):
+    head = gpt2_tensors["transformer.wte.weight"]
+    forge_jax.load(str(copied(tmp_path, {**gpt2_tensors, "lm_head.weight": head})), progress=False)
+    other = copied(tmp_path, {**gpt2_tensors, "lm_head.weight": head + 1})
+    with pytest.raises(ModelError, match=r"differs from transformer\.wte\.weight: set tie_word"):
+        forge_jax.load(str(other), progress=False)
+
+
+@pytest.mark.parametrize(("values", "bound"), [("int8", 0.03), ("int4", 0.3)])
+def test_gpt2_rounds_its_transposed_matrices(values, bound):
+    golden = load_file(GOLDENS / "gpt2/golden.safetensors")
+    model = build_model(read_spec(GOLDENS / "gpt2"), "float32", WeightFormats(rounded=values))
+    loaded = LoadedModel(
+        model, load_weights(model, GOLDENS / "gpt2", progress=False), GOLDENS / "gpt2"
+    )
+    found = np.stack(PagedRun(loaded, 3).step(golden["input_ids"].tolist()))
+    error = np.linalg.norm(found - golden["logits"]) / np.linalg.norm(golden["logits"])
+    assert 1e-4 < error < bound
+    assert sum(values in name for name in model.formats) == 1

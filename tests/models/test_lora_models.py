@@ -79,13 +79,13 @@ def logits_of(model):
 # ---- computation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2"])
 @pytest.mark.quick_cases(1)
 def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
     base = goldens / name
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)
-    some = [m for m in projections(base) if m.endswith(("q_proj", "down_proj", "qkv_proj"))]
+    some = projections(base, ("q_proj", "down_proj", "qkv_proj", "c_attn", "c_fc"))
     first = write_adapter(tmp_path / "first", base, seed=1)
     second = write_adapter(tmp_path / "second", base, seed=2, modules=some, rank=2, alpha=1.0)
     ids = prompts(model, 3)
@@ -111,7 +111,7 @@ def test_rslora_patterns_and_16_bit_files_are_read(goldens, tmp_path):
     base = goldens / "llama2"
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)
-    odd, *rest = projections(base, ("q", "up"))
+    odd, *rest = projections(base, ("q_proj", "up_proj"))
     adapter = write_adapter(
         tmp_path / "adapter",
         base,
@@ -224,7 +224,7 @@ def change_tensors(folder, change):
         ({"bias": "lora_only"}, "bias must be none, got 'lora_only'"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is true, but the base model does not store"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
