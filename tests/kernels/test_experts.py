@@ -74,25 +74,27 @@ def rows_of(a: Arrays, at) -> Arrays:
     return Arrays(a.x[at], a.gate_up, a.down, a.experts[at], a.weights[at])
 
 
-@partial(jax.jit, static_argnums=0)
-def _call(form, a: tuple, num_rows):
+@partial(jax.jit, static_argnums=(0, 3))
+def _call(form, a: tuple, num_rows, total):
     match form:
         case "tiled":
-            return tiled_experts(*a, num_rows)
+            return tiled_experts(*a, num_rows, total=total)
         case "all":
             return all_experts(*a, num_rows)
         case "by pair":
-            return experts_by_pair(*a, num_rows)
+            return experts_by_pair(*a, num_rows, shared=total is not None)
         case "reference":
-            return mix_experts(*a, num_rows=num_rows, implementation="reference")
+            return mix_experts(*a, num_rows=num_rows, total=total, implementation="reference")
         case _:
-            return mix_experts(*a, num_rows=num_rows)
+            return mix_experts(*a, num_rows=num_rows, total=total)
 
 
-def run(form: str, a: Arrays, num_rows: int | None = None) -> np.ndarray:
+def run(
+    form: str, a: Arrays, num_rows: int | None = None, *, total: int | None = None
+) -> np.ndarray:
     arrays = (a.x, a.gate_up, a.down, a.experts, a.weights)
     num_rows = len(a.x) if num_rows is None else num_rows
-    y = _call(form, tuple(map(jnp.asarray, arrays)), jnp.int32(num_rows))
+    y = _call(form, tuple(map(jnp.asarray, arrays)), jnp.int32(num_rows), total)
     assert y.dtype == a.x.dtype
     return np.asarray(y)[:num_rows].astype(np.float32)
 
@@ -141,6 +143,70 @@ def test_gradients_pass_through_the_reference():
     used = [e for e in range(4) if e in a.experts]
     assert all((by_gate_up[e] == 0).all() for e in unused)
     assert all((by_gate_up[e] != 0).any() for e in used) and (by_weights != 0).all()
+
+
+# ---- experts of several devices -----------------------------------------------------------------
+
+
+def shares(a: Arrays, devices: int) -> list[Arrays]:
+    """Return the arrays of each device, which has some of the experts."""
+    own = len(a.gate_up) // devices
+    found = []
+    for first in range(0, len(a.gate_up), own):
+        local = a.experts - first
+        local = np.where((local >= 0) & (local < own), local, own)
+        some = slice(first, first + own)
+        found.append(Arrays(a.x, a.gate_up[some], a.down[some], local, a.weights))
+    return found
+
+
+SHARED_SHAPES = {  # rows, experts, of a token, d, inner
+    "a single row": (1, 4, 2, 24, 16),
+    "few rows of many experts": (5, 12, 3, 24, 10),
+    "more choices than experts on a device": (9, 4, 3, 16, 8),
+    "full tiles": (80, 4, 2, 24, 16),
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "auto"])
+@pytest.mark.parametrize("shape", SHARED_SHAPES.values(), ids=SHARED_SHAPES)
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.quick_cases(10)
+def test_outputs_of_devices_add_up_to_those_of_all_experts(form, shape, devices):
+    a = make(*shape)
+    parts = [run(form, each, total=shape[1]) for each in shares(a, devices)]
+    np.testing.assert_allclose(sum(parts), expected(a), atol=2e-5)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "auto"])
+def test_device_without_rows_returns_exact_zeros(form):
+    a = make(9, 6, 2, 24, 16)
+    local = np.where(a.experts < 3, a.experts, a.experts - 3)  # of the first device, in pairs
+    local[:, 1] = (local[:, 0] + 1) % 3
+    gate_up = a.gate_up.copy()
+    gate_up[3:] = np.nan
+    first, second = shares(Arrays(a.x, gate_up, a.down, local, a.weights), 2)
+    assert (run(form, second, total=6) == 0).all()
+    assert np.isfinite(run(form, first, total=6)).all()
+
+
+@pytest.mark.parametrize("form", ["tiled", "all", "by pair"])
+def test_row_bits_on_a_device_are_independent_of_the_batch(form):
+    a = make(40, 6, 2, 96, 80)
+    order = np.random.default_rng(1).permutation(40)
+    for share in shares(a, 2):
+        whole = run(form, share, total=6)
+        np.testing.assert_array_equal(run(form, rows_of(share, order), total=6), whole[order])
+        copies = rows_of(share, np.full(40, 7))
+        np.testing.assert_array_equal(run(form, copies, total=6), whole[[7] * 40])
+
+
+def test_more_choices_than_experts_of_all_devices_are_rejected():
+    share = shares(make(5, 4, 3, 24, 16), 2)[0]
+    arrays = {name: jnp.asarray(array) for name, array in vars(share).items()}
+    with pytest.raises(ValueError, match="chose 3 experts, but there are only 2"):
+        mix_experts(**arrays)
+    mix_experts(**arrays, total=4)
 
 
 # ---- batch invariance ---------------------------------------------------------------------------
@@ -217,15 +283,17 @@ def packed(w: np.ndarray, form: str, paired: bool) -> PackedWeight:
     return PackedWeight(jnp.asarray(weight), None if scale is None else jnp.asarray(scale), packing)
 
 
-@jax.jit
-def _packed_call(x, gate_up, down, experts, weights, num_rows):
-    return mix_experts(x, gate_up, down, experts, weights, num_rows=num_rows)
+@partial(jax.jit, static_argnums=6)
+def _packed_call(x, gate_up, down, experts, weights, num_rows, total):
+    return mix_experts(x, gate_up, down, experts, weights, num_rows=num_rows, total=total)
 
 
-def run_packed(form: str, a: Arrays, num_rows: int | None = None) -> np.ndarray:
+def run_packed(
+    form: str, a: Arrays, num_rows: int | None = None, *, total: int | None = None
+) -> np.ndarray:
     num_rows = len(a.x) if num_rows is None else num_rows
     gate_up, down = packed(a.gate_up, form, True), packed(a.down, form, False)
-    y = _packed_call(a.x, gate_up, down, a.experts, a.weights, np.int32(num_rows))
+    y = _packed_call(a.x, gate_up, down, a.experts, a.weights, np.int32(num_rows), total)
     assert y.dtype == jnp.bfloat16
     return np.asarray(y)[:num_rows].astype(np.float32)
 
@@ -294,6 +362,19 @@ def test_non_finite_row_stays_non_finite_and_isolated(form):
         out = run_packed(form, Arrays(x, a.gate_up, a.down, a.experts, a.weights))
         assert not np.isfinite(out[3]).any()
         np.testing.assert_array_equal(out[others], clean[others])
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("form", FORMATS)
+def test_packed_outputs_of_devices_add_up_to_those_of_all_experts(form):
+    a = make(9, 6, 3, 64, 64, ml_dtypes.bfloat16)
+    whole = run_packed(form, a)
+    parts = [run_packed(form, each, total=6) for each in shares(a, 3)]
+    error = np.linalg.norm(sum(parts) - whole) / np.linalg.norm(whole)
+    assert error < 0.01  # of the rounding of three sums to bfloat16
+    nothing = np.full_like(a.experts, 6)
+    none = run_packed(form, Arrays(a.x, a.gate_up, a.down, nothing, a.weights), total=12)
+    assert (none == 0).all()
 
 
 @pytest.mark.usefixtures("cpu_kernels")

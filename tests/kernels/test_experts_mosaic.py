@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_experts import Arrays, make, rows_of
+from test_experts import Arrays, make, rows_of, shares
 
 from forge_kernels.devices import Gpu, described
 from forge_kernels.experts import api, mix_experts, mosaic_gpu
@@ -136,17 +136,19 @@ SHAPES = {  # rows, experts, of a token, d, inner
 
 
 @cache
-def compiled(capability, kernel=grouped_experts):
+def compiled(capability, kernel=grouped_experts, total=None):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return jax.jit(partial(kernel, capability=capability, interpret=interpret))
+    return jax.jit(partial(kernel, capability=capability, total=total, interpret=interpret))
 
 
-def run(a: Arrays, capability=HOPPER, num_rows: int | None = None, kernel=grouped_experts):
+def run(
+    a: Arrays, capability=HOPPER, num_rows: int | None = None, kernel=grouped_experts, total=None
+):
     num_rows = len(a.x) if num_rows is None else num_rows
     arrays = jax.tree.map(jnp.asarray, (a.x, a.gate_up, a.down, a.experts, a.weights))
     printed = io.StringIO()  # the race detector prints
     with redirect_stdout(printed):
-        y = compiled(capability, kernel)(*arrays, jnp.int32(num_rows))
+        y = compiled(capability, kernel, total)(*arrays, jnp.int32(num_rows))
         y = np.asarray(y)[:num_rows]
     assert "RACE" not in printed.getvalue(), printed.getvalue()
     assert y.dtype == a.x.dtype
@@ -214,6 +216,15 @@ def test_kernel_multiplies_quantized_experts_in_chunks(name, monkeypatch):
 def test_test_shapes_cover_kernels_of_all_tile_sizes():
     sizes = {Geometry(rows, k, count).tile_rows for rows, count, k, *_ in SHAPES.values()}
     assert sizes == {16, 32, 64}
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_kernel_outputs_of_devices_add_up_to_those_of_all_experts(rows):
+    a = make(rows, 6, 2, 128, 64, ml_dtypes.bfloat16)
+    whole, parts = run(a), [run(each, total=6) for each in shares(a, 3)]
+    assert np.linalg.norm(sum(parts) - whole) < 0.01 * np.linalg.norm(whole)
+    first = shares(Arrays(a.x, a.gate_up, a.down, a.experts % 2, a.weights), 3)[2]
+    assert (run(first, total=6) == 0).all()  # tiles that no row uses are undefined
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER], ids=["mma", "wgmma"])

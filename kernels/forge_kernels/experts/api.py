@@ -71,6 +71,7 @@ def mix_experts(
     *,
     order: jax.Array | None = None,
     num_rows: jax.Array | None = None,
+    total: int | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Return the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
@@ -86,11 +87,13 @@ def mix_experts(
       gate_up: float[E, 2 I, d] of x's type, gates above ups, or quantized, or packed as `paired`,
         which requires bfloat16 x.
       down: float[E, d, I], or packed, or quantized.
-      experts: i32[T, k], in [0, E), distinct within a row.
+      experts: i32[T, k], in [0, E), distinct within a row. With `total`, E means an expert of
+        another device, which adds nothing and is not computed.
       weights: f32[T, k].
       order: i32[E, d], the column of x for each column of a quantized gate_up; an `OrderedWeight`
         has its own.
       num_rows: i32[], a promise that the caller ignores rows from there on; they are undefined.
+      total: the number of experts on all devices, if other devices have the rest.
       implementation: "reference" is differentiable.
 
     Returns:
@@ -103,7 +106,7 @@ def mix_experts(
     if isinstance(gate_up, OrderedWeight):
         gate_up, order = gate_up.matrix, gate_up.order
     gate_up, down = _of_experts(gate_up), _of_experts(down)
-    _check(x, gate_up, down, experts, weights)
+    _check(x, gate_up, down, experts, weights, total)
     if order is not None and not isinstance(gate_up, QuantizedWeight | PackedWeight):
         raise TypeError("order requires quantized experts")
     if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
@@ -114,11 +117,12 @@ def mix_experts(
             return experts_by_chunks(x, gate_up, down, experts, weights, None, order)
     elif implementation == "reference":
         return reference_experts(x, gate_up, down, experts, weights)
-    default = _gpu_form(x, gate_up, down, experts, order)
+    default = _gpu_form(x, gate_up, down, experts, order, total)
     rows = jnp.int32(len(x)) if num_rows is None else num_rows
     arrays = (x, gate_up, down, experts, weights, rows)
     arrays += () if order is None else (order,)
-    return lax.platform_dependent(*arrays, cpu=tiled_experts, default=default)
+    on_cpu = functools.partial(tiled_experts, total=total)
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=default)
 
 
 def _gpu_form(
@@ -127,10 +131,11 @@ def _gpu_form(
     down: jax.Array | QuantizedWeight,
     experts: jax.Array,
     order: jax.Array | None,
+    total: int | None,
 ) -> Callable[..., jax.Array]:
     """Return the function that computes these shapes on the accelerator, if there is one."""
     if few_pairs(experts.size, gate_up):
-        return experts_by_pair
+        return functools.partial(experts_by_pair, shared=total is not None)
     quantized = [w for w in (gate_up, down) if isinstance(w, QuantizedWeight)]
     plain_xla = experts_by_chunks if quantized else all_experts
     device = current_gpu()
@@ -145,7 +150,8 @@ def _gpu_form(
     if reason is not None:
         _say_once(f"experts run in plain XLA, which reads all of them: {reason}")
         return plain_xla
-    return functools.partial(mosaic_gpu.jitted_experts, capability=device.capability)
+    capability = device.capability
+    return functools.partial(mosaic_gpu.jitted_experts, capability=capability, total=total)
 
 
 @functools.cache
@@ -162,7 +168,12 @@ def _of_experts(w: jax.Array | MatrixWeight) -> Matrices:
 
 
 def _check(
-    x: jax.Array, gate_up: Matrices, down: Matrices, experts: jax.Array, weights: jax.Array
+    x: jax.Array,
+    gate_up: Matrices,
+    down: Matrices,
+    experts: jax.Array,
+    weights: jax.Array,
+    total: int | None,
 ) -> None:
     if isinstance(gate_up, PackedWeight) != isinstance(down, PackedWeight):
         raise TypeError("gate_up and down of experts must both be packed, or neither")
@@ -199,8 +210,9 @@ def _check(
         raise ValueError(
             f"experts {experts.shape} and weights {weights.shape} do not fit x {x.shape}"
         )
-    if experts.shape[1] > (count or 0):
-        raise ValueError(f"a token chose {experts.shape[1]} experts, but there are only {count}")
+    most = total or count or 0
+    if experts.shape[1] > most:
+        raise ValueError(f"a token chose {experts.shape[1]} experts, but there are only {most}")
     if weights.dtype != jnp.float32 or experts.dtype != jnp.int32:
         raise TypeError(
             f"experts must be int32 and weights float32, got {experts.dtype} and {weights.dtype}"

@@ -65,10 +65,11 @@ def grouped_experts(
     num_rows: jax.Array,  # i32[]
     *,
     capability: tuple[int, int],
+    total: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:  # [T, d] of x's type
     """Compute each pair of a token and its expert once, in tiles of one expert each."""
-    geometry = Geometry(len(x), experts.shape[1], num_experts(gate_up))
+    geometry = Geometry(len(x), experts.shape[1], num_experts(gate_up), total)
     # Without the barrier, XLA computes the plan again in each kernel that uses it.
     plan = lax.optimization_barrier(make_plan(geometry, experts, num_rows))
     rows = x.at[plan.token].get(mode="clip")
@@ -78,12 +79,15 @@ def grouped_experts(
     row = plan.row.astype(jnp.uint32)  # XLA computes nothing for negative numbers
     y = jnp.zeros(x.shape, jnp.float32)
     for j in range(experts.shape[1]):
-        y = y + outputs.at[row[:, j]].get(mode="clip") * weights[:, j, None]
+        term = outputs.at[row[:, j]].get(mode="clip") * weights[:, j, None]
+        if total is not None:  # pairs of other devices have no row
+            term = jnp.where(experts[:, j, None] < geometry.experts, term, 0.0)
+        y = y + term
     return y.astype(x.dtype)
 
 
 # Traced and lowered once for all layers of a model.
-jitted_experts = jax.jit(grouped_experts, static_argnames=("capability", "interpret"))
+jitted_experts = jax.jit(grouped_experts, static_argnames=("capability", "total", "interpret"))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Geometry:
     tokens: int  # T
     per_token: int  # k
     experts: int  # E
+    total: int | None = None  # experts of all devices, if they share them
 
     @property
     def pairs(self) -> int:
@@ -34,7 +35,7 @@ class Geometry:
     @property
     def tile_rows(self) -> int:
         """The rows of a tile: above the average of an expert's pairs, so that most have one."""
-        average = self.pairs / self.experts
+        average = self.pairs / (self.total or self.experts)
         return 16 if average <= 8 else 32 if average <= 16 else 64
 
     @property

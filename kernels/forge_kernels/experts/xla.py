@@ -41,13 +41,15 @@ def tiled_experts(
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
+    *,
+    total: int | None = None,
 ) -> jax.Array:  # [T, d] of x's type
     """Compute rows sorted by expert, in tiles of one expert each, in a loop over existing tiles.
 
     Every tile is a product of the same shape, so a row's bits do not depend on its place.
     """
     (T, k), count = experts.shape, num_experts(gate_up)
-    rows, size = T * k, tile_rows(T * k, count)
+    rows, size = T * k, tile_rows(T * k, total or count)
     exists = jnp.arange(T)[:, None] < num_rows
     chosen = jnp.where(exists, experts, count).reshape(-1)  # rows without an expert sort last
     # One sort of single integers, with the expert in the high part and the place in the low part.
@@ -90,6 +92,8 @@ def experts_by_pair(
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
+    *,
+    shared: bool = False,  # with other devices, which have the experts from E on
 ) -> jax.Array:  # [T, d] of x's type
     """Multiply each token by the matrices of its experts, for GPUs and few tokens.
 
@@ -99,12 +103,18 @@ def experts_by_pair(
     # Rows that the caller ignores read the matrices of the first row again.
     exists = jnp.arange(tokens)[:, None] < num_rows
     pairs = jnp.where(exists, experts, experts[:1]).reshape(-1)
+    own = (pairs < num_experts(gate_up)).reshape(tokens, k, 1)
+    if shared:  # pairs of other devices read matrices that this step reads anyway
+        least = jnp.minimum(jnp.min(pairs), num_experts(gate_up) - 1)
+        pairs = jnp.where(own.reshape(-1), pairs, least)
     rows = jnp.repeat(x, k, axis=0)
     if order is not None:
         rows = jnp.take_along_axis(rows, order[pairs], axis=1)
     inner = _swiglu(_by_pair(rows, gate_up, pairs)).astype(x.dtype)
-    out = _by_pair(inner, down, pairs).reshape(tokens, k, -1)
-    return jnp.sum(out * weights[:, :, None], axis=1).astype(x.dtype)
+    out = _by_pair(inner, down, pairs).reshape(tokens, k, -1) * weights[:, :, None]
+    if shared:
+        out = jnp.where(own, out, 0.0)
+    return jnp.sum(out, axis=1).astype(x.dtype)
 
 
 def all_experts(
