@@ -48,6 +48,7 @@ class Record:
     formats: Mapping[str, Format | None]  # the fields of `WeightFormats`, or {} if not packed
     leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`
     shards: int = 1  # the number of devices; `leaves` are one device's
+    expert_parallel: bool = False  # True if a device has some experts whole
 
     @property
     def packed(self) -> bool:
@@ -79,15 +80,23 @@ class Record:
                 f"option, or {_AGAIN} with it"
             )
 
-    def check_shards(self, shards: int) -> None:
-        """Check that `shards` devices can share the weights.
+    def check_shards(self, shards: int, *, expert_parallel: bool = False) -> None:
+        """Check that `shards` devices can share the weights, with or without expert parallelism.
 
         Weights for one device can be split unless they are packed.
 
         Raises:
           CheckpointError: they cannot.
         """
-        if self.shards == shards or (self.shards == 1 and not self.packed):
+        if self.shards == 1 and (shards == 1 or not self.packed):
+            return
+        if self.shards == shards and self.expert_parallel != expert_parallel:
+            has, omit = ("without", "omit") if expert_parallel else ("with", "use")
+            raise CheckpointError(
+                f"{self.folder} was converted {has} --expert-parallel: {omit} the option, or "
+                f"{_AGAIN} {'with' if expert_parallel else 'without'} it"
+            )
+        if self.shards == shards:
             return
         what = f"{self.folder} was converted for {self.shards} devices"
         if self.shards == 1:
@@ -128,6 +137,12 @@ def read_record(folder: Path) -> Record | None:
             f"{file}: quantization must be one of {', '.join(get_args(Rounding))}, got "
             f"{short_repr(quantization)}"
         )
+    expert_parallel = values.get("expert_parallel", False)
+    if type(expert_parallel) is not bool:
+        raise CheckpointError(
+            f"{file}: expert_parallel must be true or false, got {short_repr(expert_parallel)}: "
+            f"{_AGAIN}"
+        )
     shards = values.get("shards", 1)
     if type(shards) is not int or not 1 <= shards <= MAX_SHARDS:
         raise CheckpointError(
@@ -140,6 +155,7 @@ def read_record(folder: Path) -> Record | None:
         formats=_read_formats(file, values.get("packing")),
         leaves=_read_leaves(file, values.get("leaves")),
         shards=shards,
+        expert_parallel=expert_parallel,
     )
 
 
@@ -154,6 +170,7 @@ def write_record(record: Record) -> None:
         "quantization": record.quantization,
         "packing": packing,
         "shards": record.shards,
+        "expert_parallel": record.expert_parallel,
         "leaves": {
             name: {"shape": leaf.shape, "dtype": leaf.dtype.name}
             for name, leaf in record.leaves.items()

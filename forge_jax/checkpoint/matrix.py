@@ -22,11 +22,14 @@ CHUNK_BYTES = 4 * 2**20  # written by a thread before it takes the next chunk
 class StoredMatrix:
     """Tensors stacked vertically, [N, K], or vectors joined, [N].
 
-    A tensor with an axis of experts contributes the rows of all experts, or of `expert` alone.
+    A tensor with an axis of experts contributes the rows of all experts, or of `experts` alone.
     """
 
     def __init__(
-        self, parts: Sequence[Tensor], stored: Mapping[str, TensorSource], expert: int | None = None
+        self,
+        parts: Sequence[Tensor],
+        stored: Mapping[str, TensorSource],
+        experts: range | None = None,
     ):
         self._sources: list[TensorSource] = []
         self._starts: list[int] = []  # the first row to read of each source
@@ -37,9 +40,9 @@ class StoredMatrix:
                 assert isinstance(source, StoredTensor) and len(source.shape) > 1, part
                 source = source.transposed()
             rows, start = math.prod(source.shape[:-1] or source.shape), 0
-            if expert is not None and len(source.shape) == 3:
-                rows //= source.shape[0]
-                start = expert * rows
+            if experts is not None and len(source.shape) == 3:
+                of_expert = rows // source.shape[0]
+                rows, start = len(experts) * of_expert, experts.start * of_expert
             self._sources.append(source)
             self._starts.append(start)
             num_rows.append(rows)

@@ -265,6 +265,11 @@ class ParallelConfig:
         "part of every matrix",
         essential=True,
     )
+    expert_parallel: bool = option(
+        False,
+        "divide the experts of a mixture among the devices of --tensor-parallel, instead of each "
+        "expert's matrices. N must divide the number of experts",
+    )
     command_buffers: bool = option(
         True,
         "run without XLA's command buffers (CUDA graphs); no effect on CPU",
@@ -343,6 +348,11 @@ class EngineConfig:
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
+        if self.parallel.expert_parallel and self.parallel.tensor_parallel == 1:
+            raise ConfigError(
+                "--expert-parallel divides experts among the devices of --tensor-parallel: set "
+                "--tensor-parallel to at least 2, or omit --expert-parallel"
+            )
         if self.parallel.compile_cache_dir is not None and not self.parallel.compile_cache:
             raise ConfigError(
                 "--compile-cache and --no-compile-cache cannot be combined: remove one of them"

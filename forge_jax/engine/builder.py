@@ -68,7 +68,7 @@ from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.telemetry.units import bytes_text
 from forge_jax.text.load import load_text
 from forge_jax.weights.formats import WeightFormats, fused_values
-from forge_jax.weights.partition import check_shards
+from forge_jax.weights.partition import check_shards, with_whole_experts
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.attention.cpu_ffi import unsupported
@@ -207,6 +207,8 @@ def make_design(
         device = device or choose_device(config)
         mesh = choose_mesh(config, device)
         shards = 1 if mesh is None else mesh.shards
+        if config.parallel.expert_parallel:
+            spec = with_whole_experts(spec)
         check_shards(spec, shards)
         if mesh is not None:  # sizes that fit the device with the least memory fit all
             device = min(mesh.devices, key=lambda each: free_bytes(each, shards))

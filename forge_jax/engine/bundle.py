@@ -68,6 +68,7 @@ def identity(design: Design, options: RunnerOptions) -> dict[str, Any]:
     return {
         **_environment(design.device),
         "--tensor-parallel": design.shards,
+        "--expert-parallel": config.parallel.expert_parallel,
         "--dtype": model.dtype.name,
         "--kv-dtype": str(sizes.kv.storage),
         "--kernels": [options.implementation, options.sampler, library],

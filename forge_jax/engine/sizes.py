@@ -289,4 +289,4 @@ def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
         return bound
     # On a GPU, each expert computes each token: gates and ups, their products, and outputs.
     of_expert = 3 * spec.experts.intermediate_size + spec.hidden_size
-    return bound + 4 * max_tokens * spec.experts.count * of_expert
+    return bound + 4 * max_tokens * spec.experts.own * of_expert

@@ -299,13 +299,14 @@ class Experts(ResidualBlock):
         experts: ExpertSpec,
     ):
         super().__init__(spec, dtype)
-        d, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
+        d, inner, own = spec.hidden_size, experts.intermediate_size, experts.own
         self.per_token, self.normalized = experts.per_token, experts.normalized
+        self.count, self.own = experts.count, own
         mlp = f"layers.{layer}.mlp"
-        self.router = Linear(matrix(f"{mlp}.router.weight", count, d))
-        gate_up = matrix(f"{mlp}.gate_up.weight", 2 * inner, d, paired=True, experts=count)
+        self.router = Linear(matrix(f"{mlp}.router.weight", experts.count, d))
+        gate_up = matrix(f"{mlp}.gate_up.weight", 2 * inner, d, paired=True, experts=own)
         self.gate_up = nnx.Param(gate_up)
-        self.down = nnx.Param(matrix(f"{mlp}.down.weight", d, inner, experts=count))
+        self.down = nnx.Param(matrix(f"{mlp}.down.weight", d, inner, experts=own))
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """Return x plus the weighted outputs of the experts. x: dtype[T, d]."""
@@ -314,6 +315,10 @@ class Experts(ResidualBlock):
         with jax.named_scope("router"):
             logits = self.router(normed, out_dtype=jnp.float32)
             chosen, weights = choose_experts(logits, self.per_token, normalized=self.normalized)
+            shared = self.own < self.count
+            if shared:
+                assert ragged.axis is not None
+                chosen = self._of_device(chosen, ragged.axis)
         with jax.named_scope("experts"):
             y = mix_experts(
                 normed,
@@ -322,11 +327,17 @@ class Experts(ResidualBlock):
                 chosen,
                 weights,
                 num_rows=ragged.num_tokens,
+                total=self.count if shared else None,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
             )
             if ragged.axis is not None:
                 y = add_up(y, ragged.axis)
             return self.add_result(x, y)
+
+    def _of_device(self, chosen: jax.Array, axis: str) -> jax.Array:
+        """Return i32[T, k] as numbers of this device's experts, or `own` for those of others."""
+        local = chosen - jax.lax.axis_index(axis) * self.own
+        return jnp.where((local >= 0) & (local < self.own), local, self.own)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {

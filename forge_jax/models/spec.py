@@ -78,6 +78,9 @@ class ExpertSpec:
       intermediate_size: of one expert.
       normalized: True if the weights of a token's experts are scaled to sum to one.
       dense_layers: layers with an ordinary MLP.
+      whole: True if devices divide the experts among them (expert parallelism), instead of each
+        expert's matrices.
+      devices: the devices that divide the experts; above 1 only in the spec of a shard.
     """
 
     count: int
@@ -85,6 +88,13 @@ class ExpertSpec:
     intermediate_size: int
     normalized: bool = True
     dense_layers: frozenset[int] = frozenset()
+    whole: bool = False
+    devices: int = 1
+
+    @property
+    def own(self) -> int:
+        """The experts of one device."""
+        return self.count // self.devices
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -182,6 +192,11 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """Return how many keys a query of this layer attends to, or None for all."""
         return self.windows[layer] if self.windows else None
+
+    @property
+    def expert_parallel(self) -> bool:
+        """True if devices divide the experts among them, see `ExpertSpec.whole`."""
+        return self.experts is not None and self.experts.whole
 
     def experts_of(self, layer: int) -> ExpertSpec | None:
         """Return the experts of this layer, or None if it has an ordinary MLP."""

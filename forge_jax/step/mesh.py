@@ -172,7 +172,7 @@ def leaf_spec(model: Model, name: str) -> PartitionSpec:
     if matrix_of(name) in model.packings and not name.endswith(".order"):
         return PartitionSpec(AXIS)
     ndim = model.leaves[model.names.index(name)].ndim
-    return PartitionSpec(*(None,) * (ndim + axis), AXIS)
+    return PartitionSpec(*(None,) * (axis % ndim), AXIS)
 
 
 def stack_specs(model: Model) -> tuple[PartitionSpec, ...]:

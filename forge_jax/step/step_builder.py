@@ -177,5 +177,8 @@ class StepBuilder:
             "compiler_options": options.compiler_options,
             **({} if options.lora is None else {"lora": dataclasses.asdict(options.lora)}),
         }
-        # The number of shards changes the order of sums.
-        return settings if options.mesh is None else settings | {"shards": options.mesh.shards}
+        if options.mesh is None:
+            return settings
+        # The number of shards, and the experts that each has, change the order of sums.
+        experts = {"expert_parallel": self._model.spec.expert_parallel}
+        return settings | {"shards": options.mesh.shards} | experts

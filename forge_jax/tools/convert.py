@@ -34,7 +34,7 @@ from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.load import load_text
 from forge_jax.text.tokenizer import Tokenizer
 from forge_jax.weights.ggml_types import KEY as TYPES_KEY
-from forge_jax.weights.partition import check_shards
+from forge_jax.weights.partition import check_shards, with_whole_experts
 
 COPIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -60,8 +60,8 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
 
     Args:
       config: the options `model`, `revision`, `dtype`, `quantization`, `gguf_weights`, `kernels`,
-        `backend`, `device` and `tensor_parallel` are used. The devices that `tensor_parallel`
-        counts need not exist on this machine.
+        `backend`, `device`, `tensor_parallel` and `expert_parallel` are used. The devices that
+        `tensor_parallel` counts need not exist on this machine.
       out: the folder, which must be empty or not exist.
       progress: shows a progress bar on a terminal.
 
@@ -77,6 +77,8 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         raise ConfigError(f"{config.model.model} is already converted: use the original model")
     spec = read_model_spec(config, source)
     shards = config.parallel.tensor_parallel
+    if config.parallel.expert_parallel:
+        spec = with_whole_experts(spec)
     check_shards(spec, shards)
     kernels = choose_kernels(config, spec, choose_device(config))
     model = build_model(spec, config.model.dtype, kernels.formats, shards)
@@ -91,6 +93,7 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         formats=kernels.formats.packed if any(kernels.formats.packed.values()) else {},
         leaves=dict(zip(model.names, model.leaves, strict=True)),
         shards=shards,
+        expert_parallel=config.parallel.expert_parallel,
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from forge_jax.weights.formats import (
     float_format,
 )
 from forge_jax.weights.ggml_types import KEY, GGMLTypes
-from forge_jax.weights.partition import Partition, partition_of, possible_shards
+from forge_jax.weights.partition import Partition, partition_of, possible_shards, with_shards
 from forge_jax.weights.quantized import QuantizedFormat, expert_leaves, num_experts
 from forge_jax.weights.tensors import Values
 from forge_kernels.blocks import Blocks
@@ -106,14 +106,14 @@ def ggml_formats(
         of_shard = _of_shard(format, partition_of(leaf, spec, shards))
         if of_shard is None:
             fit = [
-                str(count)
+                count
                 for count in possible_shards(spec)
                 if all(_of_shard(f, partition_of(n, spec, count)) for n, f in formats.items())
             ]
             raise ConfigError(
                 f"--tensor-parallel {shards} splits the groups of {weights[leaf][0].name}, of "
-                "which 16 values must stay together: use --tensor-parallel "
-                f"{' or '.join(fit)}, or --gguf-weights decoded"
+                f"which 16 values must stay together: {with_shards(spec, fit)}, or "
+                "--gguf-weights decoded"
             )
         cut_all[leaf] = of_shard
     return cut_all
@@ -133,7 +133,7 @@ def fused_format(format: WeightFormat, values: Collection[Values]) -> WeightForm
 
 def _of_shard(format: WeightFormat, partition: Partition | None) -> WeightFormat | None:
     """Return the format of a device's part of a matrix, or None if it cannot be split."""
-    if partition is None:
+    if partition is None or partition.by_expert:
         return format
     if isinstance(format, MixedFormat):
         assert partition.axis == -2, "a mixed matrix cannot be split by its inputs"

@@ -5,6 +5,8 @@ of attention and MLP are split by outputs and the last ones by inputs. Devices t
 twice per layer. A shard of a fused matrix (q, k and v, or gate and up) has its part of each,
 stacked. It looks like the matrix of a narrower model, so the decoder's modules compute it as one.
 
+Expert parallelism gives a shard some experts of a layer whole. The rest is split in the same way.
+
 This module depends on names and sizes only, not on files or devices.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
 
 AXIS = "tensor"  # of the mesh
+EXPERTS = 0  # the axis of a leaf that has an array for each expert
 
 # Leaves of a matrix's format other than its values.
 BESIDE = (
@@ -38,8 +42,8 @@ Range = tuple[int, int]  # begin, end
 class Partition:
     """The way a leaf is split: along `axis`, shard i is the ranges `parts[i]`, concatenated.
 
-    `axis` is negative, so that it does not depend on an axis of experts before it. A shard smaller
-    than `size` is padded with zeros, because the vocabulary need not divide evenly.
+    `axis` is EXPERTS, or negative, so that it does not depend on an axis of experts before it. A
+    shard smaller than `size` is padded with zeros, because the vocabulary need not divide evenly.
     """
 
     axis: int
@@ -58,6 +62,17 @@ class Partition:
         self._along(part, filled, self.size)[...] = 0
         return part
 
+    @property
+    def by_expert(self) -> bool:
+        """True if a shard has the whole matrices of some experts."""
+        return self.axis == EXPERTS
+
+    def experts(self, index: int) -> range:
+        """Return the experts of shard `index`, if the leaf is split by experts."""
+        assert self.by_expert
+        [own] = self.parts[index]
+        return range(*own)
+
     def within(self, begin: int, end: int) -> Partition:
         """Return the partition of the piece from `begin` to `end`, relative to `begin`."""
 
@@ -68,8 +83,22 @@ class Partition:
         return _partition(self.axis, tuple(map(within, self.parts)))
 
     def _along(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
-        after = (slice(None),) * (-self.axis - 1)
-        return array[(..., slice(begin, end), *after)]
+        before = (slice(None),) * (self.axis % array.ndim)
+        return array[(*before, slice(begin, end))]
+
+
+def with_whole_experts(spec: ModelSpec) -> ModelSpec:
+    """Return the spec for expert parallelism.
+
+    Raises:
+      ConfigError: the model has no experts.
+    """
+    if spec.experts is None:
+        raise ConfigError(
+            "--expert-parallel divides the experts of a model, but this model "
+            f"({spec.architecture}) has none: omit the option"
+        )
+    return dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, whole=True))
 
 
 def check_shards(spec: ModelSpec, shards: int) -> None:
@@ -77,11 +106,19 @@ def check_shards(spec: ModelSpec, shards: int) -> None:
     faults = _uneven(spec, shards)
     if not faults:
         return
-    fit = map(str, possible_shards(spec))
     raise ConfigError(
-        f"--tensor-parallel {shards} does not divide {' and '.join(faults)} of this model: use "
-        f"--tensor-parallel {' or '.join(fit)}"
+        f"--tensor-parallel {shards} does not divide {' and '.join(faults)} of this model: "
+        f"{with_shards(spec, possible_shards(spec))}"
     )
+
+
+def with_shards(spec: ModelSpec, counts: Sequence[int]) -> str:
+    """Return the advice to use one of these numbers of devices; 1 is always possible."""
+    if not spec.expert_parallel:
+        return f"use --tensor-parallel {' or '.join(map(str, counts))}"
+    several = [str(count) for count in counts if count > 1]
+    use = f"use --tensor-parallel {' or '.join(several)}, or " if several else ""
+    return f"{use}omit --expert-parallel"
 
 
 def possible_shards(spec: ModelSpec) -> list[int]:
@@ -100,12 +137,16 @@ def _uneven(spec: ModelSpec, shards: int) -> list[str]:
 
 
 def _inner_sizes(spec: ModelSpec) -> list[tuple[str, int]]:
-    """Return the inner sizes of the MLPs and experts that the model has."""
+    """Return the sizes of MLPs and experts that devices divide, if the model has them."""
     layers = range(spec.num_hidden_layers)
     with_experts = {spec.experts_of(layer) is not None for layer in layers}
     sizes = [] if with_experts == {True} else [("intermediate_size", spec.intermediate_size)]
     if spec.experts is not None and True in with_experts:
-        sizes.append(("the experts' intermediate size", spec.experts.intermediate_size))
+        count, inner = spec.experts.count, spec.experts.intermediate_size
+        whole = spec.experts.whole
+        sizes.append(
+            ("the number of experts", count) if whole else ("the experts' intermediate size", inner)
+        )
     return sizes
 
 
@@ -119,7 +160,9 @@ def shard_spec(spec: ModelSpec, shards: int) -> ModelSpec:
     if shards == 1:
         return spec
     experts = spec.experts
-    if experts is not None:
+    if experts is not None and experts.whole:
+        experts = dataclasses.replace(experts, devices=shards)
+    elif experts is not None:
         inner = experts.intermediate_size // shards
         experts = dataclasses.replace(experts, intermediate_size=inner)
     return dataclasses.replace(
@@ -148,15 +191,17 @@ def whole_of(name: str) -> str:
 
 
 def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
-    """Return the negative axis along which a leaf is split; None if every device has all of it.
+    """Return the axis along which a leaf is split; None if every device has all of it.
 
-    This holds for matrices in 8 or 4 bits, whose scales and zeros are split like the values, but
-    not for packed matrices. Leaves that describe inputs are split only if the inputs are.
+    The axis is EXPERTS or negative, see `Partition`. This holds for matrices in 8 or 4 bits, whose
+    scales and zeros are split like the values, but not for packed matrices. Leaves that describe
+    inputs are split only if the inputs or the experts are.
     """
     partition, part = partition_of(whole_of(matrix_of(name)), spec, shards), name.rpartition(".")[2]
-    if partition is None or part == "input_scale" or (part == "order" and partition.axis != -1):
+    if partition is None:
         return None
-    return partition.axis
+    of_inputs = part == "input_scale" or (part == "order" and partition.axis != -1)
+    return None if of_inputs and partition.axis != EXPERTS else partition.axis
 
 
 # The negative axis along which a leaf of a layer is split.
@@ -166,6 +211,8 @@ _AXES = {
     **{"mlp.gate_up.weight": -2, "mlp.gate_up.bias": -1, "mlp.down.weight": -1},
     **{"mlp.up.weight": -2, "mlp.up.bias": -1},
 }
+
+_OF_EXPERTS = ("mlp.gate_up.weight", "mlp.down.weight")
 
 
 def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
@@ -179,6 +226,10 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
     if not name.startswith("layers."):
         return None
     _, layer, leaf = name.split(".", 2)
+    experts = spec.experts_of(int(layer))
+    if experts is not None and experts.whole and leaf in _OF_EXPERTS:
+        each = tuple((_split(experts.count, shards, i),) for i in range(shards))
+        return _partition(EXPERTS, each)
     axis = _AXES.get(leaf)
     if axis is None or (leaf.endswith("_norm.weight") and spec.qk_norm != "all"):
         return None

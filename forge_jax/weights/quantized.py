@@ -11,7 +11,7 @@ import numpy as np
 
 from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from forge_jax.weights.formats import MatrixShape
-from forge_jax.weights.partition import AXIS, partition_of, possible_shards
+from forge_jax.weights.partition import AXIS, partition_of, possible_shards, with_shards
 from forge_jax.weights.quantization import QuantSpec
 from forge_jax.weights.tensors import MIDDLE, Matrix, Scheme
 from forge_kernels.linear import (
@@ -292,7 +292,7 @@ def cut_formats(
         if why is None:
             continue
         fit = [
-            str(count)
+            count
             for count in possible_shards(spec)
             if all(
                 each.fault(columns) is None for each, columns in (cut(n, count) for n in formats)
@@ -300,7 +300,7 @@ def cut_formats(
         ]
         raise ConfigError(
             f"--tensor-parallel {shards} leaves a device {inputs} columns of "
-            f"{weights[leaf][0].name}, but {why}: use --tensor-parallel {' or '.join(fit)}"
+            f"{weights[leaf][0].name}, but {why}: {with_shards(spec, fit)}"
         )
     return {leaf: format for leaf, (format, _) in cut_all.items()}
 

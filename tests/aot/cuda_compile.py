@@ -13,6 +13,7 @@ because Mosaic compiles for only one GPU per process.
 from benchmarks.aot import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
+import math
 import re
 import subprocess
 import sys
@@ -21,12 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from experts import compile_experts, expert_calls, expert_faults
+from experts import KERNELS, bytes_read, compile_experts, expert_calls, expert_faults
 
 from benchmarks.aot.hlo import large_results
 from benchmarks.aot.steps import (
@@ -47,7 +49,7 @@ from forge_jax.models.spec import ModelSpec
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.options import compiler_options
 from forge_jax.step.targets import TARGETS
-from forge_jax.weights.partition import AXIS, shard_spec
+from forge_jax.weights.partition import AXIS, shard_spec, with_whole_experts
 from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention, unsupported
 from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
@@ -64,7 +66,7 @@ QUANTIZED_TEMP_BYTES = (
     300e6  # 165e6 for a step without quantization; the largest matrix is 117e6 in bfloat16
 )
 EXPERTS_TEMP_BYTES = 250e6  # gates and ups of all experts are 302e6 in 4 bits
-QUICK += ("deterministic", f"quantized ({Q4_K_M})", "experts: step")
+QUICK += ("deterministic", f"quantized ({Q4_K_M})", "experts: step", "expert parallel")
 SHARDS, SHARED_LAYERS = (2, 8), 2
 WIDE_SPILL_BYTES = 64  # per thread, for heads of 256 and an 8-bit cache on other GPUs than an H200
 OTHER_TARGETS = tuple(target for target in TARGETS if target != "h200")
@@ -201,12 +203,13 @@ def qwen_3_30b_a3b(layers: int, quantized: str | None) -> ModelSpec:
 
 
 def shared_step_faults(
-    program: deviceless.Program, layers: int, shards: int, quantized: str | None = None
+    program: deviceless.Program, spec: ModelSpec, shards: int, quantized: str | None = None
 ) -> Iterator[str]:
     """Return one device's faults."""
+    layers = spec.num_hidden_layers
     yield from kernel_faults(program)
     yield from command_buffer_faults(program)
-    kv_bytes = Cache().shape(shard_spec(llama(layers), shards)).total_bytes
+    kv_bytes = Cache().shape(shard_spec(spec, shards)).total_bytes
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
@@ -216,9 +219,31 @@ def shared_step_faults(
         expected[BEFORE_SUMS[quantized]] += 2 * layers
     if found != expected:
         yield f"in {layers} layers the devices say to each other: {dict(found)}"
-    attention = program.hlo.count('custom_call_target="mosaic_gpu')
+    of_experts = len(expert_calls(program))
+    attention = program.hlo.count('custom_call_target="mosaic_gpu') - of_experts
     if attention != 2 * layers:
         yield f"{attention} calls of the kernels in {layers} layers"
+    if spec.experts is not None:
+        yield from shared_expert_faults(program, spec, of_experts, shards)
+
+
+def shared_expert_faults(
+    program: deviceless.Program, spec: ModelSpec, calls: int, shards: int
+) -> Iterator[str]:
+    """Return the faults of the kernels that multiply one device's experts."""
+    experts = shard_spec(spec, shards).experts
+    assert experts is not None
+    if calls != KERNELS * spec.num_hidden_layers:
+        yield f"{calls} calls of the experts' kernels in {spec.num_hidden_layers} layers"
+    inner, width = experts.intermediate_size, spec.hidden_size
+    matrices = ((experts.own, 2 * inner, width), (experts.own, width, inner))
+    sizes = {2 * math.prod(shape) for shape in matrices}
+    if not all(f"bf16[{','.join(map(str, shape))}]" in program.hlo for shape in matrices):
+        yield f"the device does not have {experts.own} experts"
+    made = large_results(program.hlo, sys.maxsize, matrices)
+    yield from (f"copies the experts' matrices: {line}" for line in made)
+    if read := bytes_read(program.hlo, sizes):
+        yield f"{read} bytes of experts' matrices are read outside the kernel"
 
 
 def command_buffer_faults(program: deviceless.Program) -> Iterator[str]:
@@ -371,7 +396,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             several = deviceless.Compiler(shards, AXIS)
             program = compile_shared_step(several, decode, llama(SHARED_LAYERS), shared_options)
             result = Result(name, program, time.perf_counter() - start)
-            result.faults += shared_step_faults(program, SHARED_LAYERS, shards)
+            result.faults += shared_step_faults(program, llama(SHARED_LAYERS), shards)
             yield result
     for quantized in QUANTIZED:
         name = f"quantized ({quantized}): step {decode.name}, 1 layer, on 2 devices"
@@ -380,7 +405,17 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             several = deviceless.Compiler(2, AXIS)
             program = compile_shared_step(several, decode, llama(1, quantized), shared_options)
             result = Result(name, program, time.perf_counter() - start)
-            result.faults += shared_step_faults(program, 1, 2, quantized)
+            result.faults += shared_step_faults(program, llama(1), 2, quantized)
+            yield result
+    for shape, shards in product((decode, mixed), SHARDS):
+        name = f"expert parallel: step {shape.name} of qwen-3-30b-a3b, 1 layer, on {shards} devices"
+        if wanted(name) and not (quick and (shape, shards) != (decode, SHARDS[0])):
+            start = time.perf_counter()
+            several = deviceless.Compiler(shards, AXIS)
+            spec = with_whole_experts(qwen_3_30b_a3b(1, None))
+            program = compile_shared_step(several, shape, spec, shared_options)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += shared_step_faults(program, spec, shards)
             yield result
 
 

@@ -29,7 +29,7 @@ from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh
 from forge_jax.testing import core_of, drafts_always_pay, failing_steps
 from forge_jax.weights.formats import WeightFormats
-from forge_jax.weights.partition import shard_spec
+from forge_jax.weights.partition import shard_spec, with_whole_experts
 from forge_kernels import cpu
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -64,10 +64,24 @@ def collectives(executable):
     return found
 
 
-def run(name, shards, *, layers=None, formats=None, dtype="auto", kv_dtype="auto"):
+def spec_of(folder, shards, *, expert_parallel=False):
+    spec = read_spec(folder)
+    return with_whole_experts(spec) if expert_parallel and shards > 1 else spec
+
+
+def run(
+    name,
+    shards,
+    *,
+    layers=None,
+    formats=None,
+    dtype="auto",
+    kv_dtype="auto",
+    expert_parallel=False,
+):
     """Return (f32[T, V] of a prompt in two chunks, the collectives of a step)."""
     folder = GOLDENS / name  # a golden's name, or any folder
-    spec, mesh = read_spec(folder), mesh_of(shards)
+    spec, mesh = spec_of(folder, shards, expert_parallel=expert_parallel), mesh_of(shards)
     spec = replace(spec, num_hidden_layers=layers or LAYERS.get(name, 1))
     model = build_model(spec, dtype, formats, shards)
     leaves = load_weights(model, folder, mesh=mesh, progress=False)
@@ -106,14 +120,26 @@ def run(name, shards, *, layers=None, formats=None, dtype="auto", kv_dtype="auto
 
 
 def compare(name, shards=SHARDS, **options):
-    (one, none), (several, found) = (run(name, n, **options) for n in (1, shards))
+    [found] = compare_each(name, (shards,), **options)
+    return found
+
+
+def compare_each(name, counts, **options):
+    """Return how the logits on each number of devices compare with those on one device."""
+    one, none = run(name, 1, **options)
     assert not none, none
-    return {
-        "difference": float(np.abs(one - several).max()),
-        "scale": float(np.abs(one).max()),
-        "same_choice": float((one.argmax(axis=1) == several.argmax(axis=1)).mean()),
-        "collectives": found,
-    }
+    found = []
+    for shards in counts:
+        several, between = run(name, shards, **options)
+        found.append(
+            {
+                "difference": float(np.abs(one - several).max()),
+                "scale": float(np.abs(one).max()),
+                "same_choice": float((one.argmax(axis=1) == several.argmax(axis=1)).mean()),
+                "collectives": between,
+            }
+        )
+    return found
 
 
 def families():

@@ -19,7 +19,18 @@ import numpy as np
 import quant_writer as writer
 import test_quantized as quantized
 import test_quantized_experts as quantized_experts
-from child import GOLDENS, PROMPTS, REQUESTS, SHARDS, STORIES, collectives, compare, mesh_of, run
+from child import (
+    GOLDENS,
+    PROMPTS,
+    REQUESTS,
+    SHARDS,
+    STORIES,
+    collectives,
+    compare,
+    mesh_of,
+    run,
+    spec_of,
+)
 from flax import nnx
 from gguf_zoo import LAYERS, write_zoo
 
@@ -74,7 +85,7 @@ def no_adapters(*targets):
     return None
 
 
-def mlps(shards, sources, dtype="float32"):
+def mlps(shards, sources, dtype="float32", *, expert_parallel=False):
     """Return (f32[T, d] of the first MLP of each, the collectives of each, the rejections).
 
     `sources`: By name, the folder and the formats of the matrices.
@@ -82,7 +93,8 @@ def mlps(shards, sources, dtype="float32"):
     mesh, models, weights, refused = mesh_of(shards), {}, {}, {}
     for name, (folder, formats) in sources.items():
         try:
-            models[name] = model = build_model(read_spec(folder), dtype, formats, shards)
+            spec = spec_of(folder, shards, expert_parallel=expert_parallel)
+            models[name] = model = build_model(spec, dtype, formats, shards)
         except ForgeError as error:
             refused[name] = str(error)
         else:
@@ -136,12 +148,12 @@ def experts():
     return found | {"blocks": compare(file, SHARDS, dtype="float32")}
 
 
-def compared(sources, counts):
+def compared(sources, counts, **options):
     """Return the results of `mlps` on these device counts, compared with one device."""
-    one = mlps(1, sources)[0]
+    one = mlps(1, sources, **options)[0]
     result = {}
     for shards in counts:
-        several, found, refused = mlps(shards, sources)
+        several, found, refused = mlps(shards, sources, **options)
         result[shards] = {
             "refused": refused,
             "forms": {
@@ -202,8 +214,8 @@ def blocks():
 
 def as_served(folder, shards, **options):
     """Return (model, leaves) as an engine has them."""
-    config = EngineConfig.from_options(model=str(folder), **options)
-    spec = read_spec(folder)
+    config = EngineConfig.from_options(model=str(folder), tensor_parallel=shards, **options)
+    spec = spec_of(folder, shards, expert_parallel=config.parallel.expert_parallel)
     chosen = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
     model = build_model(spec, config.model.dtype, chosen.formats, shards)
     return model, load_weights(model, folder, mesh=mesh_of(shards), progress=False)

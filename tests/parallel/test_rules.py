@@ -14,7 +14,12 @@ from forge_jax.engine.builder import choose_device
 from forge_jax.errors import ConfigError
 from forge_jax.models import build_model
 from forge_jax.step.mesh import choose_mesh
-from forge_jax.weights.partition import check_shards, partition_of, shard_spec
+from forge_jax.weights.partition import (
+    check_shards,
+    partition_of,
+    shard_spec,
+    with_whole_experts,
+)
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -44,6 +49,66 @@ def test_shards_of_a_leaf_form_a_narrower_model(name, shards):
         there = np.unique(np.concatenate([each.reshape(-1) for each in parts]))
         assert np.array_equal(there[there > 0], numbers.reshape(-1))
     assert cut_leaves >= 1 + 4 * spec.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_step"])
+@pytest.mark.parametrize("shards", [2, 4])
+def test_expert_parallel_device_has_whole_experts(name, shards):
+    read = read_spec(GOLDENS / name)
+    spec = with_whole_experts(read)
+    check_shards(spec, shards)
+    whole, part, cut = (
+        build_model(each, shards=n) for each, n in ((spec, 1), (spec, shards), (read, shards))
+    )
+    own = spec.experts.count // shards
+    for leaf_name, leaf, own_leaf, cut_leaf in zip(
+        whole.names, whole.leaves, part.leaves, cut.leaves, strict=True
+    ):
+        partition = partition_of(leaf_name, spec, shards)
+        if len(leaf.shape) < 3:  # all but the experts: as with tensor parallelism
+            assert own_leaf.shape == cut_leaf.shape and partition == partition_of(
+                leaf_name, read, shards
+            )
+            continue
+        assert own_leaf.shape == (own, *leaf.shape[1:])
+        numbers = np.arange(leaf.size).reshape(leaf.shape)
+        for index in range(shards):
+            of_device = numbers[own * index : own * (index + 1)]
+            assert np.array_equal(partition.shard(numbers, index), of_device)
+            assert partition.experts(index) == range(own * index, own * (index + 1))
+    assert part.param_bytes < whole.param_bytes and part.names == whole.names
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "error"),
+    [
+        ("mixtral_window", 2, "the number of experts (5) of this model: omit --expert-parallel"),
+        ("qwen3_moe", 8, "num_attention_heads (4) and the number of experts (12) of this model: "
+         "use --tensor-parallel 2 or 4, or omit --expert-parallel"),
+    ],
+)  # fmt: skip
+def test_device_count_that_does_not_divide_the_experts_is_rejected(name, shards, error):
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        check_shards(with_whole_experts(read_spec(GOLDENS / name)), shards)
+
+
+def test_expert_parallel_model_without_experts_is_rejected():
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM\) has none: omit the option"):
+        with_whole_experts(read_spec(GOLDENS / "llama31"))
+
+
+def test_expert_parallel_on_one_device_is_rejected():
+    with pytest.raises(ConfigError, match="set tensor_parallel to at least 2, or omit expert_par"):
+        config(expert_parallel=True)
+    assert config(expert_parallel=True, tensor_parallel=2).parallel.expert_parallel
+
+
+def test_experts_whose_width_cannot_be_split_are_divided():
+    spec = read_spec(GOLDENS / "mixtral")
+    spec = replace(spec, experts=replace(spec.experts, intermediate_size=49))
+    with pytest.raises(ConfigError, match=r"the experts' intermediate size \(49\)"):
+        check_shards(spec, 2)
+    check_shards(with_whole_experts(spec), 2)
 
 
 def test_query_shard_has_its_keys_and_values():

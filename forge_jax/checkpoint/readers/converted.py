@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from forge_jax.models.registry import build_model
 from forge_jax.models.weight_map import Tensor
 from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.ggml_formats import GGMLFormat
-from forge_jax.weights.partition import axis_of, matrix_of, partition_of
+from forge_jax.weights.partition import Partition, axis_of, matrix_of, partition_of
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.stored import StoredTensor
 from forge_jax.weights.tensors import Matrix
@@ -83,9 +84,14 @@ class ConvertedReader:
         stretches = stored.stretches(np.dtype(leaf.dtype))
         return None if stretches is None else PlainInFiles(leaf.shape, leaf.dtype, stretches)
 
-    def read(self, name: str) -> np.ndarray:
-        """Return a leaf, or all shards of it."""
-        return self._in_form(name, _read(name, self.stored[name]))
+    def read(self, name: str, experts: range | None = None) -> np.ndarray:
+        """Return a leaf, or all shards of it, or some experts of it."""
+        stored = self.stored[name]
+        if experts is not None:
+            of_expert = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+            offset = stored.offset + experts.start * of_expert
+            stored = replace(stored, shape=(len(experts), *stored.shape[1:]), offset=offset)
+        return self._in_form(name, _read(name, stored))
 
     def _in_form(self, name: str, array: np.ndarray) -> np.ndarray:
         """Return a stored array in the type of the model's leaf: 4-bit values have two."""
@@ -103,16 +109,30 @@ class ConvertedReader:
             for name in self.stored:
                 yield from self._stored_shards(name, indices)
             return
-        quantized = self.model.in_format(QuantizedFormat)
         for name in self.stored:
-            partition = partition_of(name, self.model.spec, self.model.shards)
-            if name in quantized:
-                # A variable for the matrices would keep them alive while the next ones are read.
-                yield from quantized_shards(
-                    self.model, name, self._matrices(name), partition, indices
-                )
-            elif matrix_of(name) not in quantized:
-                yield from float_shards(self.model, name, self.read(name), partition, indices)
+            partition = partition_of(matrix_of(name), self.model.spec, self.model.shards)
+            if partition is None or not partition.by_expert:
+                yield from self._split(name, partition, indices)
+                continue
+            for index in indices:
+                yield from self._split(name, None, (index,), partition.experts(index))
+
+    def _split(
+        self,
+        name: str,
+        partition: Partition | None,
+        indices: Sequence[int],
+        experts: range | None = None,
+    ) -> Iterator[Shard]:
+        """Yield parts of a leaf of a folder for one device, or of some experts of it."""
+        quantized = self.model.in_format(QuantizedFormat)
+        if name in quantized:
+            # A variable for the matrices would keep them alive while the next ones are read.
+            yield from quantized_shards(
+                self.model, name, self._matrices(name, experts), partition, indices
+            )
+        elif matrix_of(name) not in quantized:
+            yield from float_shards(self.model, name, self.read(name, experts), partition, indices)
 
     def _stored_shards(self, name: str, indices: Sequence[int]) -> Iterator[Shard]:
         """Yield parts from a folder for the same number of devices, each read separately."""
@@ -126,18 +146,19 @@ class ConvertedReader:
             array = _read(name, replace(stored, shape=leaf.shape, offset=offset))
             yield Shard(name, index, self._in_form(name, array))
 
-    def _matrices(self, name: str) -> list[Matrix]:
-        """Return a leaf's matrices as they were in their checkpoint."""
+    def _matrices(self, name: str, experts: range | None) -> list[Matrix]:
+        """Return a leaf's matrices, or those of `experts`, as they were in their checkpoint."""
         prefix, format = name.removesuffix("weight"), quantized_format(self.held, name)
-        experts = self.held.pieces[name].shape.experts
+        count = self.held.pieces[name].shape.experts
         arrays = {
-            part: self.read(f"{prefix}{part}")
+            part: self.read(f"{prefix}{part}", experts)
             for part in ("weight", "scale", "zero", "order", "input_scale")
             if f"{prefix}{part}" in self.stored
         }
-        if experts is None:
+        if count is None:
             return [_matrix(format, arrays)]
-        each = ({part: array[i] for part, array in arrays.items()} for i in range(experts))
+        places = range(count if experts is None else len(experts))
+        each = ({part: array[i] for part, array in arrays.items()} for i in places)
         return [_matrix(format, own) for own in each]
 
 
@@ -155,7 +176,7 @@ def _held_model(model: Model, folder: Path, record: Record) -> Model:
     Raises:
       CheckpointError: it cannot be split for the devices of `model`.
     """
-    record.check_shards(model.shards)
+    record.check_shards(model.shards, expert_parallel=model.spec.expert_parallel)
     if record.shards == model.shards:
         native = any(leaf.dtype == jnp.int4 for leaf in model.leaves)
         return _stored_model(model, record, model.shards) if native else model

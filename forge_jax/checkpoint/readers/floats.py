@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from forge_jax.checkpoint.matrix import StoredMatrix
 from forge_jax.checkpoint.readers.leaf import LeafReader, Shard, beside
 from forge_jax.models.decoder import Model
 from forge_jax.models.weight_map import Tensor
@@ -32,25 +33,40 @@ class FloatReader(LeafReader):
             leaf = self.model.leaf(self.name)
             stretches = self.stored_matrix().stretches(np.dtype(leaf.dtype))
             return None if stretches is None else PlainInFiles(leaf.shape, leaf.dtype, stretches)
-        experts = [None] if packing.experts is None else range(packing.experts)
-        found = [self.stored_matrix(expert).stretches() for expert in experts]
+        found = [matrix.stretches() for matrix in self._matrices(0)]
         matrices = [stretches for stretches in found if stretches is not None]
         return PackedInFiles(packing, matrices) if len(matrices) == len(found) else None
 
     def whole(self) -> Iterator[tuple[str, np.ndarray]]:
+        return self._leaves(0)
+
+    def _leaves(self, index: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the whole leaf, or the matrices of the experts of device `index`."""
         packing = float_packing(self.model, self.name)
         if packing is None:
             leaf = self.model.leaf(self.name)
-            yield self.name, self.stored_matrix().read(leaf.shape, leaf.dtype)
+            experts = None if self.experts is None else self.experts_of(index)
+            yield self.name, self.stored_matrix(experts).read(leaf.shape, leaf.dtype)
             return
+        matrices = self._matrices(index)
         if packing.experts is None:
-            weight, scale = pack(self.stored_matrix(), packing)
+            weight, scale = pack(matrices[0], packing)
         else:
-            experts = [self.stored_matrix(expert) for expert in range(packing.experts)]
-            weight, scale = pack_experts(experts, packing)
+            weight, scale = pack_experts(matrices, packing)
         yield from packed_leaves(self.name, weight, scale)
 
+    def _matrices(self, index: int) -> list[StoredMatrix]:
+        """Return the matrices to pack: one, or those of the experts of device `index`."""
+        if self.experts is None:
+            return [self.stored_matrix()]
+        return [self.stored_matrix(range(e, e + 1)) for e in self.experts_of(index)]
+
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
+        if self.by_expert:
+            for index in indices:
+                for leaf, array in self._leaves(index):
+                    yield Shard(leaf, index, array)
+            return
         stored, experts = self.stored_matrix(), self.experts
         shape = stored.shape
         if experts is not None:

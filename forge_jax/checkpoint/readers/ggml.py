@@ -53,9 +53,10 @@ class GGMLReader(LeafReader):
             yield from self._matrix(self.parts, index)
             return
         arrays = empty_leaves(self.model, self.name)
-        for expert in range(self.experts):
-            for leaf, array in self._matrix(self.expert_parts(expert), index):
-                arrays[leaf][expert] = array
+        for place, expert in enumerate(self.experts_of(index)):
+            parts = self.expert_parts(range(expert, expert + 1))
+            for leaf, array in self._matrix(parts, index):
+                arrays[leaf][place] = array
         yield from arrays.items()
 
     def _matrix(self, parts: tuple[Tensor, ...], index: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -75,7 +76,7 @@ class GGMLReader(LeafReader):
         """Return a function that reads rows of shard `index` by their numbers in the shard."""
         weights = [cast(GGUFWeight, self.tensors.stored[part.name]) for part in parts]
         read, partition = partial(read_blocks, weights), self.partition
-        if partition is None:
+        if partition is None or partition.by_expert:
             return read
         if partition.axis == -2:
             return partial(_rows_of_shard, read, partition, index)

@@ -14,6 +14,7 @@ from forge_jax.models.decoder import Model
 from forge_jax.models.weight_map import Tensor, WeightMap
 from forge_jax.weights.formats import piece_name
 from forge_jax.weights.partition import Partition, matrix_of, partition_of, whole_of
+from forge_jax.weights.quantized import num_experts
 from forge_jax.weights.stored import TensorSource
 from forge_kernels.linear.panels import aligned_empty
 
@@ -60,9 +61,8 @@ class LeafReader(ABC):
 
     @property
     def experts(self) -> int | None:
-        """The number of experts if the leaf has a matrix for each, else None."""
-        matrix = self.model.pieces.get(self.name)
-        return None if matrix is None else matrix.shape.experts
+        """The number of experts in the files if the leaf has a matrix for each, else None."""
+        return num_experts(self.name, self.model.spec)
 
     @property
     def partition(self) -> Partition | None:
@@ -76,24 +76,37 @@ class LeafReader(ABC):
             start, number = start + self._rows_of(piece), number + 1
         return partition.within(start, start + self._rows_of(self.name))
 
-    def expert_parts(self, expert: int) -> tuple[Tensor, ...]:
-        """Return the tensors that hold one expert's matrix: its own, or one for all experts."""
-        assert self.experts is not None
-        return expert_parts(self.parts, self.experts, expert)
+    @property
+    def by_expert(self) -> bool:
+        """True if a device has the whole matrices of some experts."""
+        return self.partition is not None and self.partition.by_expert
 
-    def stored_matrix(self, expert: int | None = None) -> StoredMatrix:
-        """Return the floats of the leaf, or of one expert's matrix."""
-        parts = self.parts if expert is None else self.expert_parts(expert)
-        return StoredMatrix(parts, self.tensors.stored, expert)
+    def experts_of(self, index: int) -> range:
+        """Return the experts that device `index` has, or has parts of."""
+        assert self.experts is not None
+        partition = self.partition
+        if partition is None or not partition.by_expert:
+            return range(self.experts)
+        return partition.experts(index)
+
+    def expert_parts(self, experts: range) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the matrices of `experts`: their own, or one for all."""
+        assert self.experts is not None
+        return expert_parts(self.parts, self.experts, experts)
+
+    def stored_matrix(self, experts: range | None = None) -> StoredMatrix:
+        """Return the floats of the leaf, or of the matrices of `experts`."""
+        parts = self.parts if experts is None else self.expert_parts(experts)
+        return StoredMatrix(parts, self.tensors.stored, experts)
 
     def _rows_of(self, leaf: str) -> int:
         return sum(part.rows for part in self.tensors.parts[leaf])
 
 
-def expert_parts(parts: tuple[Tensor, ...], experts: int, expert: int) -> tuple[Tensor, ...]:
-    """Return those of `parts` that hold the matrix of `expert`."""
-    size = len(parts) // experts
-    return parts if len(parts) == 1 else parts[size * expert : size * (expert + 1)]
+def expert_parts(parts: tuple[Tensor, ...], count: int, experts: range) -> tuple[Tensor, ...]:
+    """Return those of `parts`, of `count` experts, that hold the matrices of `experts`."""
+    size = len(parts) // count
+    return parts if len(parts) == 1 else parts[size * experts.start : size * experts.stop]
 
 
 def beside(leaf: str, part: str) -> str:

@@ -39,16 +39,27 @@ class QuantizedReader(LeafReader):
     def whole(self) -> Iterator[tuple[str, np.ndarray]]:
         return quantized_leaves(self.model, self.name, self.matrix)
 
+    def _leaves(self, index: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the leaves of the experts of device `index`."""
+        own = self.experts_of(index)
+        return quantized_leaves(self.model, self.name, lambda place: self.matrix(own[place]))
+
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
+        if self.by_expert:
+            for index in indices:
+                for leaf, array in self._leaves(index):
+                    yield Shard(leaf, index, array)
+            return
         matrices = [self.matrix(expert) for expert in range(self.experts or 1)]
-        return quantized_shards(self.model, self.name, matrices, self.partition, indices)
+        yield from quantized_shards(self.model, self.name, matrices, self.partition, indices)
 
     def matrix(self, expert: int) -> Matrix:
         """Return the values of the whole matrix, or of one expert's."""
         format, stored = quantized_format(self.model, self.name), self.tensors.stored
-        parts = self.parts if self.experts is None else self.expert_parts(expert)
+        one = None if self.experts is None else range(expert, expert + 1)
         if format.rounded:
-            return round_matrix(StoredMatrix(parts, stored, expert), format.scheme)
+            return round_matrix(self.stored_matrix(one), format.scheme)
+        parts = self.parts if one is None else self.expert_parts(one)
         modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
         matrix = read_matrices(format.scheme, modules, stored)
         if beside(self.name, "bias") not in self.model.names:
@@ -66,7 +77,8 @@ class QuantizedReader(LeafReader):
             return None
         if not isinstance(following, QuantizedFormat) or not following.follows:
             return None
-        (part,) = expert_parts(self.tensors.parts[down], self.experts, expert)
+        parts = self.tensors.parts[down]
+        (part,) = expert_parts(parts, self.experts, range(expert, expert + 1))
         shape = part.shape[0], part.shape[1]
         return read_order(following.scheme, module_of(part.name), shape, self.tensors.stored)
 

@@ -53,7 +53,7 @@ BATCH_SECTIONS: dict[str, type] = {
 # Options that determine the weights that `convert` writes.
 CONVERT = (
     *("revision", "dtype", "quantization", "gguf_weights", "kernels", "backend"),
-    "tensor_parallel",
+    *("tensor_parallel", "expert_parallel"),
 )
 _HELP = "LLM inference engine compiled by JAX/XLA, with an OpenAI-compatible server."
 _EPILOG = """\
