@@ -20,8 +20,10 @@ from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.host.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, short_repr
 from forge_jax.models.decoder import Model
+from forge_jax.models.families.multimodal import TextSide
 from forge_jax.models.lora import LoraShape, lora_targets
 from forge_jax.models.plugins import find_architecture
+from forge_jax.weights.names import text_name
 from forge_jax.weights.stored import FLOATS, StoredTensor
 
 _PREFIX = "base_model.model."
@@ -139,6 +141,8 @@ def check_adapter(folder: Path, model: Model, shape: LoraShape) -> CheckedAdapte
         _check_is_there(folder, name)
     config = _read_config(folder)
     stored = read_header(folder / ADAPTER_WEIGHTS)
+    if isinstance(find_architecture(model.spec.architecture), TextSide):
+        stored = _of_text_side(folder, stored)
     pairs = _pairs(folder, config, stored, _modules(model), shape.rank)
     return CheckedAdapter(config, stored, pairs)
 
@@ -279,6 +283,21 @@ def _modules(model: Model) -> dict[str, _Module]:
                 )
                 start += part.rows
     return modules
+
+
+def _of_text_side(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return an adapter's tensors by their names for a text checkpoint; others keep theirs."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        ours = text_name(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+        ours = name if ours is None else _PREFIX + ours
+        if ours in found:
+            raise CheckpointError(
+                f"{folder / ADAPTER_WEIGHTS}: {short_repr(name, 200)} and another tensor belong to "
+                "the same matrix: remove one of them"
+            )
+        found[ours] = tensor
+    return found
 
 
 def _tensor_name(module: str, part: str) -> str:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lora_files import projections, write_adapter
 from paged import PagedRun
 from safetensors.numpy import load_file, save_file
 
 import forge_jax
+from forge_jax.checkpoint.adapter import read_adapter
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
+from forge_jax.models.lora import LoraShape
 from forge_jax.text.template_files import folder_templates
 from forge_jax.weights.names import multimodal_names, text_name
 
@@ -244,6 +247,31 @@ def test_quantized_text_model_computes_the_logits_of_its_dequantized_weights(cop
     (want,) = PagedRun(load(plain), 1).step(ids)
     error = np.linalg.norm(found - want) / np.linalg.norm(want)
     assert 1e-4 < error < 0.03
+
+
+@pytest.mark.quick_cases(1)
+def test_adapters_of_the_multimodal_model_load(tmp_path):
+    model = load(GOLDENS / "qwen3_vl").model
+    shape = LoraShape(rank=4, places=2)
+    names = [name for name in projections(GOLDENS / "qwen3_vl") if "language_model" in name]
+    folder = write_adapter(tmp_path / "new", GOLDENS / "qwen3_vl", seed=1, modules=names)
+    want = read_adapter(folder, model, shape)
+    for layout, _ in LAYOUTS:
+        tensors = {
+            name.replace("model.language_model.", layout, 1): values
+            for name, values in load_file(folder / "adapter_model.safetensors").items()
+        }
+        other = tmp_path / f"in {layout}"
+        shutil.copytree(folder, other)
+        save_file(tensors, other / "adapter_model.safetensors")
+        found = read_adapter(other, model, shape)
+        for ours, theirs in zip(found.arrays, want.arrays, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert any(array.any() for array in want.arrays)
+    vision = "model.visual.blocks.0.mlp.linear_fc1"
+    folder = write_adapter(tmp_path / "v", GOLDENS / "qwen3_vl", seed=1, modules=[vision])
+    with pytest.raises(UnsupportedModelError, match=f"{vision}.lora_A.weight' is not supported"):
+        read_adapter(folder, model, shape)
 
 
 def test_names_of_modules_have_a_spelling_for_each_layout():

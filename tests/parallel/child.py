@@ -40,6 +40,7 @@ LAYERS = {
     "llama_bias": 1,
     "qwen2": 1,  # biases of queries, keys and values; the head is tied
     "phi3": 1,  # fused queries, keys and values, and fused gates and ups
+    "phi3_partial": 1,  # heads that are rotated in part
     "olmo2": 1,  # norms over all heads
     "gemma2": 2,  # a layer with a window, and one without
     "mixtral": 1,
