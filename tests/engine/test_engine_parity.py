@@ -14,7 +14,16 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=
 
 @pytest.fixture(
     scope="module",
-    params=["llama2", "llama31", "llama32_tied", "qwen2_window", "gemma3", "olmo2", "smollm3"],
+    params=[
+        "llama2",
+        "llama31",
+        "llama32_tied",
+        "qwen2_window",
+        "gemma3",
+        "olmo2",
+        "smollm3",
+        "gpt2",
+    ],
 )
 def folder(request, goldens):
     return goldens / request.param
