@@ -222,9 +222,14 @@ class Attention(ResidualBlock):
             sm_scale=self.sm_scale,
             window=self.window,
             soft_cap=self.soft_cap,
+            sinks=self.sink_logits(),
         )
         with jax.named_scope("attention_out"):
             return kv, self.add(x, self.out, out, ragged, "o")
+
+    def sink_logits(self) -> jax.Array | None:
+        """Return the sinks, f32[H], of a family that has them. For subclasses to replace."""
+        return None
 
     def _normed(self, qkv: jax.Array, axis: str | None) -> jax.Array:
         """Apply the norms of queries and keys, if any, to qkv: dtype[T, H + 2K, D]."""
@@ -329,6 +334,7 @@ class Experts(ResidualBlock):
                 num_rows=ragged.num_tokens,
                 total=self.count if shared else None,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
+                **self.options(),
             )
             if ragged.axis is not None:
                 y = add_up(y, ragged.axis)
@@ -338,6 +344,10 @@ class Experts(ResidualBlock):
         """Return i32[T, k] as numbers of this device's experts, or `own` for those of others."""
         local = chosen - jax.lax.axis_index(axis) * self.own
         return jnp.where((local >= 0) & (local < self.own), local, self.own)
+
+    def options(self) -> dict[str, Any]:
+        """Return biases and activation for `mix_experts`. For subclasses to replace."""
+        return {}
 
 
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {

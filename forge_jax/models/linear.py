@@ -150,7 +150,7 @@ class Linear(nnx.Module):
         if axis is not None:
             y = add_up(y, axis)
         if self.bias is not None:
-            y = y + self.bias[...][None]
+            y = y + self.bias[...][None].astype(y.dtype)
         return y if residual is None else residual + y
 
 

@@ -62,6 +62,8 @@ def build_model(
             "--max-loras, and serve a model that the adapter is merged into"
         )
     leaves = _leaf_formats(spec, architecture.weights(spec), formats, shards)
+    if not architecture.plain_swiglu:
+        leaves = _other_experts(spec, architecture.weights(spec), formats) | leaves
     for both in expert_leaves(spec):  # either both are packed or neither
         if not leaves.keys().isdisjoint(both):
             leaves = dict.fromkeys(both, PLAIN) | leaves
@@ -85,6 +87,16 @@ def _leaf_formats(
         assert formats.layers in (None, "bf16"), "matrices in blocks cannot be rounded again"
         return ggml_formats(spec, weights, formats.layers, shards, formats.ggml_activations)
     return {}
+
+
+def _other_experts(
+    spec: ModelSpec, weights: WeightMap, formats: WeightFormats
+) -> dict[str, WeightFormat]:
+    """Return the formats of experts that plain XLA computes although the rest is packed."""
+    leaves = [leaf for both in expert_leaves(spec) for leaf in both]
+    if formats.layers in ("int8", "int4"):
+        return {**rounded_formats({leaf: weights[leaf] for leaf in leaves}, formats.layers)}
+    return dict.fromkeys(leaves, PLAIN)
 
 
 def decoded(spec: ModelSpec) -> ModelSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +211,7 @@ def _whole_formats(
     first_matrices = {down: gate_up for gate_up, down in expert_leaves(spec)}
     formats: dict[str, QuantizedFormat] = {}
     for leaf, parts in weights.items():
-        if len(parts[0].shape) < 2 or leaf == table:
+        if not is_matrix(leaf, parts) or leaf == table:
             continue
         scheme = _common_scheme(quantization, leaf, parts)
         if scheme is None:
@@ -303,6 +303,11 @@ def cut_formats(
             f"{weights[leaf][0].name}, but {why}: {with_shards(spec, fit)}"
         )
     return {leaf: format for leaf, (format, _) in cut_all.items()}
+
+
+def is_matrix(leaf: str, parts: Sequence[Tensor]) -> bool:
+    """Return True if the leaf is a matrix, or one per expert, and not a bias or norm."""
+    return leaf.endswith(".weight") and len(parts[0].shape) > 1
 
 
 def module_of(tensor: str) -> str:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from forge_kernels.experts import choose_experts, mix_experts
+from forge_kernels.experts import ClampedSwiGLU, choose_experts, mix_experts
 from forge_kernels.experts.xla import all_experts, experts_by_pair, tile_rows, tiled_experts
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack_experts
 
@@ -207,6 +207,57 @@ def test_more_choices_than_experts_of_all_devices_are_rejected():
     with pytest.raises(ValueError, match="chose 3 experts, but there are only 2"):
         mix_experts(**arrays)
     mix_experts(**arrays, total=4)
+
+
+# ---- biases and other activations ---------------------------------------------------------------
+
+CLAMPED = ClampedSwiGLU(limit=2.0, alpha=1.7)
+
+
+def clamped_inner(both: np.ndarray) -> np.ndarray:
+    gate, up = np.minimum(both[::2], 2.0), np.clip(both[1::2], -2.0, 2.0)
+    return (up + 1) * gate / (1 + np.exp(-1.7 * gate))
+
+
+def biases_of(a: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    wide = rng.standard_normal(a.gate_up.shape[:2])
+    return wide.astype(np.float32), rng.standard_normal(a.down.shape[:2]).astype(np.float32)
+
+
+def run_clamped(form: str, a: Arrays, biases: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    call = {"tiled": tiled_experts, "all": all_experts, "by pair": experts_by_pair}.get(form)
+    options = {"biases": tuple(map(jnp.asarray, biases)), "activation": CLAMPED}
+    arrays = tuple(map(jnp.asarray, (a.x, a.gate_up, a.down, a.experts, a.weights)))
+    if call is None:
+        implementation = "reference" if form == "reference" else "auto"
+        return np.asarray(mix_experts(*arrays, implementation=implementation, **options))
+    return np.asarray(call(*arrays, jnp.int32(len(a.x)), **options))
+
+
+@pytest.mark.parametrize("form", [*FORMS, "auto"])
+def test_clamped_swiglu_with_biases_matches_float64(form):
+    for shape in ("few rows of many experts", "full tiles"):
+        a = make(*SHAPES[shape])
+        biases, want = biases_of(a), np.zeros(a.x.shape)
+        for t, (experts, weights) in enumerate(zip(a.experts, a.weights, strict=True)):
+            for e, weight in zip(experts, weights, strict=True):
+                both = a.gate_up[e].astype(np.float64) @ a.x[t] + biases[0][e]
+                want[t] += weight * (a.down[e].astype(np.float64) @ clamped_inner(both))
+                want[t] += weight * biases[1][e]
+        assert np.abs(a.gate_up @ a.x[0]).max() > 2, "nothing is clamped"
+        np.testing.assert_allclose(run_clamped(form, a, biases), want, atol=2e-5)
+
+
+def test_biases_and_activations_that_do_not_fit_are_rejected(cpu_kernels):
+    a = make(5, 4, 2, 24, 16)
+    with pytest.raises(ValueError, match=r"a bias \(4, 31\) does not fit experts \(4, 32, 24\)"):
+        run_clamped("auto", a, (np.zeros((4, 31), np.float32), np.zeros((4, 24), np.float32)))
+    a = make(5, 4, 2, 64, 32, ml_dtypes.bfloat16)
+    gate_up, down = packed(a.gate_up, "bf16", True), packed(a.down, "bf16", False)
+    arrays = (jnp.asarray(a.x), gate_up, down, jnp.asarray(a.experts), jnp.asarray(a.weights))
+    with pytest.raises(TypeError, match="packed experts support SwiGLU without biases only"):
+        mix_experts(*arrays, activation=CLAMPED)
 
 
 # ---- batch invariance ---------------------------------------------------------------------------

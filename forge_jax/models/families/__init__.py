@@ -11,6 +11,7 @@ from forge_jax.models.families import (
     gemma3,
     glm4,
     gpt2,
+    gpt_oss,
     granite,
     granitemoe,
     hyperclovax,
@@ -61,6 +62,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Olmo3ForCausalLM": olmo3.ARCHITECTURE,
     **multimodal.ARCHITECTURES,
     "GPT2LMHeadModel": gpt2.ARCHITECTURE,
+    "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }
 
 __all__ = ["ARCHITECTURES", "Architecture"]

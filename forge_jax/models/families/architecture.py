@@ -31,6 +31,7 @@ class Architecture:
       other_weights: the same for checkpoints in another layout, which is used if more of its
         tensors exist.
       decoder: the class that computes the model.
+      plain_swiglu: True if experts are SwiGLU without biases, as in the C++ kernels.
       cache: the layout of the KV cache, for the spec of one shard.
       lora: True if adapters can change the matrices of attention and MLP, as in `Attention` and
         `MLP`.
@@ -44,6 +45,7 @@ class Architecture:
     weights: Callable[[ModelSpec], WeightMap] = decoder_weights
     other_weights: Callable[[ModelSpec], WeightMap] | None = None
     decoder: DecoderFactory = Decoder
+    plain_swiglu: bool = True
     cache: Callable[[ModelSpec], KVLayout] = keys_and_values
     lora: bool = True
     tensor_parallel: bool = True

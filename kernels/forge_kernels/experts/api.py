@@ -14,9 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from forge_kernels.devices import current_gpu
+from forge_kernels.experts.activations import swiglu
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
 from forge_kernels.experts.xla import (
+    Activation,
+    Biases,
     all_experts,
     experts_by_chunks,
     experts_by_pair,
@@ -72,9 +75,11 @@ def mix_experts(
     order: jax.Array | None = None,
     num_rows: jax.Array | None = None,
     total: int | None = None,
+    biases: Biases | None = None,
+    activation: Activation = swiglu,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Return the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
+    """Return the weighted sum of down(activation(gate_up(x))) over each token's experts.
 
     The sum is in float32. On a CPU, rows are sorted by expert and multiplied in tiles, by the C++
     kernels if packed, so experts without tokens are not read. Neither are they on a GPU, if there
@@ -84,8 +89,8 @@ def mix_experts(
 
     Args:
       x: float[T, d].
-      gate_up: float[E, 2 I, d] of x's type, gates above ups, or quantized, or packed as `paired`,
-        which requires bfloat16 x.
+      gate_up: float[E, 2 I, d] of x's type, in the activation's order, or quantized, or packed as
+        `paired`, which requires bfloat16 x.
       down: float[E, d, I], or packed, or quantized.
       experts: i32[T, k], in [0, E), distinct within a row. With `total`, E means an expert of
         another device, which adds nothing and is not computed.
@@ -94,35 +99,49 @@ def mix_experts(
         has its own.
       num_rows: i32[], a promise that the caller ignores rows from there on; they are undefined.
       total: the number of experts on all devices, if other devices have the rest.
+      biases: float[E, 2 I] and float[E, d], added to the products of `gate_up` and `down`.
+      activation: SwiGLU with gates above ups, or another function of a row's products, such as
+        `ClampedSwiGLU`. With another one, or with biases, plain XLA computes the experts, on GPUs
+        all of them if there are many rows.
       implementation: "reference" is differentiable.
 
     Returns:
       [T, d] of x's type.
 
     Raises:
-      TypeError: types do not match.
+      TypeError: types do not match, or packed experts have biases or another activation.
       ValueError: shapes do not match.
     """
     if isinstance(gate_up, OrderedWeight):
         gate_up, order = gate_up.matrix, gate_up.order
     gate_up, down = _of_experts(gate_up), _of_experts(down)
     _check(x, gate_up, down, experts, weights, total)
+    _check_biases(gate_up, down, biases)
+    is_plain = biases is None and activation is swiglu
+    biases = jax.tree.map(lambda bias: bias.astype(jnp.float32), biases)
     if order is not None and not isinstance(gate_up, QuantizedWeight | PackedWeight):
         raise TypeError("order requires quantized experts")
     if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+        if not is_plain:
+            raise TypeError("packed experts support SwiGLU without biases only")
         return packed_experts(x, gate_up, down, experts, weights, order, num_rows)
     if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
         if implementation == "reference":
-            return experts_by_chunks(x, gate_up, down, experts, weights, None, order)
+            return experts_by_chunks(
+                x, gate_up, down, experts, weights, None, order, biases, activation=activation
+            )
     elif implementation == "reference":
-        return reference_experts(x, gate_up, down, experts, weights)
-    default = _gpu_form(x, gate_up, down, experts, order, total)
+        return reference_experts(x, gate_up, down, experts, weights, biases, activation=activation)
+    default = _gpu_form(x, gate_up, down, experts, order, total, is_plain=is_plain)
     rows = jnp.int32(len(x)) if num_rows is None else num_rows
     arrays = (x, gate_up, down, experts, weights, rows)
-    arrays += () if order is None else (order,)
     on_cpu = functools.partial(tiled_experts, total=total)
-    return lax.platform_dependent(*arrays, cpu=on_cpu, default=default)
+    if is_plain:
+        arrays += () if order is None else (order,)
+        return lax.platform_dependent(*arrays, cpu=on_cpu, default=default)
+    on_cpu, default = (functools.partial(form, activation=activation) for form in (on_cpu, default))
+    return lax.platform_dependent(*arrays, order, biases, cpu=on_cpu, default=default)
 
 
 def _gpu_form(
@@ -132,6 +151,8 @@ def _gpu_form(
     experts: jax.Array,
     order: jax.Array | None,
     total: int | None,
+    *,
+    is_plain: bool,
 ) -> Callable[..., jax.Array]:
     """Return the function that computes these shapes on the accelerator, if there is one."""
     if few_pairs(experts.size, gate_up):
@@ -143,6 +164,12 @@ def _gpu_form(
         return plain_xla
     if quantized and in_fusions(len(x), gate_up, down):
         return experts_by_chunks
+    if not is_plain:
+        _say_once(
+            "experts run in plain XLA, which reads all of them: the kernel supports SwiGLU without "
+            "biases only"
+        )
+        return plain_xla
     # Pallas takes a second to import, and CPUs do not need it.
     from forge_kernels.experts import mosaic_gpu
 
@@ -165,6 +192,14 @@ def _of_experts(w: jax.Array | MatrixWeight) -> Matrices:
     if isinstance(w, OrderedWeight | MixedMatrix):
         raise TypeError(f"matrices of experts must not be a {type(w).__name__}")
     return cast(Matrices, w)
+
+
+def _check_biases(gate_up: Matrices, down: Matrices, biases: Biases | None) -> None:
+    if biases is None or isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
+        return
+    for bias, w in zip(biases, (gate_up, down), strict=True):
+        if bias.shape != shape_of(w)[:2]:
+            raise ValueError(f"a bias {bias.shape} does not fit experts {shape_of(w)}")
 
 
 def _check(

@@ -7,12 +7,14 @@ many rows, the last form converts a few experts at a time.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.experts.activations import swiglu
 from forge_kernels.linear.quantized import (
     QuantizedWeight,
     expert_product,
@@ -21,6 +23,8 @@ from forge_kernels.linear.quantized import (
 )
 
 Matrices = jax.Array | QuantizedWeight  # [E, N, K]
+Biases = tuple[jax.Array, jax.Array]  # of gates and ups, float[E, 2 I], and of down, float[E, d]
+Activation = Callable[[jax.Array], jax.Array]  # [..., 2 I] -> [..., I]
 PAIRS_PER_EXPERT = 0.25  # at most, for `experts_by_pair`
 CHUNK_BYTES = 256 * 2**20  # of floats made from 8 or 4 bits at once, or one expert's if larger
 FUSED_BYTES = 128 * 2**20  # of the results of all experts, in float32, for products of 8 or 4 bits
@@ -41,7 +45,9 @@ def tiled_experts(
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
+    biases: Biases | None = None,
     *,
+    activation: Activation = swiglu,
     total: int | None = None,
 ) -> jax.Array:  # [T, d] of x's type
     """Compute rows sorted by expert, in tiles of one expert each, in a loop over existing tiles.
@@ -67,8 +73,12 @@ def tiled_experts(
         taken = _at(x, tokens)
         if order is not None:
             taken = _at(taken, (slice(None), order[expert]))
-        inner = _swiglu(_of_expert(taken, gate_up, expert)).astype(x.dtype)
-        out = _of_expert(inner, down, expert)
+        both = _of_expert(taken, gate_up, expert)
+        if biases is not None:
+            both = both + biases[0][expert][None]
+        out = _of_expert(activation(both).astype(x.dtype), down, expert)
+        if biases is not None:
+            out = out + biases[1][expert][None]
         out = out * flat_weights[place][:, None]
         return y.at[jnp.where(of_expert < counts[expert], tokens, T)].add(out, mode="drop")
 
@@ -92,7 +102,9 @@ def experts_by_pair(
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
+    biases: Biases | None = None,
     *,
+    activation: Activation = swiglu,
     shared: bool = False,  # with other devices, which have the experts from E on
 ) -> jax.Array:  # [T, d] of x's type
     """Multiply each token by the matrices of its experts, for GPUs and few tokens.
@@ -110,8 +122,13 @@ def experts_by_pair(
     rows = jnp.repeat(x, k, axis=0)
     if order is not None:
         rows = jnp.take_along_axis(rows, order[pairs], axis=1)
-    inner = _swiglu(_by_pair(rows, gate_up, pairs)).astype(x.dtype)
-    out = _by_pair(inner, down, pairs).reshape(tokens, k, -1) * weights[:, :, None]
+    both = _by_pair(rows, gate_up, pairs)
+    if biases is not None:
+        both = both + biases[0][pairs]
+    out = _by_pair(activation(both).astype(x.dtype), down, pairs)
+    if biases is not None:
+        out = out + biases[1][pairs]
+    out = out.reshape(tokens, k, -1) * weights[:, :, None]
     if shared:
         out = jnp.where(own, out, 0.0)
     return jnp.sum(out, axis=1).astype(x.dtype)
@@ -124,9 +141,13 @@ def all_experts(
     experts: jax.Array,  # i32[T, k]
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
+    order: None = None,  # only quantized matrices have one
+    biases: Biases | None = None,
+    *,
+    activation: Activation = swiglu,
 ) -> jax.Array:  # [T, d] of x's type
     """Compute every row with every expert, in two products without a loop, and add the chosen."""
-    del num_rows
+    del num_rows, order
     count, width, d = gate_up.shape
     is_chosen = experts[:, :, None] == jnp.arange(count)[None, None]  # [T, k, E]
     weight = jnp.sum(jnp.where(is_chosen, weights[:, :, None], 0.0), axis=1).T[:, :, None]
@@ -134,10 +155,15 @@ def all_experts(
     both = lax.dot_general(
         x, gate_up.reshape(-1, d), (((1,), (1,)), ((), ())), preferred_element_type=x.dtype
     )
-    inner = _swiglu(both.reshape(len(x), count, width)).swapaxes(0, 1)  # [E, T, I]
+    both = both.reshape(len(x), count, width)
+    if biases is not None:
+        both = both + biases[0][None].astype(x.dtype)
+    inner = activation(both).swapaxes(0, 1)  # [E, T, I]
     out = lax.dot_general(
         inner, down, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )
+    if biases is not None:
+        out = out + biases[1][:, None]
     return jnp.sum(jnp.where(chosen, weight * out, 0.0), axis=0).astype(x.dtype)
 
 
@@ -149,6 +175,9 @@ def experts_by_chunks(
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array | None,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
+    biases: Biases | None = None,
+    *,
+    activation: Activation = swiglu,
 ) -> jax.Array:  # [T, d] of x's type
     """Compute as `all_experts` with matrices in 8 or 4 bits.
 
@@ -168,8 +197,13 @@ def experts_by_chunks(
         rows = x
         if order is not None:
             rows = x[:, order[first : first + step]].swapaxes(0, 1)
-        inner = _swiglu(_by_expert(rows, up, fused)).astype(x.dtype)  # [C, T, I]
+        both = _by_expert(rows, up, fused)
+        if biases is not None:
+            both = both + biases[0][first : first + step, None]
+        inner = activation(both).astype(x.dtype)  # [C, T, I]
         out = _by_expert(inner, then, fused)  # f32[C, T, d]
+        if biases is not None:
+            out = out + biases[1][first : first + step, None]
         number = first + jnp.arange(step)[:, None, None]
         is_chosen = experts[None] == number  # [C, T, k]
         weight = jnp.sum(jnp.where(is_chosen, weights[None], 0.0), axis=-1)  # [C, T]
@@ -244,8 +278,3 @@ def _at(x: jax.Array, index: Any) -> jax.Array:
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply float[T, K] by float[N, K] to f32[T, N], in the form that XLA:CPU is fast at."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _swiglu(both: jax.Array) -> jax.Array:
-    gate, up = jnp.split(both, 2, axis=-1)
-    return jax.nn.silu(gate) * up
