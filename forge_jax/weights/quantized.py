@@ -119,6 +119,8 @@ class QuantizedFormat:
         if self.scheme.values == "int4":
             group = self.group(values.shape[1])
             values = native_int4(values) if self.fused else pack_int4(values, group)
+        elif self.scheme.values == "mxfp4":
+            values = pack_int4(values, self.group(values.shape[1]))
         elif self.scheme.values == "fp8":
             values = values.view(np.uint8)
         found["weight"] = np.ascontiguousarray(values)

@@ -16,8 +16,9 @@ import numpy as np
 from forge_jax.errors import CheckpointError
 from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, StoredTensor, TensorSource
 
-Values = Literal["int8", "fp8", "int4"]
+Values = Literal["int8", "fp8", "int4", "mxfp4"]
 INT8, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
+UINT8 = np.dtype(np.uint8)
 MIDDLE = 8  # of values from 0 to 15: the zero of schemes without zeros
 
 
@@ -26,6 +27,7 @@ class Matrix:
     """The contents of one matrix [N, K], or of several, stacked."""
 
     # int8, FP8, or 4 bits in uint8, which mean (value - zero) * scale, where zero is 8 by default.
+    # MXFP4 is its bits in uint8, and its scales are exponents in uint8.
     values: np.ndarray
     scale: np.ndarray  # f32[N, G]
     zero: np.ndarray | None  # u8[N, G]
@@ -54,7 +56,8 @@ class Scheme:
 
     Attributes:
       layout: the tensors, and the arrangement of values in them.
-      values: the type of a value. FP8 is E4M3 (Micikevicius et al. 2022, arXiv:2209.05433).
+      values: the type of a value. FP8 is E4M3 (Micikevicius et al. 2022, arXiv:2209.05433), MXFP4
+        is E2M1 with scales that are powers of two (OCP Microscaling Formats 1.0).
       block: (rows, columns) that share a scale; None: all.
       zeros: True if a value is `(stored - zero) * scale`, with a zero for each scale.
       ordered: True if a tensor has the group of each column (GPTQ's desc_act).
@@ -63,6 +66,7 @@ class Scheme:
       static: True if activations are rounded with a scale in the checkpoint instead.
       scale_name: the name of the scale's tensor.
       zero_offset: a number to add to a stored zero.
+      stacked: True if tensors have the matrices of all experts of a layer.
     """
 
     layout: Layout
@@ -74,6 +78,7 @@ class Scheme:
     static: bool = False
     scale_name: str = "weight_scale"
     zero_offset: int = 0
+    stacked: bool = False
 
 
 class Layout(Protocol):
@@ -97,9 +102,16 @@ class Layout(Protocol):
 
 
 def check_matrix(
-    scheme: Scheme, module: str, shape: tuple[int, int], stored: Mapping[str, TensorSource]
+    scheme: Scheme,
+    module: str,
+    shape: tuple[int, int],
+    stored: Mapping[str, TensorSource],
+    experts: int | None = None,
 ) -> list[str]:
-    """Return the faults of the tensors of a quantized matrix [N, K], from their headers."""
+    """Return the faults of the tensors of a quantized matrix [N, K], from their headers.
+
+    If the scheme is stacked, the tensors have the matrices of so many experts.
+    """
     outputs, inputs = shape
     group = scheme.block[1] or inputs
     if scheme.values == "int4" and (inputs % group or inputs % 8 or outputs % 8):
@@ -107,17 +119,20 @@ def check_matrix(
             f"{module} [{outputs}, {inputs}] cannot be divided into groups of {group} columns and "
             "words of 8 values"
         ]
-    faults = []
+    if scheme.values == "mxfp4" and inputs % group:
+        return [f"{module} has {inputs} columns, which are not a multiple of {group}"]
+    faults, first = [], () if experts is None else (experts,)
     for wanted in scheme.layout.wanted(scheme, module, shape):
         found = stored.get(wanted.name)
         if found is None:
             if not wanted.optional:
                 faults.append(f"tensor {wanted.name} is missing")
             continue
-        if found.shape not in wanted.shapes:
+        shapes = [(*first, *each) for each in wanted.shapes]
+        if found.shape not in shapes:
             faults.append(
                 f"tensor {wanted.name} has shape {found.shape}, not "
-                + " or ".join(map(str, wanted.shapes))
+                + " or ".join(map(str, shapes))
             )
         if found.dtype not in wanted.dtypes:
             faults.append(f"tensor {wanted.name} is {found.dtype}, not {wanted.dtypes[0]}")
@@ -127,16 +142,23 @@ def check_matrix(
 
 
 def read_matrices(
-    scheme: Scheme, modules: Mapping[str, tuple[int, int]], stored: Mapping[str, TensorSource]
+    scheme: Scheme,
+    modules: Mapping[str, tuple[int, int]],
+    stored: Mapping[str, TensorSource],
+    expert: int | None = None,
 ) -> Matrix:
     """Return the matrices of several modules, [N, K] each, stacked.
 
-    For static activations, the largest scale is used, because all were calibrated on the same rows.
+    If tensors have the matrices of all experts, those of `expert` are read. For static activations,
+    the largest scale is used, because all were calibrated on the same rows.
 
     Raises:
       CheckpointError: the values contradict the config or each other.
     """
-    matrices = {name: _read(scheme, name, shape, stored) for name, shape in modules.items()}
+    matrices = {
+        name: _read(scheme, shape, ModuleReader(name, stored, expert))
+        for name, shape in modules.items()
+    }
     (first_name, first), *others = matrices.items()
     for name, other in others:
         if first.order is None or other.order is None:
@@ -168,8 +190,8 @@ def read_order(
 class ModuleReader:
     """The tensors of one module."""
 
-    def __init__(self, module: str, stored: Mapping[str, TensorSource]):
-        self.module, self.stored = module, stored
+    def __init__(self, module: str, stored: Mapping[str, TensorSource], expert: int | None = None):
+        self.module, self.stored, self.expert = module, stored, expert
 
     def has(self, name: str) -> bool:
         return f"{self.module}.{name}" in self.stored
@@ -177,14 +199,17 @@ class ModuleReader:
     def __call__(self, name: str) -> np.ndarray:
         return cast(StoredTensor, self.stored[f"{self.module}.{name}"]).read()
 
+    def of_expert(self, suffix: str) -> np.ndarray:
+        """Return the part of one expert of the tensor with this suffix, [E, ...]."""
+        assert self.expert is not None
+        return cast(StoredTensor, self.stored[f"{self.module}{suffix}"]).read()[self.expert]
+
     def error(self, name: str, fault: str) -> CheckpointError:
         return CheckpointError(f"tensor {self.module}.{name}: {fault}")
 
 
-def _read(
-    scheme: Scheme, module: str, shape: tuple[int, int], stored: Mapping[str, TensorSource]
-) -> Matrix:
-    matrix = scheme.layout.read(scheme, shape, ModuleReader(module, stored))
+def _read(scheme: Scheme, shape: tuple[int, int], read: ModuleReader) -> Matrix:
+    matrix = scheme.layout.read(scheme, shape, read)
     if matrix.order is None:
         return matrix
     return Matrix(matrix.values[:, matrix.order], matrix.scale, matrix.zero, matrix.order, None)

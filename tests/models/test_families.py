@@ -34,7 +34,7 @@ def architecture_of(name: str) -> str:
 BY_FAMILY = {architecture_of(name): name for name in MODELS}
 # After rounding, mixtral_window's routers choose other experts, which differ completely.
 PACKED = sorted(
-    {*BY_FAMILY.values(), "mistral_window", "mixtral", "qwen2_window", "qwen3_moe"}
+    {*BY_FAMILY.values(), "mistral_window", "mixtral", "qwen2_window", "qwen3_moe", "gpt_oss"}
     - {"mixtral_window"}
 )
 

@@ -1,5 +1,7 @@
 """gpt-oss: its config, the formats of its experts, and refused options."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,20 +10,28 @@ import numpy as np
 import pytest
 from paged import PagedRun
 
-from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.errors import ConfigError, ModelError
+from forge_jax.errors import CheckpointError, ConfigError, ModelError
 from forge_jax.models import build_model
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.families.gpt_oss import GptOssSpec
 from forge_jax.research import LoadedModel
 from forge_jax.weights.formats import PLAIN, WeightFormats
 from forge_kernels.linear import QuantizedWeight
+from forge_kernels.linear.quantized import (
+    expert_product,
+    mxfp4_values,
+    powers_of_two,
+    products_by_expert,
+    products_by_pair,
+)
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "goldens" / "gpt_oss"
 SPEC = read_spec(FOLDER)
+MXFP4 = FOLDER.with_name("gpt_oss_mxfp4")
 GATE_UP = "layers.0.mlp.gate_up.weight"
 
 
@@ -51,6 +61,9 @@ def test_published_fields_are_read_with_defaults():
     assert (spec.experts.count, spec.experts.per_token) == (32, 4)
     assert (spec.rope.type, spec.rope.truncate, spec.max_context) == ("yarn", False, 131072)
     assert (spec.swiglu_limit, spec.swiglu_alpha) == (7.0, 1.702)
+    quantized = {**config, "quantization_config": {"quant_method": "mxfp4"}}
+    read = ARCHITECTURES["GptOssForCausalLM"].read(HFConfig(quantized), HFConfig({}))
+    assert (spec.dtype, read.dtype) == ("float32", "bfloat16")
     del config["rope_scaling"]
     assert ARCHITECTURES["GptOssForCausalLM"].read(HFConfig(config), HFConfig({})) == spec
     for name in ("swiglu_limit", "swiglu_alpha"):
@@ -73,6 +86,59 @@ def test_kernels_leave_experts_to_plain_xla():
     weight = rounded.matrices[GATE_UP]
     assert isinstance(weight.format.weight(weight.shape, jnp.bfloat16), QuantizedWeight)
     assert weight.packing is None
+
+
+def test_mxfp4_values_and_scales_match_their_definition():
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    found = mxfp4_values(jnp.arange(16, dtype=jnp.uint8))
+    np.testing.assert_array_equal(found, [*values, *(-value for value in values)])
+    exponents = np.arange(255, dtype=np.uint8)
+    want = np.ldexp(np.float32(1), exponents.astype(int) - 127)
+    np.testing.assert_array_equal(powers_of_two(jnp.asarray(exponents))[1:], want[1:])
+
+
+def test_mxfp4_experts_have_the_bits_that_transformers_decodes():
+    model = build_model(read_spec(MXFP4))
+    leaves = load_weights(model, MXFP4, progress=False)
+    w = model.weight(leaves, GATE_UP)
+    assert isinstance(w, QuantizedWeight)
+    assert (w.weight.shape, w.scale.shape) == ((4, 128, 32), (4, 128, 2))
+    assert w.weight.dtype == w.scale.dtype == jnp.uint8
+    want = np.asarray(read_header(MXFP4 / "golden.safetensors")["gate_up"].read(), np.float32)
+    one = jnp.eye(64, dtype=jnp.float32)
+    for expert in range(4):  # by tiles of rows, as on CPUs, and by pair, as on GPUs
+        found = expert_product(one, w, jnp.int32(expert))
+        np.testing.assert_array_equal(found, want[expert])
+        by_pair = products_by_pair(one, w, jnp.full(64, expert, jnp.int32))
+        np.testing.assert_array_equal(by_pair, want[expert])
+    np.testing.assert_array_equal(products_by_expert(one, w), want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "mxfp4", "bits": 4}, "'bits' is not a known field"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": 1}, "modules_to_not_convert must be"),
+    ],
+)
+def test_unsupported_quantizations_are_named(tmp_path, changes, message):
+    config = json.loads((MXFP4 / "config.json").read_text()) | {"quantization_config": changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        read_spec(tmp_path)
+
+
+def test_missing_or_misshapen_mxfp4_tensors_are_named(tmp_path):
+    config = json.loads((MXFP4 / "config.json").read_text())
+    config |= {"intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(MXFP4 / "model.safetensors", tmp_path)
+    message = r"gate_up_proj_blocks has shape \(4, 128, 2, 16\), not \(4, 64, 2, 16\)"
+    with pytest.raises(CheckpointError, match=message):
+        check_weights(build_model(read_spec(tmp_path)), tmp_path)
+    shutil.copy(FOLDER / "model.safetensors", tmp_path)
+    with pytest.raises(CheckpointError, match="gate_up_proj_blocks is missing"):
+        check_weights(build_model(read_spec(MXFP4)), tmp_path)
 
 
 def test_tensor_parallelism_is_rejected():

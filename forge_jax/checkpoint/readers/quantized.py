@@ -60,8 +60,8 @@ class QuantizedReader(LeafReader):
         if format.rounded:
             return round_matrix(self.stored_matrix(one), format.scheme)
         parts = self.parts if one is None else self.expert_parts(one)
-        modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
-        matrix = read_matrices(format.scheme, modules, stored)
+        modules = {module_of(part.name): (part.shape[-2], part.shape[-1]) for part in parts}
+        matrix = read_matrices(format.scheme, modules, stored, expert)
         if beside(self.name, "bias") not in self.model.names:
             _check_no_bias(modules, stored)
         order = self._order_of_rows(expert)
@@ -129,13 +129,14 @@ def quantized_shards(
 
 
 def _faults(part: Tensor, format: QuantizedFormat, stored: Mapping[str, TensorSource]) -> list[str]:
-    if len(part.shape) != 2:
+    shape, stacked = part.shape[-2:], format.scheme.stacked
+    if len(part.shape) != 2 + stacked:
         return [
             f"{part.name} has the quantized matrices of all experts of a layer, which is not "
             "supported: each expert needs its own tensors"
         ]
-    shape = part.shape[0], part.shape[1]
-    return check_matrix(format.scheme, module_of(part.name), shape, stored)
+    experts = part.shape[0] if stacked else None
+    return check_matrix(format.scheme, module_of(part.name), shape, stored, experts)
 
 
 def _check_no_bias(modules: Iterable[str], stored: Mapping[str, TensorSource]) -> None:

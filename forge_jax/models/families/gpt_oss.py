@@ -6,6 +6,7 @@ softmax over the chosen logits. Their SwiGLU is clamped, and its gates and ups a
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,9 @@ class GptOssDecoder(Decoder):
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     scaling = config.section("rope_scaling")
     if config.section("rope_parameters") is None and (scaling is None or not scaling.values):
-        config = HFConfig({**config.values, "rope_parameters": YARN}, config.where)
+        config = _with(config, rope_parameters=YARN)
+    if config.has("quantization_config") and not (config.has("dtype") or config.has("torch_dtype")):
+        config = _with(config, dtype="bfloat16")  # of the published files, which do not name it
     bias = config.boolean("attention_bias")
     window = config.integer("sliding_window", high=MAX_POSITIONS)
     return decoder_spec(
@@ -146,13 +149,18 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     )
 
 
+def _with(config: HFConfig, **values: Any) -> HFConfig:
+    changed = copy.copy(config)
+    changed.values = {**config.values, **values}
+    return changed
+
+
 def _weights(spec: ModelSpec) -> WeightMap:
     """Return the tensors of transformers' layout: experts [E, K_in, N_out], or MXFP4 blocks."""
     assert spec.experts is not None
     d, count, inner = spec.hidden_size, spec.experts.count, spec.experts.intermediate_size
     names = ExpertNames(router="router", fused=FUSED_EXPERTS)
     weights = decoder_weights(spec, experts=names)
-    is_quantized = spec.quantization is not None
     for layer in range(spec.num_hidden_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         weights[f"{ours}.attention.sinks"] = (
@@ -161,9 +169,10 @@ def _weights(spec: ModelSpec) -> WeightMap:
         weights[f"{ours}.mlp.router.bias"] = (Tensor(f"{theirs}.mlp.router.bias", (count,)),)
         for name, outputs, inputs in (("gate_up", 2 * inner, d), ("down", d, inner)):
             tensor = f"{theirs}.mlp.experts.{name}_proj"
+            quantized = spec.quantization is not None and spec.quantization.scheme_of(tensor)
             matrix = (
                 Tensor(tensor, (count, outputs, inputs))
-                if is_quantized
+                if quantized
                 else Tensor(tensor, (count, inputs, outputs), transpose=True)
             )
             weights[f"{ours}.mlp.{name}.weight"] = (matrix,)

@@ -5,6 +5,7 @@ Supported methods:
 - `fp8`, per tensor, or in blocks as in DeepSeek and Qwen
 - `compressed-tensors`: int8 and FP8 with and without quantized activations, and packed 4 bits
 - `gptq` and `awq`: 4 bits
+- `mxfp4`: the experts of gpt-oss
 
 A new method is a file with a function `read`, a `Layout` if its tensors need one, and a line in
 `METHODS`.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.weights.methods import awq, compressed, fp8, gptq
+from forge_jax.weights.methods import awq, compressed, fp8, gptq, mxfp4
 from forge_jax.weights.quantization import QuantSpec
 
 METHODS: dict[str, Callable[[HFConfig], QuantSpec]] = {
@@ -25,6 +26,7 @@ METHODS: dict[str, Callable[[HFConfig], QuantSpec]] = {
     "compressed-tensors": compressed.read,
     "gptq": gptq.read,
     "awq": awq.read,
+    "mxfp4": mxfp4.read,
 }
 
 

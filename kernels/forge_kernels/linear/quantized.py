@@ -28,7 +28,7 @@ from forge_kernels.linear.operands import MatmulOptions, Operands, around, check
 from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
 
-Values = Literal["int8", "fp8", "int4"]
+Values = Literal["int8", "fp8", "int4", "mxfp4"]
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = 448.0
 TILE = 256  # rows of a matrix that XLA:CPU converts to floats at once
@@ -46,9 +46,10 @@ class Quantization:
     """The storage of one matrix [outputs, inputs].
 
     Attributes:
-      values: int8, FP8 (E4M3) or int4. FP8 is stored as its bits, because XLA:CPU would convert a
-        whole array to floats to read a part of it. Values of int4 are from 0 to 15, two per byte.
-        The low bits have the first half of a group, the high bits the second.
+      values: int8, FP8 (E4M3), int4 or MXFP4. FP8 is stored as its bits, because XLA:CPU would
+        convert a whole array to floats to read a part of it. Values of int4 are from 0 to 15, and
+        MXFP4 is stored as its bits (E2M1), two per byte. The low bits have the first half of a
+        group, the high bits the second. MXFP4 has scales of 8 bits, which are powers of two.
       outputs: rows of the matrix.
       inputs: columns of the matrix.
       group: values of a row that share a scale; the last group may be shorter, except for int4.
@@ -113,7 +114,7 @@ class Quantization:
     def weight(self) -> jax.ShapeDtypeStruct:
         if self.native:
             return self._shape((self.outputs, self.inputs), jnp.int4)
-        width = self.inputs // 2 if self.values == "int4" else self.inputs
+        width = self.inputs // 2 if self.values in ("int4", "mxfp4") else self.inputs
         dtype = jnp.int8 if self.values == "int8" else jnp.uint8
         return self._shape((self.outputs, width), dtype)
 
@@ -122,7 +123,8 @@ class Quantization:
         """The scales; for blocks, their factors."""
         if self.blocks is not None:
             return self._factor
-        return self._shape((self.outputs, self.groups), jnp.float32)
+        dtype = jnp.uint8 if self.values == "mxfp4" else jnp.float32
+        return self._shape((self.outputs, self.groups), dtype)
 
     @property
     def group_scale(self) -> jax.ShapeDtypeStruct | None:
@@ -466,7 +468,8 @@ def _scales(w: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
     """Return the scales, f32[n, G], and the minima if there are any."""
     blocks = w.quantization.blocks
     if blocks is None:
-        return w.scale, None
+        of_mxfp4 = w.quantization.values == "mxfp4"
+        return powers_of_two(w.scale) if of_mxfp4 else w.scale, None
 
     def combined(factor: jax.Array, by_group: jax.Array | None) -> jax.Array:
         wide = factor.astype(jnp.float32)
@@ -477,6 +480,23 @@ def _scales(w: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
 
     scale = combined(w.scale, w.group_scale)
     return scale, None if w.minimum is None else combined(w.minimum, w.group_minimum)
+
+
+def mxfp4_values(bits: jax.Array) -> jax.Array:
+    """Return E2M1 values, u8 from 0 to 15, as float32: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and -0 to -6."""
+    bits = bits.astype(jnp.int32)
+    magnitude = bits & 7
+    # Twice the value is an integer. From 2 on, the last bit follows the leading one.
+    doubled = jnp.where(magnitude < 2, magnitude, ((magnitude & 1) | 2) << (magnitude >> 1) >> 1)
+    return jnp.where(bits < 8, doubled, -doubled).astype(jnp.float32) * 0.5
+
+
+def powers_of_two(exponents: jax.Array) -> jax.Array:
+    """Return 2^(e - 127) for E8M0 scales e: u8[...], as float32."""
+    bits = exponents.astype(jnp.int32)
+    # Zero has no exponent bits, so it is the smallest normal number, halved.
+    power = lax.bitcast_convert_type(jnp.maximum(bits, 1) << 23, jnp.float32)
+    return jnp.where(bits == 0, power * 0.5, power)
 
 
 def _zero(w: QuantizedWeight) -> int:
@@ -520,7 +540,8 @@ def _product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     parts = []
     for half, bits in enumerate((w.weight & 15, w.weight >> 4)):
         part = halves[:, :, half].reshape(len(x), -1)
-        values = bits.astype(jnp.int8) - zero
+        of_mxfp4 = quantization.values == "mxfp4"
+        values = mxfp4_values(bits) if of_mxfp4 else bits.astype(jnp.int8) - zero
         parts.append(_scaled_product(part, values, scale, minimum, group // 2))
     return parts[0] + parts[1]
 
