@@ -12,9 +12,9 @@ from forge_jax.telemetry.log import LogFormat
 from forge_serve.limits import Limits
 
 ToolCallParserName = Literal[
-    "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "llama4_pythonic"
+    "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "llama4_pythonic", "harmony"
 ]
-ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "harmony"]
 
 _API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # characters that a header can carry, no spaces
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)

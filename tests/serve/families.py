@@ -76,3 +76,85 @@ PYTHONIC = """\
 {% if tools %}Answer [func_name1(params_name1=params_value1), func_name2(params)]. \
 {{ tools }}{% endif %}
 {% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"""
+
+# gpt-oss: Harmony's messages. Reasoning is shown only before calls whose turn has no answer yet.
+# Like the published template, it takes one call per message and either content or reasoning.
+HARMONY = """\
+{%- macro type_of(schema) -%}
+    {%- if schema.enum is defined -%}
+        {{- '"' ~ schema.enum | join('" | "') ~ '"' -}}
+    {%- elif schema.type == "array" -%}
+        {{- type_of(schema["items"]) ~ "[]" -}}
+    {%- elif schema.type == "object" and schema.properties -%}
+        {{- "{\\n" }}
+        {%- for name, property in schema.properties.items() %}
+            {{- name ~ ("" if name in (schema.required or []) else "?") ~ ": " }}
+            {{- type_of(property) ~ ",\\n" }}
+        {%- endfor %}
+        {{- "}" }}
+    {%- else -%}
+        {{- schema.type or "any" -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro show_tools(namespace_name, tools) -%}
+    {{- "namespace " ~ namespace_name ~ " {\\n" }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- "// " ~ tool.description ~ "\\ntype " ~ tool.name ~ " = (_: " }}
+        {{- type_of(tool.parameters) ~ ") => any;\\n" }}
+    {%- endfor %}
+    {{- "}" }}
+{%- endmacro -%}
+{%- macro system_message() -%}
+    {%- if model_identity is not defined %}
+        {%- set model_identity = "You are a model." %}
+    {%- endif %}
+    {{- model_identity ~ "\\nDate: " ~ strftime_now("%Y-%m-%d") ~ "\\n" }}
+    {{- "Reasoning: " ~ (reasoning_effort or "medium") ~ "\\n" }}
+    {%- if builtin_tools %}
+        {{- "Tools: " ~ builtin_tools | join(", ") ~ "\\n" }}
+    {%- endif -%}
+{%- endmacro -%}
+<|start|>system<|message|>{{ system_message() }}<|end|>
+{%- set turns = messages %}
+{%- set instructions = "" %}
+{%- if messages[0].role in ("developer", "system") %}
+    {%- set instructions = messages[0].content %}
+    {%- set turns = messages[1:] %}
+{%- endif %}
+{%- if instructions or tools %}
+    {{- "<|start|>developer<|message|>" ~ instructions }}
+    {%- if tools %}{{ "\\n" ~ show_tools("functions", tools) }}{% endif %}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set called = namespace(name=none) %}
+{%- for message in turns %}
+    {%- if message.role == "assistant" and "tool_calls" in message %}
+        {%- set answered = namespace(yes=false) %}
+        {%- for later in turns[loop.index:] %}
+            {%- if later.role == "assistant" and "tool_calls" not in later %}
+                {%- set answered.yes = true %}
+            {%- endif %}
+        {%- endfor %}
+        {%- if message.content and message.thinking %}
+            {{- raise_exception("content and thinking cannot both be set") }}
+        {%- elif not answered.yes and (message.content or message.thinking) %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" }}
+            {{- (message.content or message.thinking) ~ "<|end|>" }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- "<|start|>assistant to=functions." ~ call.name ~ "<|channel|>commentary json" }}
+        {{- "<|message|>" ~ call.arguments | tojson ~ "<|call|>" }}
+        {%- set called.name = call.name %}
+    {%- elif message.role == "assistant" %}
+        {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+        {%- set called.name = none %}
+    {%- elif message.role == "tool" %}
+        {%- if called.name is none %}{{ raise_exception("no call precedes the result") }}{% endif %}
+        {{- "<|start|>functions." ~ called.name ~ " to=assistant<|channel|>commentary<|message|>" }}
+        {{- message.content | tojson ~ "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""

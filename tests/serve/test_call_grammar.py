@@ -64,7 +64,7 @@ class Held:
         *,
         special: tuple[str, ...] = (),
         tools: list[dict[str, Any]] = TOOLS,
-        thinks: bool = False,
+        thinks: str = "",
         thinking: bool = False,
         parallel: bool = True,
     ):
@@ -78,7 +78,7 @@ class Held:
             self.form,
             tool_choice(tools, choice),
             parallel=parallel,
-            reasoning=REASONING_FORMS["qwen3"] if thinks or thinking else None,
+            reasoning=REASONING_FORMS[thinks] if thinks else None,
             reasoning_is_open=thinking,
             special_tokens={self.tokenizer.token_text(i): i for i in self.tokenizer.special_ids},
         )
@@ -146,11 +146,11 @@ def test_named_function_is_the_only_one_allowed(form):
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["text", "special tokens"])
 def test_reasoning_may_precede_a_call(special):
     text = WRITTEN["hermes"]
-    closed = Held("hermes", special=special, thinks=True)
+    closed = Held("hermes", special=special, thinks="qwen3")
     assert closed.takes(text)
     assert closed.takes(f"<think>\nHm, a <call>\n</think>\n\n{text}")
     assert not closed.takes(f"<think></think>So: {text}", ends=False)
-    open = Held("hermes", special=special, thinking=True)
+    open = Held("hermes", special=special, thinks="qwen3", thinking=True)
     assert open.takes(f"Hm.</think>\n\n{text}")
     assert not open.takes("Hm.")
     assert not open.takes("Hm.</think>So", ends=False)

@@ -20,7 +20,7 @@ from forge_serve.errors import DeadlineError, StoppingError
 from forge_serve.generation.progress import PromptProgress
 from forge_serve.generation.prompts import Prompt
 from forge_serve.openapi.payload import Payload
-from forge_serve.parsers.reasoning import ReasoningTokens
+from forge_serve.parsers.reasoning import TokenCounter
 from forge_serve.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Generation:
         *,
         timeout_s: float | None,
         metrics: Metrics,
-        reasoning: Sequence[ReasoningTokens] = (),
+        reasoning: Sequence[TokenCounter] = (),
     ):
         self.request_id = options.request_id
         self.params = params

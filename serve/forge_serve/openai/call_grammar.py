@@ -59,6 +59,10 @@ def call_grammar(
     lark.text_rule()
     if choice.mode == "required":
         lark.rule("answer", f"{marker} calls")
+    elif written.final:
+        begin, end = map(lark.text, written.preamble)
+        lark.rule("preamble", f"{begin} TEXT {end}")
+        lark.rule("answer", f"preamble* ({marker} calls | {lark.text(written.final)} TEXT)")
     elif not written.marker:  # a call without a marker must be the whole answer
         lark.rule("PLAIN", rf"/([^ \t\r\n{re.escape(form.bare)}](.|\n)*)?/")
         lark.rule("answer", "calls | PLAIN")
@@ -75,10 +79,13 @@ def call_grammar(
 def reasoning_lead(
     form: ReasoningFormat, *, is_open: bool, special_tokens: Mapping[str, int]
 ) -> str:
-    """Return the rule `lead` of a `GrammarSpec`: reasoning, which must close if it `is_open`."""
+    """Return the rule `lead` of a `GrammarSpec`: reasoning, which must close if it `is_open`.
+
+    It also has the text that opens the answer.
+    """
     lark = _Lark(special_tokens)
     lark.text_rule()
-    lark.rule("lead", _thought(lark, form, is_open))
+    lark.rule("lead", f"{_thought(lark, form, is_open)} {lark.text(form.answer)}")
     return str(lark)
 
 
@@ -101,6 +108,9 @@ class _Lark:
         """Add the terminal TEXT, which matches any text."""
         self.rule("TEXT", r"/(.|\n)*/")
 
+    def begins_special(self, text: str) -> bool:
+        return self._special.match(text) is not None
+
     def text(self, text: str) -> str:
         """Return a text as part of a rule. Special tokens in it match their token ids."""
         tokens = self.special_tokens
@@ -114,10 +124,12 @@ class _Lark:
 def _thought(lark: _Lark, form: ReasoningFormat, is_open: bool) -> str:
     """Add the rules for reasoning, and return the expression that precedes the answer."""
     begin, end = lark.text(form.begin), lark.text(form.end)
-    if form.end in lark.special_tokens:
+    if lark.begins_special(form.end):
         lark.rule("thoughts", f"TEXT {end}")
     else:
         lark.rule("thoughts[lazy]", f"TEXT {end}")
+    if form.repeats:
+        return f"{'thoughts' if is_open else ''} ({begin} thoughts)*"
     lark.rule("NEWLINES", r"/\n{0,2}/")
     return "thoughts NEWLINES" if is_open else f"({begin} thoughts NEWLINES)?"
 

@@ -18,7 +18,15 @@ from forge_serve.openai.structured import demand
 from forge_serve.openai.tools import ToolChoice
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.families import CALL_FORMS, Families
-from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
+from forge_serve.parsers.harmony import (
+    FINAL,
+    HarmonyFormat,
+    HarmonyParser,
+    HarmonyReasoning,
+    HarmonyTokens,
+    opening_of,
+)
+from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens, TokenCounter
 from forge_serve.parsers.tool_calls import ToolCallFormat, ToolCallParser
 
 if TYPE_CHECKING:
@@ -148,17 +156,42 @@ class ChatOutput:
 
     def parser(self, prompt: Prompt, tokenizer: Tokenizer | None) -> AnswerParser | None:
         """Return the parser of one choice; None if all of its text is content."""
+        if self._is_harmony:
+            return self._harmony_parser(prompt, tokenizer, self._tool_parser())
         reasoning, tools = self._reasoning_parser(prompt, tokenizer), self._tool_parser()
         return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
 
-    def reasoning_tokens(
-        self, prompt: Prompt, tokenizer: Tokenizer | None
-    ) -> ReasoningTokens | None:
+    def reasoning_tokens(self, prompt: Prompt, tokenizer: Tokenizer | None) -> TokenCounter | None:
         """Return the counter of one choice; None if its reasoning is not counted."""
+        if tokenizer is not None and isinstance(self.families.reasoning, HarmonyReasoning):
+            return HarmonyTokens(
+                self._harmony_parser(prompt, tokenizer, None), tokenizer.token_bytes
+            )
         parser = None if self.is_structured else self._reasoning_parser(prompt, tokenizer)
         if parser is None or tokenizer is None:
             return None
         return ReasoningTokens(parser, tokenizer.token_bytes)
+
+    @property
+    def _is_harmony(self) -> bool:
+        return isinstance(self.families.reasoning, HarmonyReasoning) or isinstance(
+            self._call_format, HarmonyFormat
+        )
+
+    def _harmony_parser(
+        self, prompt: Prompt, tokenizer: Tokenizer | None, tools: ToolCallParser | None
+    ) -> HarmonyParser:
+        if self.request.continue_final_message:
+            opening = FINAL
+        else:
+            opening = opening_of(_end_of(prompt, tokenizer))
+        return HarmonyParser(
+            tools,
+            functions=self.choice.names,
+            reasons=isinstance(self.families.reasoning, HarmonyReasoning),
+            opening=opening,
+            final_is_last=self.is_structured,
+        )
 
     def _tool_parser(self) -> ToolCallParser | None:
         call_format = self._call_format
@@ -192,14 +225,22 @@ class ChatOutput:
             return None
         if self.request.continue_final_message:
             begun = text_of(self.request.template_messages()[-1])
-            return reasoning.is_open_in(begun) or (None if begun.strip() else False)
-        end = prompt.token_ids[-PROMPT_END_TOKENS:]
-        text = tokenizer.decode(end, skip_special_tokens=False) if tokenizer else ""
+            over = bool(begun.strip() or reasoning.answer)
+            return reasoning.is_open_in(begun) or (None if over else False)
+        text = _end_of(prompt, tokenizer)
         if reasoning.is_open_after(text):
             return True
         variables = self.request.chat_template_kwargs or {}
-        off = any(variables.get(name) is False for name in thinking_variables(False))
+        off = reasoning.switchable and any(
+            variables.get(name) is False for name in thinking_variables(False)
+        )
         return None if off or reasoning.is_over_after(text) else False
+
+
+def _end_of(prompt: Prompt, tokenizer: Tokenizer | None) -> str:
+    """Return the text of the prompt's last tokens, with special tokens."""
+    end = prompt.token_ids[-PROMPT_END_TOKENS:]
+    return tokenizer.decode(end, skip_special_tokens=False) if tokenizer else ""
 
 
 def _check_tools(choice: ToolChoice, families: Families) -> None:

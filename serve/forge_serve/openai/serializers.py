@@ -55,7 +55,7 @@ from forge_serve.openai.response_types import (
 from forge_serve.openapi.payload import Payload
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.parts import CallPiece, Parts
-from forge_serve.parsers.reasoning import ReasoningTokens
+from forge_serve.parsers.reasoning import TokenCounter
 
 if TYPE_CHECKING:
     from forge_jax.schedule.outputs import Delta
@@ -144,7 +144,7 @@ class ResponseSerializer:
             "model": model,
             "system_fingerprint": system_fingerprint,
         }
-        self.reasoning_tokens: list[ReasoningTokens] = []  # one per choice, or empty
+        self.reasoning_tokens: list[TokenCounter] = []  # one per choice, or empty
         self._num_told = 0  # the sum over all choices
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from forge_serve.parsers.harmony import CHANNEL, HarmonyFormat, HarmonyReasoning
 from forge_serve.parsers.hermes import HermesFormat
 from forge_serve.parsers.llama3_json import Llama3JsonFormat
 from forge_serve.parsers.mistral import MistralFormat
@@ -26,6 +27,7 @@ CALL_FORMS: dict[str, ToolCallFormat] = {
         MistralFormat(),
         PythonicFormat(),
         Llama4PythonicForm(),
+        HarmonyFormat(),
     )
 }
 REASONING_FORMS: dict[str, ReasoningFormat] = {
@@ -34,11 +36,13 @@ REASONING_FORMS: dict[str, ReasoningFormat] = {
         ReasoningFormat(name="deepseek_r1", begin="<think>", end="</think>", always=True),
         ReasoningFormat(name="qwen3", begin="<think>", end="</think>"),
         ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]"),
+        HarmonyReasoning(),
     )
 }
 
 # Patterns in a chat template that identify its tool call format. The first match wins.
 _SHOWN_BY: tuple[tuple[str, str | None], ...] = (
+    (r"<\|channel\|>", "harmony"),
     (r"<function=|<arg_key>|<\|tool_call", None),  # unsupported formats, some in Hermes' tags
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"<tool_call>", "hermes"),
@@ -95,6 +99,8 @@ def _calls_shown(sources: str) -> str:
 
 
 def _reasoning_shown(sources: str) -> str:
+    if CHANNEL in sources:
+        return "harmony"
     for name in ("qwen3", "mistral"):
         form = REASONING_FORMS[name]
         if form.begin in sources or form.end in sources:

@@ -23,6 +23,7 @@ class Parts:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[CallPiece] = field(default_factory=list)
+    _turns: list[Parts] = field(default_factory=list)  # the same in order; empty: in one turn
 
     def call(self, index: int) -> CallPiece:
         """Return the last piece if it belongs to this call, otherwise a new one."""
@@ -36,6 +37,11 @@ class Parts:
         They are `("reasoning", text)`, `("content", text)` and call pieces. The rest of the open
         call precedes the content, so that no call begins twice.
         """
+        for turn in self._turns or (self,):
+            yield from turn._of_turn(open_call)
+            open_call = turn.calls[-1].index if turn.calls else None
+
+    def _of_turn(self, open_call: int | None) -> Iterator[tuple[str, str] | CallPiece]:
         reasoning, content = "".join(self.reasoning), "".join(self.content)
         if reasoning:
             yield "reasoning", reasoning
@@ -44,6 +50,12 @@ class Parts:
         if content:
             yield "content", content
         yield from self.calls[len(rest) :]
+
+    def follow(self, turn: Parts) -> None:
+        """Append parts that begin a new turn of reasoning, content and calls."""
+        if turn.content or turn.reasoning or turn.calls:
+            self.add(turn)
+            self._turns.append(turn)
 
     def add(self, more: Parts) -> None:
         """Append parts that follow these."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from forge_serve.parsers.markers import begun_at_end
 from forge_serve.parsers.parts import Parts
@@ -18,6 +19,9 @@ class ReasoningFormat:
     begin: str
     end: str
     always: bool = False  # True: every answer begins with reasoning, even without the opening tag
+    repeats: bool = False  # True: reasoning may follow reasoning, without line breaks
+    switchable: bool = True  # True: variables of the chat template may switch reasoning off
+    answer: str = ""  # opens the answer
 
     @property
     def markup(self) -> tuple[str, ...]:
@@ -125,6 +129,14 @@ class ReasoningParser:
             parts.reasoning.append("\n" * self._newlines + stripped)
             self._thought, self._newlines = True, 0
         self._newlines += len(text) - len(stripped)
+
+
+class TokenCounter(Protocol):
+    """A counter of the reasoning tokens of an answer."""
+
+    number: int
+
+    def push(self, token_ids: Iterable[int]) -> None: ...
 
 
 class ReasoningTokens:

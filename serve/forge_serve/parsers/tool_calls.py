@@ -29,7 +29,8 @@ _ids = random.Random()
 class Written:
     """The literal texts of a format: `marker first call (between call)* last`.
 
-    Each call is `begin(name)`, its arguments and `end`.
+    Each call is `begin(name)`, its arguments and `end`. Calls without a marker, and free text
+    around calls with one, are possible unless `final` opens every answer without calls.
     """
 
     begin: Callable[[str], str]
@@ -38,6 +39,8 @@ class Written:
     first: str = ""
     between: str = ""
     last: str = ""
+    preamble: tuple[str, str] = ("", "")  # around free text before the calls
+    final: str = ""
 
 
 class ToolCallFormat:
@@ -138,15 +141,25 @@ class ToolCallParser(CallSink):
         while text:
             text = self._content(text) if self._reader is None else self._read(text)
 
-    def finish(self, parts: Parts) -> None:
+    @property
+    def reads(self) -> bool:
+        """True within a call."""
+        return self._reader is not None
+
+    def end_call(self, parts: Parts) -> None:
+        """End the call that is being read, if any, as at the end of the text."""
         self._parts = parts
-        if self._reader is not None and not self._at_end(self._reader):
+        reader, self._reader = self._reader, None
+        if reader is not None and not self._at_end(reader):
             if self._open:
                 self._cut_off()
             elif self._dropping:
                 self._raw.clear()
             else:
                 self._give_up("")
+
+    def finish(self, parts: Parts) -> None:
+        self.end_call(parts)
         held, self._marker_part = self._marker_part, ""
         self._say(held)
         if not self.num_calls:
@@ -239,7 +252,10 @@ class ToolCallParser(CallSink):
         """Emit a call whose arguments the end of the text has cut off."""
         if self._whole and not self._dropping:
             self._parts.add(self._call)
-        self._blank = []
+        self._raw.clear()
+        self._open, self._handed_on, self._said = False, False, False
+        self._call, self._blank = Parts(), []
+        self._index += 1
 
     def _give_up(self, last: str) -> None:
         """Turn the text that has not been emitted, and `last`, into content."""
