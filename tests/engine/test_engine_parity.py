@@ -23,6 +23,9 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=
         "olmo2",
         "smollm3",
         "gpt2",
+        "phi3_partial",
+        "qwen2_5_vl",
+        "qwen3_vl_moe",
     ],
 )
 def folder(request, goldens):
