@@ -129,13 +129,13 @@ def quantized_shards(
 
 
 def _faults(part: Tensor, format: QuantizedFormat, stored: Mapping[str, TensorSource]) -> list[str]:
-    shape, stacked = part.shape[-2:], format.scheme.stacked
+    stacked = format.scheme.stacked
     if len(part.shape) != 2 + stacked:
         return [
             f"{part.name} has the quantized matrices of all experts of a layer, which is not "
             "supported: each expert needs its own tensors"
         ]
-    experts = part.shape[0] if stacked else None
+    shape, experts = (part.shape[-2], part.shape[-1]), part.shape[0] if stacked else None
     return check_matrix(format.scheme, module_of(part.name), shape, stored, experts)
 
 

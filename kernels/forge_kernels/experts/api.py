@@ -65,7 +65,7 @@ def choose_experts(
     return experts.astype(jnp.int32), weights
 
 
-def mix_experts(
+def mix_experts(  # noqa: PLR0913
     x: jax.Array,
     gate_up: jax.Array | MatrixWeight,
     down: jax.Array | MatrixWeight,
