@@ -79,7 +79,7 @@ def logits_of(model):
 # ---- computation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"])
 @pytest.mark.quick_cases(1)
 def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
     base = goldens / name
