@@ -303,7 +303,7 @@ async def test_chat_has_reasoning_content_and_calls(serve, special):
 async def test_responses_have_items_in_order(serve):
     answer = f"{ANALYSIS}a{NEXT}{PREAMBLE}b{NEXT}{WEATHER_CALL}"
     server = await serve(answer)
-    more = {"tools": [responses.TOOL]}
+    more: dict[str, Any] = {"tools": [responses.TOOL]}
     whole = await responses.created(server, **more)
     events = await responses.streamed(server, **more)
     output = responses.put_together(events)
