@@ -34,6 +34,11 @@ MAX_DATE_FORMAT = 256
 LONG_PIECE = 1024  # characters; longer pieces may have been slow to make
 
 _TRIAL = "qwxz"  # occurs in no template
+_TRIAL_CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "f", "arguments": {}},
+}
 _SPEAKERS = ("system", "user", "assistant")
 _TRIAL_SHARE = 1 / 64  # of the budget of a rendering
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -192,6 +197,7 @@ class ChatTemplate:
         template = self._template_for(variables["tools"])
         for message in variables["messages"]:
             self._adapt_content(template, message)
+            self._adapt_reasoning(template, message)
         final_text = ""
         if continue_final_message:
             final_text = _mark_final_message(variables["messages"])
@@ -259,6 +265,32 @@ class ChatTemplate:
         ):
             message["content"] = [_part(content)]
 
+    def _adapt_reasoning(self, template: jinja2.Template, message: dict[str, Any]) -> None:
+        """Append the content of a message with calls to its reasoning if the template demands it.
+
+        gpt-oss's template rejects messages with calls that have both, but shows either of them.
+        """
+        reasoning, content = message.get("thinking"), message.get("content")
+        if not (message.get("tool_calls") and isinstance(reasoning, str) and reasoning):
+            return
+        if isinstance(content, str) and content and not self._takes_both(template):
+            message["thinking"] = message["reasoning_content"] = f"{reasoning}\n\n{content}"
+            message["content"] = ""
+
+    def _takes_both(self, template: jinja2.Template) -> bool:
+        """Return False if content is what makes the template reject a call with reasoning."""
+        key = (id(template), "calls", 0)
+        if key not in self._shown:
+
+            def rejected(content: str) -> bool:
+                texts = {"content": content, "thinking": _TRIAL, "reasoning_content": _TRIAL}
+                asked = {"role": "assistant", "tool_calls": [_TRIAL_CALL], **texts}
+                messages = [{"role": "user", "content": "x"}, asked]
+                return self._rendered(template, messages) is None
+
+            self._shown[key] = not rejected(_TRIAL) or rejected("")
+        return self._shown[key]
+
     def _shows(self, template: jinja2.Template, role: str, parts: int) -> bool:
         """Return True if the template renders content of this role and form.
 
@@ -285,20 +317,25 @@ class ChatTemplate:
             tried["content"] = texts[0]
         conversation = {"user": [tried], "system": [tried, user], "assistant": [user, tried, user]}
         if role == "tool":
-            function = {"name": "f", "arguments": {}}
-            call = {"id": "call00000", "type": "function", "function": function}
-            asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-            conversation["tool"] = [user, asked, {**tried, "tool_call_id": call["id"], "name": "f"}]
-        context = {"messages": conversation[role], "tools": None, "documents": None}
-        try:
-            with budget(_TRIAL_SHARE):
-                text = template.render(
-                    context | {"add_generation_prompt": False} | self.special_tokens
-                )
-        except (OverLimitError, *_TEMPLATE_FAULTS):
+            asked = {"role": "assistant", "content": "", "tool_calls": [_TRIAL_CALL]}
+            result = {**tried, "tool_call_id": _TRIAL_CALL["id"], "name": "f"}
+            conversation["tool"] = [user, asked, result]
+        text = self._rendered(template, conversation[role])
+        if text is None:
             return False
         ends = [text.partition(each)[1:] for each in texts]
         return all(found and not rest.startswith(("'}", '"}')) for found, rest in ends)
+
+    def _rendered(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> str | None:
+        """Return the text of a trial conversation; None: the template rejects it."""
+        context = {"messages": messages, "tools": None, "documents": None}
+        try:
+            with budget(_TRIAL_SHARE):
+                return template.render(
+                    context | {"add_generation_prompt": False} | self.special_tokens
+                )
+        except (OverLimitError, *_TEMPLATE_FAULTS):
+            return None
 
     def _placeholders(self, variables: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
         """Return a private-use character for each special token that occurs in the variables.

@@ -401,6 +401,16 @@ async def test_variables_and_previous_turns_reach_the_template(serve):
     assert "Reasoning: medium" in prompt and "Hm." not in prompt and "So." not in prompt
 
 
+async def test_preamble_of_a_previous_call_joins_its_reasoning(serve):
+    """The template rejects calls with both content and reasoning."""
+    server = await serve("x")
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    for reasoning, shown in (({"reasoning": "Hm."}, "Hm.\n\nLet me see."), ({}, "Let me see.")):
+        body = {"messages": [*chat()["messages"], {**turn, **reasoning}]}
+        assert f"{ANALYSIS}{shown}{NEXT} to=functions.f" in await prompt_of(server, body)
+
+
 def prompt_tokens(answer: dict[str, Any]) -> int:
     usage = answer["usage"]  # in /v1/messages, cached tokens are counted apart
     return usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)

@@ -89,6 +89,24 @@ def test_kwargs_may_replace_special_tokens_but_not_messages():
         ChatTemplate("{{ messages }}").render(HELLO, messages=[])
 
 
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ m.content }}|{{ m.thinking }}", "a|b"),
+        ("{% if m.content and m.thinking %}{{ raise_exception('no') }}{% endif %}"
+         "{{ m.content }}|{{ m.reasoning_content }}", "|b\n\na"),
+    ],
+)  # fmt: skip
+def test_content_joins_reasoning_only_if_a_call_cannot_have_both(source, shown):
+    source = "{% set m = messages[-1] %}" + source
+    call = {"function": {"name": "f", "arguments": {}}}
+    message = {"role": "assistant", "content": "a", "reasoning": "b"}
+    assert render(source, [*HELLO, {**message, "tool_calls": [call]}]) == shown
+    if "raise" in source:
+        with pytest.raises(RequestError, match="no"):
+            render(source, [*HELLO, message])
+
+
 def test_sandbox_hides_python_and_forbids_mutation():
     with pytest.raises(RequestError, match="SecurityError"):
         render("{{ ''.__class__.__mro__ }}")
