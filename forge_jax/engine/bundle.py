@@ -18,6 +18,7 @@ import forge_jax
 import forge_kernels
 from forge_jax.engine.fingerprint import cpu_instructions
 from forge_jax.errors import ConfigError
+from forge_jax.models.plugins import code_digest
 from forge_jax.step.bundle import Bundle, BundleError, is_bundle
 from forge_kernels import cpu
 
@@ -129,6 +130,7 @@ def _described(model: Model) -> dict[str, Any]:
         "spec": dataclasses.asdict(model.spec),
         "leaves": [[name, leaf.shape, leaf.dtype] for name, leaf in leaves],
         "formats": model.formats,
+        "code": code_digest(model.spec.architecture),
     }
 
 

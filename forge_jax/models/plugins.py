@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.host.files import short_repr
@@ -65,6 +67,25 @@ def architecture_names() -> list[str]:
     """Return all names: those built in, then the others in alphabetical order."""
     others = {*_registered, *(point.name for point in _all_entry_points(tuple(sys.path)))}
     return [*ARCHITECTURES, *sorted(others - ARCHITECTURES.keys())]
+
+
+def code_digest(name: str) -> str | None:
+    """Return a hash of an architecture's code; None if all of it is in forge_jax.
+
+    It covers the imported modules of the packages that define the architecture's functions.
+    """
+    found = find_architecture(name)
+    functions = (found.read_spec, found.weights, found.decoder, found.cache)
+    wrapped = [each.func if isinstance(each, partial) else each for each in functions]
+    packages = {each.__module__.partition(".")[0] for each in wrapped} - {"forge_jax"}
+    if not packages:
+        return None
+    digest = hashlib.sha256()
+    for module, code in sorted(sys.modules.items()):
+        file = getattr(code, "__file__", None)
+        if module.partition(".")[0] in packages and file is not None:
+            digest.update(module.encode() + Path(file).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _sources(name: str) -> list[str]:

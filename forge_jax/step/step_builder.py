@@ -17,6 +17,7 @@ import numpy as np
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models.kv import KV
 from forge_jax.models.lora import set_adapter
+from forge_jax.models.plugins import code_digest
 from forge_jax.sampling_params import MAX_LOGIT_BIAS
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.step.slots import (
@@ -175,6 +176,7 @@ class StepBuilder:
             "cpu_kernels": cpu.identity(),
             "uniform": options.deterministic,
             "compiler_options": options.compiler_options,
+            "model_code": code_digest(self._model.spec.architecture),
             **({} if options.lora is None else {"lora": dataclasses.asdict(options.lora)}),
         }
         if options.mesh is None:

@@ -219,6 +219,14 @@ def test_other_model_is_not_loaded(stories, written, warnings):
     assert "model is" in warnings()[0]
 
 
+def test_bundle_of_a_family_whose_code_changed_is_not_loaded(
+    short_stories, written, warnings, monkeypatch
+):
+    monkeypatch.setattr("forge_jax.engine.bundle.code_digest", lambda name: "0123456789ab")
+    assert chosen(short_stories, written).bundle is None
+    assert "model is" in warnings()[0]
+
+
 def test_several_devices_do_not_load_a_bundle(short_stories, written):
     design = chosen(short_stories, written)
     assert design.bundle is not None

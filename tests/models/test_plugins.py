@@ -9,7 +9,7 @@ import forge_jax
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.models import Architecture, decoder_spec, plugins
 from forge_jax.models.families import ARCHITECTURES
-from forge_jax.models.plugins import architecture_names, find_architecture
+from forge_jax.models.plugins import architecture_names, code_digest, find_architecture
 
 OWN = Architecture(
     read_spec=lambda config, generation: decoder_spec(config, generation, "OwnForCausalLM"),
@@ -103,3 +103,15 @@ def test_name_from_two_places_is_rejected(install, name):
     assert "provided by own-models 1.5" in message and "provided by other-models 1.5" in message
     assert ("built in" in message) == (name == "LlamaForCausalLM")
     assert message.endswith("uninstall a package or rename its architecture")
+
+
+def test_digest_covers_the_code_of_a_familys_package(install, tmp_path):
+    own = "\ndef read_spec(*files): return llama.ARCHITECTURE.read_spec(*files)\n"
+    code = f"import dataclasses\nfrom forge_jax.models.families import llama\n{own}"
+    code += "ARCHITECTURE = dataclasses.replace(llama.ARCHITECTURE, read_spec=read_spec)\n"
+    install("own-models", "own_code", code=code)
+    first = code_digest("OwnForCausalLM")
+    assert first is not None and code_digest("OwnForCausalLM") == first
+    (tmp_path / "own-models" / "own_code.py").write_text(code + "# changed\n")
+    assert code_digest("OwnForCausalLM") not in (None, first)
+    assert {code_digest(name) for name in ARCHITECTURES} == {None}
