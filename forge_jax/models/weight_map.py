@@ -88,13 +88,7 @@ def decoder_weights(
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim
     kv_rows = spec.num_key_value_heads * spec.head_dim
-    embedding = Tensor("model.embed_tokens.weight", (spec.vocab_size, d))
-    weights = _norm(spec, "norm", "model.norm")
-    if spec.tie_word_embeddings:
-        weights["head.weight"] = (embedding,)
-    else:
-        weights["embedding.weight"] = (embedding,)
-        weights["head.weight"] = (Tensor("lm_head.weight", (spec.vocab_size, d)),)
+    weights = _norm(spec, "norm", "model.norm") | _vocabulary(spec)
     qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
     gate_up = {"gate_proj": inner, "up_proj": inner}
     if "qkv" in fused:
@@ -140,6 +134,15 @@ def decoder_weights(
                 name = f"{tensor}.self_attn.{theirs}.weight"
                 weights[f"{leaf}.attention.{ours}_norm.weight"] = (Tensor(name, (size,)),)
     return weights
+
+
+def _vocabulary(spec: ModelSpec) -> WeightMap:
+    """Return the tensors of the embedding and the head, which may be one."""
+    shape = spec.vocab_size, spec.hidden_size
+    embedding = Tensor("model.embed_tokens.weight", shape)
+    if spec.tie_word_embeddings:
+        return {"head.weight": (embedding,)}
+    return {"embedding.weight": (embedding,), "head.weight": (Tensor("lm_head.weight", shape),)}
 
 
 def _norm(spec: ModelSpec, leaf: str, module: str) -> WeightMap:
