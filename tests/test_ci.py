@@ -10,7 +10,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-PARTS = {
+CHECKS = {
     "lint": ["lint"],
     "tests": ["test-all"],
     "site": ["site"],
@@ -23,7 +23,7 @@ PARTS = {
 def run_ci(tmp_path):
     """Run `.ci/run` with a `make` that records its arguments and fails for one target."""
 
-    def run(*parts: str, failing: str = "-") -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(*checks: str, failing: str = "-") -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log = tmp_path / "log"
         log.write_text("")
         make = tmp_path / "make"
@@ -33,26 +33,26 @@ def run_ci(tmp_path):
         )
         make.chmod(0o755)
         env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-        command = ["bash", str(ROOT / ".ci" / "run"), *parts]
+        command = ["bash", str(ROOT / ".ci" / "run"), *checks]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         return done, log.read_text().splitlines()
 
     return run
 
 
-def test_ci_runs_every_part_in_order_by_default(run_ci):
+def test_ci_runs_every_check_in_order_by_default(run_ci):
     done, targets = run_ci()
     assert done.returncode == 0
-    assert targets == [target for part in PARTS.values() for target in part]
+    assert targets == [target for check in CHECKS.values() for target in check]
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_ci_runs_a_part_by_name(run_ci, part):
-    done, targets = run_ci(part)
-    assert (done.returncode, targets) == (0, PARTS[part])
+@pytest.mark.parametrize("check", CHECKS)
+def test_ci_runs_a_check_by_name(run_ci, check):
+    done, targets = run_ci(check)
+    assert (done.returncode, targets) == (0, CHECKS[check])
 
 
-def test_ci_stops_at_the_first_part_that_fails(run_ci):
+def test_ci_stops_at_the_first_check_that_fails(run_ci):
     done, targets = run_ci(failing="test-all")
     assert done.returncode == 1 and targets == ["lint", "test-all"]
 
@@ -63,17 +63,17 @@ def test_ci_names_what_it_leaves_out_and_why(run_ci):
     assert "skipped: test-browser" in done.stdout and "ERROR: no network" in done.stdout
 
 
-def test_ci_rejects_an_unknown_part_before_it_runs_anything(run_ci):
+def test_ci_rejects_an_unknown_check_before_it_runs_anything(run_ci):
     done, targets = run_ci("lint", "linting")
     assert (done.returncode, targets) == (2, [])
-    assert "no such part: linting; choose from: lint tests site" in done.stderr
+    assert "no such check: linting; choose from: lint tests site" in done.stderr
 
 
-def test_workflow_runs_every_part_on_the_pinned_python():
-    job = WORKFLOW["jobs"]["part"]
-    assert job["strategy"]["matrix"]["part"] == list(PARTS)
+def test_workflow_runs_every_check_on_the_pinned_python():
+    job = WORKFLOW["jobs"]["check"]
+    assert job["strategy"]["matrix"]["check"] == list(CHECKS)
     *actions, run = job["steps"]
-    assert run["run"] == "bash .ci/run ${{ matrix.part }}"
+    assert run["run"] == "bash .ci/run ${{ matrix.check }}"
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action["uses"]) for action in actions)
     (python,) = (action["with"] for action in actions if "setup-python" in action["uses"])
     assert (ROOT / python["python-version-file"]).is_file() and python["cache"] == "pip"
