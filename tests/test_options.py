@@ -14,6 +14,7 @@ from forge_jax.errors import ConfigError
 def test_names_of_other_engines_are_arguments():
     config = EngineConfig.from_options(
         tensor_parallel_size=2,
+        enable_expert_parallel=True,
         gpu_memory_utilization=0.5,
         kv_cache_dtype="fp8_e4m3",
         enable_prefix_caching=False,
@@ -25,6 +26,7 @@ def test_names_of_other_engines_are_arguments():
     )
     assert config == EngineConfig.from_options(
         tensor_parallel=2,
+        expert_parallel=True,
         memory_fraction=0.5,
         kv_dtype="fp8",
         prefix_cache=False,

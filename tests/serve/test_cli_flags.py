@@ -130,6 +130,7 @@ def test_values_of_other_engines_are_rejected():
         ("--swap-space 4", "--swap-space is not supported: preempted sequences are recomputed"),
         ("--pipeline-parallel-size 2", "use --tensor-parallel"),
         ("--kv-cache-memory-bytes 9", "use --num-blocks"),
+        ("--ep-size 2", "use --expert-parallel"),
         ("--quantization awq", "--quantization: awq: the checkpoint's config.json sets the method"),
         ("--kv-cache-dtype fp8_e5m2", "use fp8"),
         ('--speculative-config {"method":"eagle"}', "must be ngram, suffix, draft_model"),
