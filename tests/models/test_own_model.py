@@ -157,17 +157,17 @@ def test_packed_and_rounded_matrices_stay_close_to_the_reference(
 
 
 def test_preempted_sequences_continue_with_the_references_tokens(folder, tensors):
-    """Three sequences of 60 tokens need 12 blocks, so 8 blocks force preemptions."""
+    """Two sequences of 80 tokens need 10 blocks, so 9 blocks force preemptions."""
     llm = forge_jax.LLM(
-        str(folder), max_num_seqs=3, block_size=16, num_blocks=8, max_model_len=64,
+        str(folder), max_num_seqs=3, block_size=16, num_blocks=9, max_model_len=80,
         enable_prefix_caching=False, max_num_batched_tokens=32,
     )  # fmt: skip
     with llm:
-        params = forge_jax.SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        params = forge_jax.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         outputs = llm.generate(PROMPTS, params)
         assert core_of(llm).scheduler.num_preemptions > 0
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert list(output.outputs[0].token_ids) == greedy(tensors, prompt, 20)
+        assert list(output.outputs[0].token_ids) == greedy(tensors, prompt, 40)
 
 
 def test_server_finds_the_family_in_every_process(folder, tensors):
