@@ -7,7 +7,7 @@ Each seed draws its own limits and a random subset of troubles:
 - failing dispatches and reads, recovery of a few sequences first, late results
 - a clock that jumps in both directions
 
-The fake device checks the content of every KV slot. `Simulation.check` checks the state of
+The fake device checks the content of every cache slot. `Simulation.check` checks the state of
 scheduler and pool, and `_check_order` the order of service. Each output is compared with the fake
 device's continuation of the prompt alone.
 
