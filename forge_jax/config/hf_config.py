@@ -18,7 +18,7 @@ class HFConfig:
     Args:
       where: the file's name in errors.
       defaults: the values of fields that the file omits.
-      names: the file's own names of fields (see `renamed`).
+      names: the file's names for fields (see `renamed`).
     """
 
     def __init__(

@@ -31,7 +31,7 @@ DEFAULTS = {
     "eos_token_id": 50256,
     "tie_word_embeddings": True,
 }
-# The own names of fields that all families have: `attribute_map` in transformers.
+# GPT-2's names for the fields that all families have (`attribute_map` in transformers).
 NAMES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -67,7 +67,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
 
 
 class GPT2(Decoder):
-    """The common decoder, with an embedding of each position added to the tokens'."""
+    """The common decoder with learned position embeddings added to the token embeddings."""
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, shards: int = 1):
         super().__init__(spec, dtype, matrix, shards)
@@ -104,5 +104,5 @@ ARCHITECTURE = Architecture(
     nullable=frozenset({"n_inner"}),
     decoder=GPT2,
     weights=_weights,
-    other_weights=lambda spec: _weights(spec, prefix=""),  # saved from the model without its head
+    other_weights=lambda spec: _weights(spec, prefix=""),  # saved without the LM head
 )
