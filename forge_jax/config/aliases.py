@@ -177,12 +177,12 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kv_dtype": {"fp8_e4m3": "fp8"},
 }
 
-_CHECKPOINT = "the checkpoint's config.json sets the method: omit this option"
+_CHECKPOINT = "the checkpoint's config.json sets the method: omit this flag"
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "quantization": dict.fromkeys(
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), _CHECKPOINT
     )
-    | {"gguf": "the .gguf file sets the types: omit this option"},
+    | {"gguf": "the .gguf file sets the types: omit this flag"},
     "kv_dtype": {"fp8_e5m2": "only float8_e4m3fn is supported: use fp8"},
 }
 
@@ -194,7 +194,7 @@ IMPLIED = (
     Implied("enable_request_id_headers", "every response has X-Request-Id"),
     Implied(
         "enable_lora",
-        "`--lora` or `--max-loras` enables adapters: without either, the flag is rejected",
+        "`--lora` or `--max-loras` enables adapters; the flag alone is rejected",
         needs=("lora", "max_loras"),
     ),
 )
@@ -213,22 +213,22 @@ REFUSED: Mapping[str, str] = {
     "node_rank": _ONE_HOST,
     "ep_size": "the devices of --tensor-parallel divide the experts: use --expert-parallel",
     "distributed_executor_backend": _ONE_HOST,
-    "swap_space": "preempted sequences are recomputed, never swapped: omit this option",
+    "swap_space": "preempted sequences are recomputed, never swapped: omit this flag",
     "cpu_offload_gb": "weights are never offloaded: use --quantization to save memory",
-    "kv_offloading_size": "blocks evicted from the KV cache are recomputed: omit this option",
+    "kv_offloading_size": "blocks evicted from the KV cache are recomputed: omit this flag",
     "kv_cache_memory_bytes": "the size of the KV cache is set in blocks: use --num-blocks",
     "download_dir": "models are stored in Hugging Face's cache: set HF_HOME",
     "hf_token": "set HF_TOKEN",
     "load_format": _CHECKPOINT_FILES,
     "config_format": _CHECKPOINT_FILES,
     "tokenizer": "the tokenizer in the model's folder is used",
-    "tokenizer_mode": "there is only one tokenizer implementation: omit this option",
+    "tokenizer_mode": "there is only one tokenizer implementation: omit this flag",
     "tokenizer_revision": "the model's tokenizer is used: use --revision",
-    "code_revision": "code in a model's folder is never run: omit this option",
+    "code_revision": "code in a model's folder is never run: omit this flag",
     "hf_overrides": "edit config.json in a copy of the model's folder",
     "rope_scaling": "edit config.json in a copy of the model's folder",
     "rope_theta": "edit config.json in a copy of the model's folder",
-    "model_impl": "each model has only one implementation: omit this option",
+    "model_impl": "each model has only one implementation: omit this flag",
     "generation_config": (
         "only EOS tokens are read from generation_config.json: set sampling parameters in requests"
     ),
@@ -238,17 +238,17 @@ REFUSED: Mapping[str, str] = {
     "max_cudagraph_capture_size": "see --no-command-buffers",
     "max_seq_len_to_capture": "command buffers have no length limit: see --no-command-buffers",
     "attention_backend": "the device determines it: see --kernels",
-    "guided_decoding_backend": "llguidance is the only backend: omit this option",
-    "structured_outputs_config": "llguidance is the only backend: omit this option",
+    "guided_decoding_backend": "llguidance is the only backend: omit this flag",
+    "structured_outputs_config": "llguidance is the only backend: omit this flag",
     "disable_sliding_window": "the model's config.json determines it",
     "max_cpu_loras": "all adapters are on the device: use --max-loras",
     "max_num_active_seqs": "use --max-num-seqs",
     "max_num_scheduled_tokens": "use --max-num-batched-tokens",
     "max_num_partial_prefills": "see --max-num-batched-tokens and --prefill-chunk-size",
-    "max_logprobs": "the limit is fixed: omit this option",
+    "max_logprobs": "the limit is fixed: omit this flag",
     "logprobs_mode": "logprobs are always computed before temperature and penalties",
     "logits_processors": "custom code is not loaded: use logit_bias in requests",
-    "prefix_caching_hash_algo": "the hash is fixed: omit this option",
+    "prefix_caching_hash_algo": "the hash is fixed: omit this flag",
     "runner": "see --pooling",
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,

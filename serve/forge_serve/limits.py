@@ -64,7 +64,7 @@ class Limits:
     number_digits: int = _row(400, "consecutive digits of a number in a body", low=20)
     text_bytes: int = _row(
         2 * MIB,
-        "bytes of text to tokenize per request; the text that truncation removes does not count",
+        "bytes of text to tokenize per request, after truncation",
         low=KIB,
         high=1024 * MIB,
         flag="--max-text-bytes",
@@ -105,7 +105,7 @@ class Limits:
     )
     literal_bytes: int = _row(
         4 * KIB,
-        "bytes in a structured-output choice, or in a key or enum or const string of a JSON schema",
+        "bytes in a choice, an object key, or an enum or const string of a schema",
         low=16,
     )
     schema_depth: int = _row(32, "nesting levels of arrays and objects in a JSON schema", low=4)

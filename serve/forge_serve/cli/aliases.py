@@ -38,12 +38,12 @@ ALIASES = (
 )
 
 _TOOLS = "the parsers are built in: see --tool-call-parser"
-_TEXTS = "prompts and outputs are never logged: omit this option"
+_TEXTS = "prompts and outputs are never logged: omit this flag"
 REFUSED: Mapping[str, str] = {
     **aliases.REFUSED,
     "max_num_queued_reqs": "use --max-queued-requests, which does not count running requests",
-    "response_role": "the role is always assistant: omit this option",
-    "chat_template_content_format": "the chat template determines it: omit this option",
+    "response_role": "the role is always assistant: omit this flag",
+    "chat_template_content_format": "the chat template determines it: omit this flag",
     "default_chat_template_kwargs": "set chat_template_kwargs in each request",
     "trust_request_chat_template": "requests cannot provide a template: use --chat-template",
     "tool_parser_plugin": _TOOLS,

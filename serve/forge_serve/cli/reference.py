@@ -43,11 +43,10 @@ string. A key that is not a flag of the command, or a value of the wrong type, i
 ## Flags and Python classes
 
 In Python, flags are fields of these classes, with underscores. `LLM` and
-`EngineConfig.from_options` take the fields of all classes except `ServerConfig`. Times in seconds
-end in `_s`, `--no-x` is `x=False`, and `--compile-cache` is `compile_cache_dir`.
+`EngineConfig.from_options` take the fields of all classes except `ServerConfig`. Names of fields
+in seconds end in `_s`. `--no-x` becomes `x=False`. `--compile-cache` becomes `compile_cache_dir`.
+These are the flags of `forge-jax serve`:
 
-| class | flags of `forge-jax serve` |
-|---|---|
 """
 
 _LIMITS_HEAD = """
@@ -66,8 +65,8 @@ _ALIASES_HEAD = """
 
 Many flags of vLLM, SGLang and other engines are accepted on the command line and in `--config`.
 `LLM` and `EngineConfig.from_options` accept the names of engine flags as keyword arguments, with
-underscores. The opposite of a switch, such as `--enable-prefix-caching`, is also
-accepted.
+underscores. The opposite of each switch is also accepted: `--enable-prefix-caching` for
+`--no-enable-prefix-caching`.
 
 | forge-jax flag | flags of other engines |
 |---|---|
@@ -143,10 +142,11 @@ def page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    """Yield the rows of the flags of each class, except the limits."""
+    """Yield the list of each class's flags, except the limits."""
     for section in SECTIONS.values():
         if section is not Limits:
-            yield f"| `{section.__name__}` | {_codes(flag.flag for flag in flags(section))} |\n"
+            item = f"- `{section.__name__}`: {_codes(flag.flag for flag in flags(section))}"
+            yield fill(item, 100, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
 def _limits() -> Iterator[str]:
