@@ -307,11 +307,15 @@ class Experts(ResidualBlock):
         d, inner, own = spec.hidden_size, experts.intermediate_size, experts.own
         self.per_token, self.normalized = experts.per_token, experts.normalized
         self.count, self.own = experts.count, own
+        self.route = experts.router
         mlp = f"layers.{layer}.mlp"
         self.router = Linear(matrix(f"{mlp}.router.weight", experts.count, d))
+        correction = jnp.zeros(experts.count, jnp.float32)
+        self.correction = nnx.Param(correction) if experts.router.correction else None
         gate_up = matrix(f"{mlp}.gate_up.weight", 2 * inner, d, paired=True, experts=own)
         self.gate_up = nnx.Param(gate_up)
         self.down = nnx.Param(matrix(f"{mlp}.down.weight", d, inner, experts=own))
+        self.shared = SharedExperts(d, matrix, mlp, experts) if experts.shared_size else None
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """Return x plus the weighted outputs of the experts. x: dtype[T, d]."""
@@ -319,9 +323,18 @@ class Experts(ResidualBlock):
             normed = x if self.norm is None else self.norm(x)
         with jax.named_scope("router"):
             logits = self.router(normed, out_dtype=jnp.float32)
-            chosen, weights = choose_experts(logits, self.per_token, normalized=self.normalized)
-            shared = self.own < self.count
-            if shared:
+            chosen, weights = choose_experts(
+                logits,
+                self.per_token,
+                normalized=self.normalized,
+                scores=self.route.scores,
+                correction=None if self.correction is None else self.correction[...],
+                groups=self.route.groups,
+                kept_groups=self.route.kept_groups,
+                scale=self.route.scale,
+            )
+            divided = self.own < self.count
+            if divided:
                 assert ragged.axis is not None
                 chosen = self._of_device(chosen, ragged.axis)
         with jax.named_scope("experts"):
@@ -332,10 +345,14 @@ class Experts(ResidualBlock):
                 chosen,
                 weights,
                 num_rows=ragged.num_tokens,
-                total=self.count if shared else None,
+                total=self.count if divided else None,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
                 **self.options(),
             )
+        if self.shared is not None:
+            with jax.named_scope("shared_experts"):
+                y = y + self.shared(normed, ragged)
+        with jax.named_scope("experts"):
             if ragged.axis is not None:
                 y = add_up(y, ragged.axis)
             return self.add_result(x, y)
@@ -348,6 +365,25 @@ class Experts(ResidualBlock):
     def options(self) -> dict[str, Any]:
         """Return biases and activation for `mix_experts`. For subclasses to replace."""
         return {}
+
+
+class SharedExperts(nnx.Module):
+    """The MLP that computes every token beside the experts, with an optional gate."""
+
+    def __init__(self, d: int, matrix: MatrixBuilder, mlp: str, experts: ExpertSpec):
+        inner = experts.shared_size
+        self.gate_up = Linear(matrix(f"{mlp}.shared.gate_up.weight", 2 * inner, d, paired=True))
+        self.down = Linear(matrix(f"{mlp}.shared.down.weight", d, inner))
+        gate = matrix(f"{mlp}.shared.gate.weight", 1, d) if experts.shared_gate else None
+        self.gate = None if gate is None else Linear(gate)
+
+    def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
+        """Return this device's part of the MLP of x: dtype[T, d]."""
+        rows = ragged.num_tokens
+        y = self.down(self.gate_up(x, swiglu=True, num_rows=rows), num_rows=rows)
+        if self.gate is None:
+            return y
+        return y * jax.nn.sigmoid(self.gate(x, out_dtype=jnp.float32)).astype(y.dtype)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {

@@ -69,6 +69,20 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How experts are chosen, see `forge_kernels.experts.choose_experts`.
+
+    `correction` is True if the model has a correction of the scores.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
     """A mixture of experts in place of the MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
@@ -78,6 +92,10 @@ class ExpertSpec:
       intermediate_size: of one expert.
       normalized: True if the weights of a token's experts are scaled to sum to one.
       dense_layers: layers with an ordinary MLP.
+      router: how experts are chosen.
+      shared_size: the inner size of the MLP that computes every token beside the experts (shared
+        experts, DeepSeekMoE, arXiv:2401.06066); 0 is none.
+      shared_gate: True if the output of that MLP is multiplied by a sigmoid of its input.
       whole: True if devices divide the experts among them (expert parallelism), instead of each
         expert's matrices.
       devices: the devices that divide the experts; above 1 only in the spec of a shard.
@@ -88,6 +106,9 @@ class ExpertSpec:
     intermediate_size: int
     normalized: bool = True
     dense_layers: frozenset[int] = frozenset()
+    router: RouterSpec = RouterSpec()
+    shared_size: int = 0
+    shared_gate: bool = False
     whole: bool = False
     devices: int = 1
 
@@ -394,12 +415,13 @@ def read_experts(
       parts: fields that only this family has.
 
     Raises:
-      UnsupportedModelError: shared experts, or another activation than SiLU.
+      UnsupportedModelError: shared experts in another family, or another activation than SiLU.
     """
-    for name in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
+    shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+    for name in () if "shared_size" in parts else shared:
         if config.values.get(name):
             raise UnsupportedModelError(
-                f"{config.where}: {name} is not supported: shared experts are not implemented"
+                f"{config.where}: {name} is not supported: this architecture has no shared experts"
             )
     other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[own_name]
     name = other if alias and other in config.values else own_name

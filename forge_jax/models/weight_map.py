@@ -65,6 +65,9 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     fused: tuple[str, str] | None = None
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # as transformers 5 saves them
@@ -185,6 +188,20 @@ def _expert_weights(
     weights: WeightMap = {
         f"{leaf}.router.weight": (Tensor(f"{part}.{names.router}.weight", (count, d)),)
     }
+    if mixture.router.correction:
+        weights[f"{leaf}.correction"] = (Tensor(f"{part}.{names.correction}", (count,)),)
+    if mixture.shared_size:
+        size, module = mixture.shared_size, f"{part}.{names.shared}"
+        weights[f"{leaf}.shared.gate_up.weight"] = tuple(
+            Tensor(f"{module}.{name}.weight", (size, d)) for name in (names.gate, names.up)
+        )
+        weights[f"{leaf}.shared.down.weight"] = (
+            Tensor(f"{module}.{names.down}.weight", (d, size)),
+        )
+    if mixture.shared_gate:
+        weights[f"{leaf}.shared.gate.weight"] = (
+            Tensor(f"{part}.{names.shared_gate}.weight", (1, d)),
+        )
     if names.fused is not None:
         gate_up, down = (f"{part}.{name}" for name in names.fused)
         weights[f"{leaf}.gate_up.weight"] = (Tensor(gate_up, (count, 2 * inner, d)),)

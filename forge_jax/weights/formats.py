@@ -224,11 +224,11 @@ class WeightFormats:
         found = self.leaves.get(leaf)
         if found is not None:
             return found
-        match leaf.split(".")[-2]:
+        match leaf.removesuffix(".weight").split(".")[-1]:
             case "head":
                 return float_format(self.head)
             case "embedding":
                 return float_format(self.embedding)
-            case "router":
+            case "router" | "gate":
                 return PLAIN
         return float_format(self.layers)

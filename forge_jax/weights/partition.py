@@ -147,6 +147,8 @@ def _inner_sizes(spec: ModelSpec) -> list[tuple[str, int]]:
         sizes.append(
             ("the number of experts", count) if whole else ("the experts' intermediate size", inner)
         )
+        if spec.experts.shared_size:
+            sizes.append(("the shared experts' intermediate size", spec.experts.shared_size))
     return sizes
 
 
@@ -160,11 +162,14 @@ def shard_spec(spec: ModelSpec, shards: int) -> ModelSpec:
     if shards == 1:
         return spec
     experts = spec.experts
-    if experts is not None and experts.whole:
-        experts = dataclasses.replace(experts, devices=shards)
-    elif experts is not None:
-        inner = experts.intermediate_size // shards
-        experts = dataclasses.replace(experts, intermediate_size=inner)
+    if experts is not None:
+        shared_size = experts.shared_size // shards
+        experts = dataclasses.replace(experts, shared_size=shared_size)
+        if experts.whole:
+            experts = dataclasses.replace(experts, devices=shards)
+        else:
+            inner = experts.intermediate_size // shards
+            experts = dataclasses.replace(experts, intermediate_size=inner)
     return dataclasses.replace(
         spec,
         num_attention_heads=spec.num_attention_heads // shards,
@@ -210,6 +215,7 @@ _AXES = {
     **{"attention.q_norm.weight": -1, "attention.k_norm.weight": -1},
     **{"mlp.gate_up.weight": -2, "mlp.gate_up.bias": -1, "mlp.down.weight": -1},
     **{"mlp.up.weight": -2, "mlp.up.bias": -1},
+    **{"mlp.shared.gate_up.weight": -2, "mlp.shared.down.weight": -1},
 }
 
 _OF_EXPERTS = ("mlp.gate_up.weight", "mlp.down.weight")
@@ -234,6 +240,8 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
     if axis is None or (leaf.endswith("_norm.weight") and spec.qk_norm != "all"):
         return None
     matrix, inner = leaf.rpartition(".")[0], _inner_size(spec, int(layer))
+    if matrix.startswith("mlp.shared.") and experts is not None:
+        matrix, inner = matrix.replace(".shared", ""), experts.shared_size
     return _partition(axis, tuple(_ranges(matrix, spec, inner, shards, i) for i in range(shards)))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from forge_jax.models.weight_map import Tensor, WeightMap
 
 GROUP = 32  # columns per scale of the kernels' int4; larger groups repeat the scale
-ROUTER = ".router.weight"
+ROUTERS = (".router.weight", ".shared.gate.weight")
 LEAST_GROUP = 8  # columns of a split group; below that, scales outweigh the values
 
 
@@ -235,7 +235,7 @@ def _common_scheme(quantization: QuantSpec, leaf: str, parts: Iterable[Tensor]) 
     Raises:
       UnsupportedModelError: they have different schemes, or are stored transposed.
     """
-    is_router, in_layer = leaf.endswith(ROUTER), leaf.startswith("layers.")
+    is_router, in_layer = leaf.endswith(ROUTERS), leaf.startswith("layers.")
     schemes: dict[Scheme | None, Tensor] = {}
     for part in parts:
         scheme = quantization.scheme_of(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.weights.quantized import ROUTER, QuantizedFormat, is_matrix
+from forge_jax.weights.quantized import ROUTERS, QuantizedFormat, is_matrix
 from forge_jax.weights.tensors import MIDDLE, PLAIN, Matrix, Scheme, Values
 from forge_kernels.linear.quantized import FP8, FP8_MAX
 from forge_kernels.threads import for_each
@@ -33,7 +33,7 @@ def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFo
     """
     formats = {}
     for leaf, parts in weights.items():
-        if not is_matrix(leaf, parts) or leaf in NOT_ROUNDED or leaf.endswith(ROUTER):
+        if not is_matrix(leaf, parts) or leaf in NOT_ROUNDED or leaf.endswith(ROUTERS):
             continue
         name, inputs = parts[0].name, parts[0].columns
         group = None

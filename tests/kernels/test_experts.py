@@ -35,6 +35,33 @@ def test_ties_choose_the_first_experts():
     np.testing.assert_allclose(weights[1], [1 / 3] * 3, rtol=1e-6)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_correction_and_groups_select_experts_but_do_not_weigh_them(groups):
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((20, 12)).astype(np.float32)
+    correction = rng.standard_normal(12).astype(np.float32)
+    found = 1 / (1 + np.exp(-logits))
+    experts, weights = choose_experts(
+        jnp.asarray(logits),
+        2,
+        normalized=True,
+        scores="sigmoid",
+        correction=jnp.asarray(correction),
+        groups=groups,
+        kept_groups=1,
+        scale=2.5,
+    )
+    for row, ranked in enumerate(found + correction):
+        by_group = ranked.reshape(groups, -1)
+        best = np.sort(by_group, axis=1)[:, -2:].sum(axis=1).argmax()
+        kept = np.full_like(by_group, -np.inf)
+        kept[best] = by_group[best]
+        chosen = np.argsort(-kept.ravel())[:2]
+        assert experts[row].tolist() == chosen.tolist()
+        share = found[row, chosen]
+        np.testing.assert_allclose(weights[row], 2.5 * share / share.sum(), rtol=1e-5)
+
+
 # ---- the sum ------------------------------------------------------------------------------------
 
 

@@ -105,7 +105,7 @@ def _layer(model: ModelSpec, index: int, silu: bool) -> dict:
     mlp = {"mlp_bias": model.mlp_bias, "inner": model.intermediate_size}
     if experts is not None:
         sizes = [experts.count, experts.per_token, experts.intermediate_size]
-        mlp = {"experts": sizes, "normalized": experts.normalized}
+        mlp = {"experts": sizes, "normalized": experts.normalized, "shared": experts.shared_size}
     return {
         "window": model.window(index),
         "scale": model.sm_scale,

@@ -71,7 +71,9 @@ class FloatReader(LeafReader):
         shape = stored.shape
         if experts is not None:
             shape = (experts, shape[0] // experts, *shape[1:])
-        whole = stored.read(shape, self.model.dtype)
+        packed = float_packing(self.model, self.name) is not None
+        dtype = self.model.dtype if packed else self.model.leaf(self.name).dtype
+        whole = stored.read(shape, dtype)
         yield from float_shards(self.model, self.name, whole, self.partition, indices)
 
 

@@ -40,7 +40,7 @@ DEFAULTS = {
 }
 
 
-def _dense_layers(config: HFConfig) -> frozenset[int]:
+def dense_layers(config: HFConfig) -> frozenset[int]:
     """Return `mlp_only_layers`, and all but each `decoder_sparse_step`-th of the other layers."""
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     step = config.integer("decoder_sparse_step")
@@ -69,7 +69,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
             least=0,
             intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
             normalized=config.boolean("norm_topk_prob"),
-            dense_layers=_dense_layers(config),
+            dense_layers=dense_layers(config),
         ),
     )
 

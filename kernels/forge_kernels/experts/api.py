@@ -43,26 +43,54 @@ Implementation = Literal["auto", "reference"]
 
 Matrices = jax.Array | PackedWeight | QuantizedWeight  # of all experts
 
+_TINY = 1e-20  # so that weights that are all 0 stay 0
+
 log = logging.getLogger(__name__)
 
 
 def choose_experts(
-    logits: jax.Array, per_token: int, *, normalized: bool
+    logits: jax.Array,
+    per_token: int,
+    *,
+    normalized: bool,
+    scores: Literal["softmax", "sigmoid"] = "softmax",
+    correction: jax.Array | None = None,
+    groups: int = 1,
+    kept_groups: int = 1,
+    scale: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the most likely experts of each token; ties go to the lower number.
+    """Return the experts of each token with the highest scores; ties go to the lower number.
 
     Args:
       logits: f32[T, E], of the router.
       per_token: k.
       normalized: True to scale the weights of a token's experts to sum to one.
+      scores: the function of the logits, the softmax over all experts or the sigmoid of each.
+      correction: f32[E], added to the scores to choose experts, but not to the weights (Wang et al.
+        2024, arXiv:2408.15664).
+      groups: the number of groups of experts, which divides E.
+      kept_groups: the groups from which a token's experts are chosen. A group's score is the sum of
+        its two highest (DeepSeek-V3, arXiv:2412.19437).
+      scale: the factor on the weights.
 
     Returns:
-      (experts i32[T, k], weights f32[T, k]), the weights from the softmax over all experts.
+      (experts i32[T, k], weights f32[T, k]), the weights from the scores.
     """
-    weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), per_token)
+    logits = logits.astype(jnp.float32)
+    found = jax.nn.softmax(logits, axis=-1) if scores == "softmax" else jax.nn.sigmoid(logits)
+    ranked = found if correction is None else found + correction[None]
+    if kept_groups < groups:
+        by_group = ranked.reshape(len(ranked), groups, -1)
+        of_group = jnp.sum(lax.top_k(by_group, 2)[0], axis=-1)
+        kept = lax.top_k(of_group, kept_groups)[1]
+        allowed = jnp.any(kept[:, :, None] == jnp.arange(groups)[None, None], axis=1)
+        ranked = jnp.where(allowed[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
+    weights, experts = lax.top_k(ranked, per_token)
+    if ranked is not found:
+        weights = jnp.take_along_axis(found, experts, axis=1)
     if normalized:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return experts.astype(jnp.int32), weights
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
+    return experts.astype(jnp.int32), weights if scale == 1.0 else weights * scale
 
 
 def mix_experts(  # noqa: PLR0913
