@@ -44,6 +44,7 @@ LAYERS = {
     "olmo2": 1,  # norms over all heads
     "gemma2": 2,  # a layer with a window, and one without
     "mixtral": 1,
+    "glm4_moe": 2,  # a dense layer, and one with shared experts
     "gpt2": 1,  # an MLP without a gate; biases of the output projections are added once
 }
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"

@@ -87,6 +87,7 @@ def families():
     sources = {
         "mixtral": ("mixtral", 1, COUNTS),
         "qwen3_moe": ("qwen3_moe", 2, (2,)),
+        "glm4_moe": ("glm4_moe", 2, (2,)),
         "qwen3_moe, fused": (changed("qwen3_moe", fused), 2, (SHARDS,)),
         "blocks": (zoo(), 1, (SHARDS,)),
     }
