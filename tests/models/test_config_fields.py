@@ -38,7 +38,7 @@ OTHERS = {
     *("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"),
     *("sliding_window_pattern", "use_bidirectional_attention", "layer_types"),
     *("original_max_position_embeddings", "num_experts", "num_local_experts", "head_dim"),
-    *("clip_qkv", "use_sliding_window", "qkv_bias", "bias"),
+    *("clip_qkv", "use_sliding_window", "qkv_bias", "bias", "num_experts_per_tok"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
 }
 # Reasons to refuse configurations that transformers can compute.
@@ -53,6 +53,7 @@ REFUSALS = (
     r"(add_cross_attention|scale_attn_by_inverse_layer_idx) is not supported",
     r"layer_types must be a list of 4, each",
     r"clip_qkv is not supported",
+    r"use_bias is not supported with experts",
     r"partial_rotary_factor must be an even share of the head dim",
     r"head_dim must be even",
     r"(per_layer_config|use_bidirectional_attention|is_causal false) is not supported",

@@ -73,7 +73,7 @@ def _read_experts(config: HFConfig) -> ExpertSpec | None:
 
 
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
-    if config.boolean("use_bias"):
+    if config.boolean("use_bias", False):
         raise UnsupportedModelError(f"{config.where}: use_bias is not supported with experts")
     return decoder_spec(
         config,
@@ -98,7 +98,7 @@ def _weights(spec: ModelSpec, *, fused: tuple[str, str] | None = None) -> Weight
 ARCHITECTURE = Architecture(
     read_spec=_read_spec,
     defaults=DEFAULTS,
-    nullable=frozenset({"num_key_value_heads"}),
+    nullable=frozenset({"use_bias"}),
     weights=_weights,
     other_weights=lambda spec: _weights(spec, fused=FUSED_EXPERTS),
 )

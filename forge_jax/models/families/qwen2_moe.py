@@ -44,6 +44,8 @@ _FUSED_NAMES = ExpertNames(shared="shared_expert", fused=FUSED_EXPERTS)
 def _windows(config: HFConfig) -> tuple[int | None, ...]:
     """Return windows by `layer_types`, else for every second layer before `max_window_layers`."""
     window, last = qwen_window(config), config.integer("max_window_layers", low=0)
+    if window is None and config.boolean("use_sliding_window"):
+        raise config.error("sliding_window", "set, because use_sliding_window is true")
     return read_windows(
         config, window, lambda layer: window is not None and layer < last and layer % 2 == 0
     )
@@ -72,7 +74,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
 ARCHITECTURE = Architecture(
     read_spec=_read_spec,
     defaults=DEFAULTS,
-    nullable=frozenset({"num_key_value_heads", "sliding_window", "mlp_only_layers"}),
+    nullable=frozenset({"sliding_window", "mlp_only_layers"}),
     weights=partial(decoder_weights, experts=_NAMES),
     other_weights=partial(decoder_weights, experts=_FUSED_NAMES),
 )
