@@ -219,7 +219,7 @@ def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
         (
             "qwen3_moe",
             {"shared_expert_intermediate_size": 64},
-            "shared_expert_intermediate_size is not supported: shared experts are not implemented",
+            "shared_expert_intermediate_size is not supported: this architecture has no shared",
         ),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers must be a list of integers from"),
