@@ -19,6 +19,9 @@ COLLECTIVES = (
     *("all-reduce", "all-gather", "all-to-all", "reduce-scatter"),
     *("collective-permute", "collective-broadcast"),
 )
+# Instructions per value of the kernel for few rows, without and with minima. They were counted in
+# the PTX of its loop, without moves.
+FEW_ROWS_SCOPE, FEW_ROWS_OPERATIONS = "/forge_linear_few_rows/", (2.7, 3.3)
 # Scopes that name a part; the innermost one counts.
 PARTS = (
     "inputs", "rope_tables", "embed", "norm", "rope_write", "attention", "swiglu", "residual",
@@ -278,11 +281,26 @@ class _Reader:
         if fused is not None:
             kernel.multiplied = multiplied(fused, self.computations)
             kernel.computed = computed(fused)
+        elif FEW_ROWS_SCOPE in path:
+            kernel.multiplied, kernel.computed = _few_rows_work(
+                [computation.instructions[name].shapes[0] for name in i.operands]
+            )
         elif "cublas" in i.target:
             left, right = (computation.instructions[name].elements for name in i.operands[:2])
             out = math.prod(i.shapes[0])
             kernel.multiplied = 2.0 * out * math.sqrt(left * right / out)
         return kernel
+
+
+def _few_rows_work(shapes: list[tuple[int, ...]]) -> tuple[float, float]:
+    """Return the operations of the kernel for few rows: of products, and others.
+
+    Args:
+      shapes: of x, the matrix, its scales, its minima if it has any, and other operands.
+    """
+    rows, values = shapes[0][0], math.prod(shapes[1])
+    minima = shapes[2] in shapes[3:4]  # whose products with x are another matrix product
+    return 2.0 * rows * values * (1 + minima), FEW_ROWS_OPERATIONS[minima] * values
 
 
 def _kernel_of(i: Instruction, path: str, *, asked: bool) -> Kernel:

@@ -80,7 +80,7 @@ class Cell:
     @property
     def shape(self) -> StepShape:
         """The engine's smallest decode step for the batch."""
-        sizes = decode_sizes(1 << max(2, (self.batch - 1).bit_length()), "gpu")
+        sizes = decode_sizes(1 << max(3, (self.batch - 1).bit_length()), "gpu")
         return StepShape.decode(next(size for size in sizes if size >= self.batch))
 
 

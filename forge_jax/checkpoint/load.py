@@ -256,7 +256,7 @@ def _whole_leaves(
         return
     views = map_arrays(checked.stored) if mapped else {}
     yield views
-    names = [name for name in checked.stored if name not in views]
+    names = [name for name in checked.names if name not in views]
     in_files = _in_files({name: partial(checked.in_files, name) for name in names})
     yield from _read_together(in_files)
     for name in names:

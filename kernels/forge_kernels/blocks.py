@@ -111,6 +111,17 @@ class BlockValues:
         minimum = None if self.minimum_factor is None else factor(self.minimum_factor)
         return replace(self, factor=factor(self.factor), minimum_factor=minimum)
 
+    def with_one_level(self) -> BlockValues:
+        """Return the values with a float16 factor per group (see `one_level`)."""
+        minimum = self.minimum_factor
+        return BlockValues(
+            values=self.values,
+            factor=one_level(self.factor, self.scale),
+            scale=None,
+            minimum_factor=None if minimum is None else one_level(minimum, self.minimum),
+            minimum=None,
+        )
+
     def floats(self) -> np.ndarray:
         """Return the values as f32[n, K]."""
         rows, columns = self.values.shape
@@ -139,10 +150,26 @@ def joined(parts: Sequence[BlockValues]) -> BlockValues:
     )
 
 
+def one_level(factor: np.ndarray, by_group: np.ndarray | None) -> np.ndarray:
+    """Return the product of two levels, factor f16[..., B] and int8[..., G], as f16[..., G].
+
+    Raises:
+      ValueError: a product exceeds float16.
+    """
+    with np.errstate(over="ignore"):
+        product = _float32(factor, by_group).astype(np.float16)
+    if np.isinf(product).any() and not np.isinf(factor).any():
+        raise ValueError(
+            "a scale of a group exceeds float16, in which GPUs keep it: use a file with types of "
+            "one level, such as Q4_0 or Q8_0"
+        )
+    return product
+
+
 def _float32(factor: np.ndarray, by_group: np.ndarray | None) -> np.ndarray:
-    """Return factor * by_group as f32[n, G]."""
+    """Return factor * by_group as f32[..., G]."""
     wide = factor.astype(np.float32)
     if by_group is None:
         return wide
-    of_block = by_group.shape[1] // factor.shape[1]
-    return np.repeat(wide, of_block, axis=1) * by_group.astype(np.float32)
+    of_block = by_group.shape[-1] // factor.shape[-1]
+    return np.repeat(wide, of_block, axis=-1) * by_group.astype(np.float32)

@@ -220,7 +220,7 @@ def shared_step_faults(
     if found != expected:
         yield f"in {layers} layers the devices say to each other: {dict(found)}"
     of_experts = len(expert_calls(program))
-    attention = program.hlo.count('custom_call_target="mosaic_gpu') - of_experts
+    attention = attention_calls(program)
     if attention != 2 * layers:
         yield f"{attention} calls of the kernels in {layers} layers"
     if spec.experts is not None:
@@ -244,6 +244,10 @@ def shared_expert_faults(
     yield from (f"copies the experts' matrices: {line}" for line in made)
     if read := bytes_read(program.hlo, sizes):
         yield f"{read} bytes of experts' matrices are read outside the kernel"
+
+
+def attention_calls(program: deviceless.Program) -> int:
+    return len(re.findall(r'custom_call_target="mosaic_gpu.*/forge_attention', program.hlo))
 
 
 def command_buffer_faults(program: deviceless.Program) -> Iterator[str]:
@@ -297,7 +301,7 @@ def step_faults(
             f"{program.compiled_conditions} of {program.written_conditions} conditions are left: "
             "of the others both sides are computed in each step"
         )
-    attention = program.hlo.count('custom_call_target="mosaic_gpu') - len(expert_calls(program))
+    attention = attention_calls(program)
     if attention != 2 * layers:
         yield f"{attention} calls of the kernels in {layers} layers"
 

@@ -144,7 +144,7 @@ def expert_faults(
 def expert_calls(program: deviceless.Program) -> list[str]:
     """Return the calls of the experts' kernels."""
     calls = [line for line in program.hlo.splitlines() if 'custom_call_target="mosaic_gpu' in line]
-    return [line for line in calls if "experts" in line or "attention" not in line]
+    return [line for line in calls if "/forge_experts" in line]
 
 
 def bytes_read(hlo: str, sizes: Collection[int]) -> float:

@@ -209,7 +209,7 @@ def test_serving_starts_with_the_shape_that_takes_any_sequence():
 @pytest.mark.parametrize("largest", [1, 4, 5, 64, 65, 256, 300])
 def test_decode_sizes_at_most_double_on_a_gpu(largest):
     sizes = decode_sizes(largest, "gpu")
-    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and sizes[0] == min(4, largest)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and sizes[0] == min(8, largest)
     assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
     of_cpu = decode_sizes(largest, "cpu")
     assert of_cpu[-1] == largest and set(of_cpu) <= {4, 16, 64, largest}

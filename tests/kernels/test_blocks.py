@@ -308,12 +308,21 @@ def test_rows_are_the_values_rounded_once(kind, cpu_kernels):
         np.testing.assert_array_equal(np.asarray(rows), want.astype(dtype))
 
 
+def kept(blocks: Blocks, values: BlockValues) -> BlockValues:
+    """Return the values that a fused matrix has."""
+    quantization = Quantization.of_blocks(blocks, *values.values.shape, fused=True)
+    return values.with_one_level() if quantization.combined else values
+
+
 def quantized(blocks: Blocks, values: BlockValues, *, fused: bool = False) -> QuantizedWeight:
     quantization = Quantization.of_blocks(blocks, *values.values.shape, fused=fused)
     arrays = arrange_blocks(reader(values), quantization)
     total = sum(array.size * jax.dtypes.itemsize_bits(array.dtype) for array in arrays.values())
     total //= 8
-    assert total == values.values.size // blocks.size * blocks.bytes
+    combined = values.values.size // blocks.group * 2 - values.values.size // blocks.size * 4
+    assert total == values.values.size // blocks.size * blocks.bytes + (
+        combined if quantization.combined else 0
+    )
     none = {"zero": None, "input_scale": None}
     arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
     return QuantizedWeight(**none, **arrays, quantization=quantization)
@@ -343,7 +352,7 @@ def test_fused_products_multiply_the_values(kind):
     w = quantized(blocks, values, fused=True)
     for rows in (1, 5):
         x = activations(rows, 512).astype(jnp.bfloat16)
-        want = np.asarray(x, np.float64) @ values.floats().astype(np.float64).T
+        want = np.asarray(x, np.float64) @ kept(blocks, values).floats().astype(np.float64).T
         for product in (quantized_module._in_fusions, quantized_module._fused_product):
             got = np.asarray(product(x, w))
             assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
@@ -356,7 +365,28 @@ def test_embed_reads_rows_of_fused_weights(kind):
     values = make(blocks, 40, 512)
     rows = jnp.array([3, 0, 39])
     got = embed(quantized(blocks, values, fused=True), rows, jnp.float32)
-    np.testing.assert_allclose(got, values.floats()[np.asarray(rows)], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, kept(blocks, values).floats()[np.asarray(rows)], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_combined_scales_are_finer_than_bfloat16():
+    blocks = KINDS["4 bits, two levels with minima"]
+    values = make(blocks, 64, 512)
+    exact = values.floats()
+
+    def error(floats: np.ndarray) -> float:
+        return float(np.linalg.norm(floats - exact) / np.linalg.norm(exact))
+
+    combined = error(values.with_one_level().floats())
+    assert 0 < combined < 0.3 * error(exact.astype(BF16).astype(np.float32))
+
+
+def test_combined_scales_above_float16_are_rejected():
+    values = make(KINDS["4 bits, two levels with minima"], 4, 256)
+    large = dataclasses.replace(values, factor=np.full_like(values.factor, 60000))
+    with pytest.raises(ValueError, match="exceeds float16"):
+        large.with_one_level()
 
 
 def test_vocabulary_is_multiplied_in_parts(monkeypatch):

@@ -65,6 +65,8 @@ def assert_same_matrices(fused, plain) -> None:
         # A last group that is shorter than the others is not fused.
         whole = w.quantization.inputs % w.quantization.group == 0
         rtol = 1e-6 if whole else 2**-8
+        rounded = w.quantization.combined  # scales and minima, to float16
+        bound = 2**-10 * np.abs(exact).max() if rounded else bound
         np.testing.assert_allclose(matrix(w, _in_fusions), exact, rtol=rtol, atol=bound)
         np.testing.assert_allclose(matrix(w, _in_parts), exact, rtol=1e-6, atol=bound)
 
@@ -128,8 +130,12 @@ def test_fused_matrices_have_the_blocks_values(zoo):
 
 
 def test_memory_counts_half_a_byte_per_native_value(zoo):
-    sizes = [load(zoo, fused=fused)[0].param_bytes for fused in (ALL, frozenset())]
-    assert sizes[0] == sizes[1]
+    fused, plain = load(zoo, fused=ALL), load(zoo)
+    combined = [w.quantization for w in weights(*fused) if w.quantization.combined]
+    assert combined
+    # Two bytes for a scale and a minimum each, instead of one and a float16 factor per block.
+    more = sum(2 * q.outputs * (q.groups - q.inputs // q.blocks.size * 2) for q in combined)
+    assert fused[0].param_bytes == plain[0].param_bytes + more
 
 
 @pytest.mark.parametrize("kind", ["gguf", "gptq_zeros", "rounded"])

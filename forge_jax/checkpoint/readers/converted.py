@@ -28,6 +28,7 @@ from forge_jax.weights.partition import Partition, axis_of, matrix_of, partition
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.stored import StoredTensor
 from forge_jax.weights.tensors import Matrix
+from forge_kernels.blocks import one_level
 from forge_kernels.linear import native_int4, unpack_int4
 from forge_kernels.linear.files import PlainInFiles
 
@@ -75,10 +76,15 @@ class ConvertedReader:
         }
         return cls(model, orbax.open_arrays(folder / WEIGHTS, stored), held)
 
+    @property
+    def names(self) -> list[str]:
+        """The leaves of the model, without second levels of scales that it has combined."""
+        return [name for name in self.stored if name in self.model.names]
+
     def in_files(self, name: str) -> PlainInFiles | None:
         """Return a leaf's position in its file if C++ can read it, else None."""
         leaf = self.model.leaf(name)
-        if leaf.dtype == jnp.int4:  # stored two per byte
+        if leaf.dtype == jnp.int4 or self._second_level(name):  # stored in another form
             return None
         stored = StoredMatrix((Tensor(name, self.stored[name].shape),), self.stored)
         stretches = stored.stretches(np.dtype(leaf.dtype))
@@ -86,15 +92,30 @@ class ConvertedReader:
 
     def read(self, name: str, experts: range | None = None) -> np.ndarray:
         """Return a leaf, or all shards of it, or some experts of it."""
+        second = self._second_level(name)
+        by_group = None if second is None else self._some(second, experts)
+        return self._in_form(name, self._some(name, experts), by_group)
+
+    def _some(self, name: str, experts: range | None) -> np.ndarray:
         stored = self.stored[name]
         if experts is not None:
             of_expert = math.prod(stored.shape[1:]) * stored.dtype.itemsize
             offset = stored.offset + experts.start * of_expert
             stored = replace(stored, shape=(len(experts), *stored.shape[1:]), offset=offset)
-        return self._in_form(name, _read(name, stored))
+        return _read(name, stored)
 
-    def _in_form(self, name: str, array: np.ndarray) -> np.ndarray:
+    def _second_level(self, name: str) -> str | None:
+        """Return the leaf to combine a leaf of scales or minima with, if the model does."""
+        prefix, _, part = name.rpartition(".")
+        second = f"{prefix}.group_{part}"
+        return second if second in self.stored and second not in self.model.names else None
+
+    def _in_form(
+        self, name: str, array: np.ndarray, by_group: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return a stored array in the type of the model's leaf: 4-bit values have two."""
+        if by_group is not None:
+            return one_level(array, by_group)
         if self.model.leaf(name).dtype != jnp.int4:
             return array
         format, shape = self.model.pieces[name]
@@ -106,7 +127,7 @@ class ConvertedReader:
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
         """Yield the parts of all leaves that belong to the devices `indices`."""
         if self.held.shards == self.model.shards:
-            for name in self.stored:
+            for name in self.names:
                 yield from self._stored_shards(name, indices)
             return
         for name in self.stored:
@@ -141,10 +162,16 @@ class ConvertedReader:
             whole = self.read(name)
             yield from (Shard(name, index, whole) for index in indices)
             return
+        second = self._second_level(name)
         for index in indices:
-            offset = stored.offset + index * leaf.size * leaf.dtype.itemsize
-            array = _read(name, replace(stored, shape=leaf.shape, offset=offset))
-            yield Shard(name, index, self._in_form(name, array))
+            by_group = None if second is None else self._part(second, index)
+            yield Shard(name, index, self._in_form(name, self._part(name, index), by_group))
+
+    def _part(self, name: str, index: int) -> np.ndarray:
+        """Return the array of one device from a folder for several."""
+        leaf, stored = self.held.leaf(name), self.stored[name]
+        offset = stored.offset + index * leaf.size * leaf.dtype.itemsize
+        return _read(name, replace(stored, shape=leaf.shape, offset=offset))
 
     def _matrices(self, name: str, experts: range | None) -> list[Matrix]:
         """Return a leaf's matrices, or those of `experts`, as they were in their checkpoint."""

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from forge_kernels.linear.operands import MatmulOptions, MatrixWeight
+from forge_kernels.linear.quantized import QuantizedWeight
+from forge_kernels.norm import rms_norm
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,13 @@ class MixedMatrix:
     def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
         """Return x times the transpose of the matrix; see `linear`."""
         residual, swiglu = options.pop("residual", None), options.pop("swiglu", False)
+        norm = options.get("norm")
+        if norm is not None and any(isinstance(piece, QuantizedWeight) for piece in self.pieces):
+            options["norm"] = None
+            with jax.named_scope("norm"):
+                x = rms_norm(x, *norm)
+                # Without the barrier, XLA:GPU computes part of the norm again for every piece.
+                x = lax.optimization_barrier(x)
         if swiglu:  # of gate and up before rounding, as in a single matrix
             options["out_dtype"] = jnp.float32
         y = jnp.concatenate([piece.matmul(x, **options) for piece in self.pieces], axis=1)

@@ -24,8 +24,10 @@ from jax.typing import DTypeLike
 from forge_kernels.blocks import Blocks
 from forge_kernels.devices import current_gpu
 from forge_kernels.linear.blocks import MIDDLE, Read
+from forge_kernels.linear.few_rows import few_rows_linear, supports
 from forge_kernels.linear.operands import MatmulOptions, Operands, around, check
 from forge_kernels.linear.panels import aligned_empty
+from forge_kernels.norm import rms_norm
 from forge_kernels.threads import for_each
 
 Values = Literal["int8", "fp8", "int4", "mxfp4"]
@@ -119,6 +121,17 @@ class Quantization:
         return self._shape((self.outputs, width), dtype)
 
     @property
+    def combined(self) -> bool:
+        """True if the two levels of scales are multiplied when the matrix is loaded.
+
+        The GPU kernel for few rows (`mosaic_gpu`) reads one float16 scale per group. It costs two
+        more bytes per group, with minima. Rounding the product changes a value by 2**-11 of itself
+        at most, or 2**-25 if larger.
+        """
+        blocks = self.blocks
+        return self.native and blocks is not None and blocks.two_levels and blocks.minima
+
+    @property
     def scale(self) -> jax.ShapeDtypeStruct:
         """The scales; for blocks, their factors."""
         if self.blocks is not None:
@@ -141,13 +154,13 @@ class Quantization:
     @property
     def _factor(self) -> jax.ShapeDtypeStruct:
         assert self.blocks is not None
-        shape = self.outputs, self.inputs // self.blocks.size
-        return self._shape(shape, jnp.float16)
+        size = self.blocks.group if self.combined else self.blocks.size
+        return self._shape((self.outputs, self.inputs // size), jnp.float16)
 
     @property
     def _by_group(self) -> jax.ShapeDtypeStruct | None:
         assert self.blocks is not None
-        if not self.blocks.two_levels:
+        if not self.blocks.two_levels or self.combined:
             return None
         return self._shape((self.outputs, self.groups), jnp.int8)
 
@@ -191,11 +204,29 @@ class QuantizedWeight:
         dtype = jnp.dtype(given.out_dtype or x.dtype)
         check(x, given, kind=kept.values, dtype=x.dtype, shape=(kept.outputs, kept.inputs))
 
-        def product(x: jax.Array) -> jax.Array:
-            gpu = current_gpu()
-            return quantized_product(x, self, dtype, fp8_cores=gpu is not None and gpu.has_fp8)
+        gpu = current_gpu()
 
-        return around(x, product, given)
+        def plain(x: jax.Array, w: QuantizedWeight, residual: jax.Array | None) -> jax.Array:
+            def product(x: jax.Array) -> jax.Array:
+                return quantized_product(x, w, dtype, fp8_cores=gpu is not None and gpu.has_fp8)
+
+            return around(x, product, given._replace(norm=None, residual=residual))
+
+        if given.norm is not None:
+            with jax.named_scope("norm"):
+                x = rms_norm(x, *given.norm)
+        if gpu is None or not supports(kept, len(x), x.dtype):
+            return plain(x, self, given.residual)
+        with jax.named_scope("product"):
+            return few_rows_linear(
+                x,
+                self,
+                given.residual,
+                plain,
+                swiglu=given.swiglu,
+                out_dtype=dtype,
+                capability=gpu.capability,
+            )
 
 
 ARRAYS = ("weight", "scale", "zero", "input_scale", "group_scale", "minimum", "group_minimum")
@@ -235,6 +266,7 @@ def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarr
 
     def work(first: int) -> None:
         rows = read(np.arange(first, min(first + step, quantization.outputs)))
+        rows = rows.with_one_level() if quantization.combined else rows
         values = rows.values
         if four:
             values = (values if minima else values + np.int8(MIDDLE)).view(np.uint8)
