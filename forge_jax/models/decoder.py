@@ -368,7 +368,7 @@ class Experts(ResidualBlock):
 
 
 class SharedExperts(nnx.Module):
-    """The MLP that computes every token beside the experts, with an optional gate."""
+    """The MLP that computes every token in addition to its experts, with an optional gate."""
 
     def __init__(self, d: int, matrix: MatrixBuilder, mlp: str, experts: ExpertSpec):
         inner = experts.shared_size

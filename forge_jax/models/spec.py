@@ -93,8 +93,8 @@ class ExpertSpec:
       normalized: True if the weights of a token's experts are scaled to sum to one.
       dense_layers: layers with an ordinary MLP.
       router: how experts are chosen.
-      shared_size: the inner size of the MLP that computes every token beside the experts (shared
-        experts, DeepSeekMoE, arXiv:2401.06066); 0 is none.
+      shared_size: the inner size of the MLP that computes every token in addition to its experts
+        (shared experts, DeepSeekMoE, arXiv:2401.06066); 0 is none.
       shared_gate: True if the output of that MLP is multiplied by a sigmoid of its input.
       whole: True if devices divide the experts among them (expert parallelism), instead of each
         expert's matrices.

@@ -1,4 +1,4 @@
-"""GLM-4.5 (Zhipu AI 2025, arXiv:2508.06471): experts chosen by sigmoids, beside shared experts."""
+"""GLM-4.5 (Zhipu AI 2025, arXiv:2508.06471): sigmoid routing, and shared experts."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts (2024, arXiv:2407.10671), beside shared experts with a gate."""
+"""Qwen 1.5 and 2 with experts (2024, arXiv:2407.10671), and a shared expert with a gate."""
 
 from functools import partial
 
