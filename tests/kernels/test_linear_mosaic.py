@@ -1,7 +1,8 @@
 """The GPU kernel for few rows and 4-bit matrices, in Pallas' interpreter.
 
 The interpreter simulates memory, barriers and copies, and detects races. The `mma` instruction and
-the conversion of registers are replaced by ordinary operations. `tests/aot` compiles the kernel.
+the conversion of registers are replaced by ordinary operations. `test_few_rows_registers.py` checks
+the registers, and `tests/aot` compiles the kernel.
 """
 
 import dataclasses

@@ -13,6 +13,7 @@ The order of summation depends on the matrix only, so the bits of a row do not d
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ LANE = 8  # consecutive inputs that a lane multiplies
 WORDS = 32  # inputs of four lanes
 # Exclusive or of a 4-bit value and these bits is the float `value + offset`.
 OFFSETS = {"bfloat16": (0x4308, 136.0), "float16": (0x6408, 1032.0)}
+AND_XOR = (0xF0 & 0xCC) ^ 0xAA  # the truth table of (a & b) ^ c
 
 # Type checkers see these as abstract classes.
 _tiling: Any = plgpu.TilingTransform
@@ -141,7 +143,7 @@ class _Kernel:
                 [
                     plgpu.load(
                         ref.at[pl.ds(tile * TILE, TILE), columns],
-                        layout=_by_row(self.groups, ref.dtype),
+                        layout=factors_by_row(self.groups, ref.dtype),
                         optimized=False,
                     )
                     for ref in factor_refs
@@ -234,11 +236,7 @@ class _Kernel:
         )
         def pairs(_, array):
             made = _registers(layout, array.shape)
-            for k, n in np.ndindex(array.registers.shape[:2]):
-                vector = array.registers[k, n].item()
-                for pair in range(LANE // 2):
-                    place = made[2 * k + pair // 2, n].reshape(-1)
-                    place[pair % 2] = mgpu.utils.vector_slice(vector, slice(2 * pair, 2 * pair + 2))
+            fill_right(made, array.registers, mgpu.utils.vector_slice)
             return _array(made, layout)
 
         return cast(Any, pairs)(loaded)
@@ -260,11 +258,7 @@ class _Kernel:
         )
         def converted(_, array):
             made = _registers(layout, array.shape)
-            for k in range(array.registers.shape[1]):
-                for half, vector in enumerate(array.registers[0, k].flat):  # eight rows each
-                    for pair, floats in enumerate(_converted(vector, self.dtype, raised)):
-                        place = made[0, 2 * k + pair // 2].reshape(-1)
-                        place[2 * (pair % 2) + half] = floats
+            fill_left(made, array.registers, lambda v: _converted(v, self.dtype, raised))
             return _array(made, layout)
 
         return cast(Any, converted)(words)
@@ -274,8 +268,8 @@ class _Kernel:
         if self.interpret is not None:
             return factors[:, group]
         layout = self._sums.reduce(1)
-        by_row = _by_row(self.groups, factors.dtype)
-        length = by_row.args[0].tiles[0][1]
+        by_row = factors_by_row(self.groups, factors.dtype)
+        length = by_row.to_mgpu().vector_length
 
         @plgpu.inline_mgpu(
             arg_types=(by_row,),
@@ -283,9 +277,7 @@ class _Kernel:
         )
         def column(_, array):
             made = _registers(layout, (TILE,))
-            for half, vector in enumerate(array.registers[0, group // length].flat):
-                at = group % length
-                made.reshape(-1)[half] = mgpu.utils.vector_slice(vector, slice(at, at + 1))
+            fill_column(made, array.registers, group, length, mgpu.utils.vector_slice)
             return _array(made, layout)
 
         return cast(Any, column)(factors)
@@ -293,36 +285,69 @@ class _Kernel:
 
 def _converted(vector: Any, dtype: Any, raised: bool) -> list[Any]:
     """Return a register of eight 4-bit values as four of two floats."""
-    bits, offset = OFFSETS[jnp.dtype(dtype).name]
     i32 = ir.IntegerType.get_signless(32)
     low = mgpu.utils.bitcast(vector, i32)
     high = arith.shrui(low, mgpu.utils.c(4, i32))
-    kind = "bf16" if jnp.dtype(dtype).name == "bfloat16" else "f16"
+    element = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+    pairs = []
+    for pair in range(LANE // 2):
+        register = llvm.inline_asm(i32, [low, high], conversion(pair, dtype, raised), "=r,r,r")
+        pairs.append(mgpu.utils.bitcast(register, ir.VectorType.get((2,), element)))
+    return pairs
+
+
+def conversion(pair: int, dtype: Any, raised: bool) -> str:
+    """Return PTX that makes two floats, $0, of a pair in a register, $1, and $2 = $1 >> 4."""
+    name = jnp.dtype(dtype).name
+    bits, offset = OFFSETS[name]
+    kind = "bf16" if name == "bfloat16" else "f16"
     one = int(np.array(1.0, dtype).view(np.uint16)) * 0x10001
     minus = int(np.array(-offset, dtype).view(np.uint16)) * 0x10001
     lowered = f"fma.rn.{kind}x2 values, values, one, minus;"
-    pairs = []
-    for pair in range(LANE // 2):
-        # Two values in the low bits of two halves, then their numbers plus the offset.
-        register = llvm.inline_asm(
-            i32,
-            [low, high],
-            f"""
-            {{
-            .reg .b32 values, one, minus;
-            mov.b32 one, {one:#x};
-            mov.b32 minus, {minus:#x};
-            prmt.b32 values, $1, $2, 0x0{pair + 4}0{pair};
-            lop3.b32 values, values, 0x000F000F, {bits * 0x10001:#x}, (0xf0 & 0xcc) ^ 0xaa;
-            {"" if raised else lowered}
-            mov.b32 $0, values;
-            }}
-            """,
-            "=r,r,r",
-        )
-        element = ir.BF16Type.get() if kind == "bf16" else ir.F16Type.get()
-        pairs.append(mgpu.utils.bitcast(register, ir.VectorType.get((2,), element)))
-    return pairs
+    # Two values in the low bits of two halves, then their numbers plus the offset.
+    return f"""
+        {{
+        .reg .b32 values, one, minus;
+        mov.b32 one, {one:#x};
+        mov.b32 minus, {minus:#x};
+        prmt.b32 values, $1, $2, 0x0{pair + 4}0{pair};
+        lop3.b32 values, values, 0x000F000F, {bits * 0x10001:#x}, {AND_XOR:#x};
+        {"" if raised else lowered}
+        mov.b32 $0, values;
+        }}
+        """
+
+
+def fill_left(
+    made: np.ndarray, registers: np.ndarray, pairs_of: Callable[[Any], Sequence[Any]]
+) -> None:
+    """Put the pairs of registers of NIBBLES into `made`, those of the left operand of `mma`."""
+    for k in range(registers.shape[1]):
+        for half, vector in enumerate(registers[0, k].flat):  # eight rows each
+            for pair, floats in enumerate(pairs_of(vector)):
+                made[0, 2 * k + pair // 2].reshape(-1)[2 * (pair % 2) + half] = floats
+
+
+def fill_right(made: np.ndarray, registers: np.ndarray, part: Callable[[Any, slice], Any]) -> None:
+    """Put the pairs of registers of INPUTS into `made`, those of the right operand of `mma`."""
+    for k, n in np.ndindex(registers.shape[:2]):
+        vector = registers[k, n].item()
+        for pair in range(LANE // 2):
+            place = made[2 * k + pair // 2, n].reshape(-1)
+            place[pair % 2] = part(vector, slice(2 * pair, 2 * pair + 2))
+
+
+def fill_column(
+    made: np.ndarray,
+    registers: np.ndarray,
+    group: int,
+    length: int,
+    part: Callable[[Any, slice], Any],
+) -> None:
+    """Put a column of registers of `length` factors into `made`, for the rows of sums."""
+    for half, vector in enumerate(registers[0, group // length].flat):
+        at = group % length
+        made.reshape(-1)[half] = part(vector, slice(at, at + 1))
 
 
 def _registers(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -333,7 +358,7 @@ def _array(registers: np.ndarray, layout: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
 
-def _by_row(groups: int, dtype: Any) -> Any:
+def factors_by_row(groups: int, dtype: Any) -> Any:
     """Lay out [TILE, groups] so that each lane has the factors of the rows of its sums."""
     length = min(groups, 16 // jnp.dtype(dtype).itemsize)
     return plgpu.Layout.TILED(
