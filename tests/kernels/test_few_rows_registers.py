@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from forge_kernels.linear import mosaic_gpu
-from forge_kernels.linear.few_rows import DEPTH, GROUPS, MOST_ROWS, TILE
+from forge_kernels.linear.tiles import DEPTH, GROUPS, MOST_ROWS, TILE
 
 LANES = np.arange(128) % 32
 WARPS = np.arange(128) // 32

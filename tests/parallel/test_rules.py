@@ -13,6 +13,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.builder import choose_device
 from forge_jax.errors import ConfigError
 from forge_jax.models import build_model
+from forge_jax.models.plugins import find_architecture
 from forge_jax.step.mesh import choose_mesh
 from forge_jax.weights.partition import (
     check_shards,
@@ -22,7 +23,11 @@ from forge_jax.weights.partition import (
 )
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
-FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+FAMILIES = [
+    name
+    for name in sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+    if find_architecture(read_spec(GOLDENS / name).architecture).tensor_parallel
+]
 
 
 def config(**options):

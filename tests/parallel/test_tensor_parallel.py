@@ -41,17 +41,17 @@ def engine():
 
 
 def expected_collectives(layers, *, ends="down", in_qkv=False):
-    """Return the collectives of one step, in order."""
+    """Return the collectives of one step, in order; `ends` is of all layers, or of each."""
     found = ["all-reduce embed"]
-    for layer in range(layers):
+    for layer, end in enumerate((ends,) * layers if isinstance(ends, str) else ends):
         inside = [f"layer_{layer}/qkv/norm"] if in_qkv else []
-        inside += [f"layer_{layer}/attention_out", f"layer_{layer}/{ends}"]
+        inside += [f"layer_{layer}/attention_out", f"layer_{layer}/{end}"]
         found += [f"all-reduce {scope}" for scope in inside]
     return [*found, "all-gather logits"]
 
 
 def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
-    assert len(models["families"]) == 8
+    assert len(models["families"]) == 10
     for name, one in models["families"].items():
         figure("families", name, "devices", one["difference"])
         assert one["difference"] < 2e-4, (name, one)
@@ -61,8 +61,8 @@ def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
 def test_step_reduces_twice_per_layer_and_gathers_once(models):
     for name, one in models["families"].items():
         expected = expected_collectives(
-            2 if name == "gemma2" else 1,
-            ends="experts" if name == "mixtral" else "down",
+            2 if name in ("gemma2", "glm4_moe") else 1,
+            ends={"mixtral": "experts", "glm4_moe": ("down", "experts")}.get(name, "down"),
             in_qkv=name == "olmo2",  # its norms of queries and keys are summed together
         )
         assert one["collectives"] == expected, name

@@ -11,13 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from forge_kernels.linear.tiles import DEPTH, GROUPS, MOST_ROWS, TILE
+
 if TYPE_CHECKING:
     from forge_kernels.linear.quantized import Quantization, QuantizedWeight
-
-MOST_ROWS = 8  # which are columns of the instruction; more sums do not fit the registers
-GROUPS = (32, 64, 128)
-TILE = 64  # rows of the matrix per CTA, or gates and as many ups
-DEPTH = 256  # inputs per copy
 
 Plain = Callable[[jax.Array, "QuantizedWeight", jax.Array | None], jax.Array]
 

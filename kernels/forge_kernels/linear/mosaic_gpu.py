@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from forge_kernels.linear.blocks import MIDDLE
-from forge_kernels.linear.few_rows import DEPTH, MOST_ROWS, TILE
-from forge_kernels.linear.quantized import Quantization, QuantizedWeight
+from forge_kernels.linear.tiles import DEPTH, MOST_ROWS, TILE
+
+if TYPE_CHECKING:
+    from forge_kernels.linear.quantized import Quantization, QuantizedWeight
 
 STAGES = 6  # copies in shared memory
 LANE = 8  # consecutive inputs that a lane multiplies
