@@ -192,9 +192,9 @@ def cells(title: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-def names(cell: str) -> set[str]:
-    """Return the fields in a cell: `text.format` is a part of the field `text`."""
-    return set(re.findall(r"`([a-z]\w*)[.`]", cell))
+def names(cell: str) -> list[str]:
+    """Return the fields in a cell, in order: `text.format` is a part of the field `text`."""
+    return list(dict.fromkeys(re.findall(r"`([a-z]\w*)[.`]", cell)))
 
 
 def said_of(titles: tuple[str, ...], path: str) -> dict[str, str]:
