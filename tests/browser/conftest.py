@@ -142,6 +142,8 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
             stack.callback(context.close)
             context.set_default_timeout(60_000)
             visit = Visit(context.new_page(), server.url)
+            # A handler of a route may still run when the test ends.
+            stack.callback(visit.page.unroute_all, behavior="ignoreErrors")
             visits.append(visit)
 
             def said(message: ConsoleMessage) -> None:

@@ -39,7 +39,7 @@ async def test_running_server_is_profiled(start, tmp_path, in_process):
     assert await server.post("/stop_profile", b"") == (200, begun)
     [trace] = read_traces(tmp_path)
     assert trace.name == begun["profile"]
-    assert trace.steps >= 8 and trace.phases["deliver"].count >= 8
+    assert trace.steps >= 8 and trace.phases["deliver"].count  # one delivery may hold several steps
     assert {"schedule", "dispatch", "read", "commit", "text"} <= trace.phases.keys()
     status, answer = await server.post("/stop_profile", b"")
     assert status == 400 and "/start_profile" in answer["error"]["message"]
