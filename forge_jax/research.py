@@ -27,7 +27,7 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import GGUFWeights, python_names
 from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model
-from forge_jax.models.kv import EIGHT_BITS
+from forge_jax.models.kv import EIGHT_BITS, first_paged
 from forge_jax.models.registry import decoded
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.weights.formats import WeightFormats, fused_values
@@ -105,8 +105,18 @@ def load(
     return LoadedModel(built, load_weights(built, folder, progress=progress), folder)
 
 
-def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: Any = None) -> KV:
+def new_kv(
+    model: LoadedModel | Model,
+    num_blocks: int,
+    block_size: int,
+    dtype: Any = None,
+    *,
+    num_slots: int = 1,
+) -> KV:
     """Return an empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
+
+    Layers may differ in K and D. A layer with per-sequence state has a dict of arrays
+    [num_slots + 1, ...] instead, and a layer that shares another layer's cache has `()`.
 
     Args:
       model: the model, which defines the number of layers, K (key/value heads) and D (head size).
@@ -115,6 +125,7 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
       dtype: float32, the model's dtype (default), "fp8" or "int8". On CPU, 16-bit types are stored
         as their bits in uint16 arrays. An 8-bit cache is one `QuantizedKV` per layer: the elements,
         and one scale per token and head.
+      num_slots: the most sequences of a call, for models whose layers have state.
 
     Raises:
       ValueError: if the dtype is not one of these.
@@ -132,6 +143,7 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
         block_size=block_size,
         dtype=dtype,
         platform=jax.default_backend(),
+        num_slots=num_slots,
     ).empty()
 
 
@@ -193,7 +205,7 @@ def decode_step(
       (kv, next tokens i32[S], logits f32[S, V] of each sequence's last token).
     """
     rows, seqs = tokens.shape[0], kv_lens.shape[0]
-    blocks, _, _, block_size, _ = kv[0].shape
+    blocks, _, _, block_size, _ = first_paged(kv).shape
     row = jnp.arange(rows)  # pyright: ignore[reportUnknownMemberType]
     seq = jnp.minimum(jnp.sum(cu_q_lens[None, 1:] <= row[:, None], axis=1), seqs - 1)
     positions = kv_lens[seq] - cu_q_lens[seq + 1] + row

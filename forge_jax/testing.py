@@ -493,10 +493,11 @@ def drafts_always_pay(policy: Any) -> None:
 def not_a_number(dtype: Any) -> float:
     """Return a NaN in the storage type of a KV cache array.
 
-    In 8-bit caches the scales are stored as uint16. int8 elements have no NaN, so it returns the
+    In 8-bit caches the scales are stored as uint16. Integers have no NaN, so it returns the
     largest one.
     """
-    return {"uint16": 0x7FC1, "uint8": 0x7F, "int8": 127}.get(str(dtype), math.nan)
+    largest = {"int8": 127, "int32": 2**31 - 1}
+    return (largest | {"uint16": 0x7FC1, "uint8": 0x7F}).get(str(dtype), math.nan)
 
 
 # ---- tiny models -------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from benchmarks.aot.deviceless import Compiler, Program
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
-from forge_jax.models.decoder import Model
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import KVShape, kv_shape
 from forge_jax.step.mesh import TensorMesh
 from forge_jax.step.options import CompilerOptions
+from forge_jax.step.placement import Placement
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
 from forge_jax.weights.formats import WeightFormats
@@ -166,7 +166,7 @@ def compile_step(
     """Compile a step for one device."""
     model = build_model(spec, formats=options.formats)
     step = make_step(model, shape, BLOCK_SIZE, implementation="mosaic", uniform=options.uniform)
-    kv = (options.cache.shape(spec).layer,) * spec.num_hidden_layers
+    kv = options.cache.shape(spec).layers
     return _compile(compiler, step, (model.leaves, kv), shape, spec, options)
 
 
@@ -178,16 +178,9 @@ def compile_shared_step(
     model = build_model(spec, formats=options.formats, shards=mesh.shards)
     step = make_step(model, shape, BLOCK_SIZE, implementation="mosaic", uniform=options.uniform)
     shard = options.cache.shape(shard_spec(spec, mesh.shards))
-    kv = (_shared_layer(mesh, model, shard),) * spec.num_hidden_layers
+    kv = Placement(mesh.devices[0], mesh).kv(model, shard)
     arrays = (mesh.leaves(model), kv)
     return _compile(compiler, mesh.shard_step(model, step), arrays, shape, spec, options)
-
-
-def _shared_layer(mesh: TensorMesh, model: Model, shard: KVShape) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.kv(model)),
-        mesh.kv_shape(shard).layer,
-    )
 
 
 def _compile(

@@ -21,11 +21,11 @@ from forge_jax.models import (
     Architecture,
     Decoder,
     HFConfig,
-    LayerKV,
     LayerLora,
     Linear,
     MatrixBuilder,
     ModelSpec,
+    PagedKV,
     Ragged,
     Tensor,
     WeightMap,
@@ -64,7 +64,7 @@ class TandemLayer(nnx.Module):
         self.attention_out = Linear(matrix(f"{name}.attention_out.weight", d, heads_dim))
         self.mlp_out = Linear(matrix(f"{name}.mlp_out.weight", d, inner))
 
-    def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
+    def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         """Return (kv, x plus attention and MLP of x). x: dtype[T, d]."""
         rows = ragged.num_tokens
         mixed = self.mixed(x, norm=self.norm, num_rows=rows)  # dtype[T, (H + 2 K) D + 2 I]

@@ -18,7 +18,15 @@ from forge_jax.models.decoder import (
 )
 from forge_jax.models.families import Architecture
 from forge_jax.models.interface import DecoderModule
-from forge_jax.models.kv import KV, KVLayout, LayerKV
+from forge_jax.models.kv import (
+    KV,
+    LayerKV,
+    LayerLayout,
+    PagedKV,
+    PagedLayout,
+    StateArray,
+    StateLayout,
+)
 from forge_jax.models.linear import (
     LayerNorm,
     Linear,
@@ -43,8 +51,8 @@ __all__ = [
     "DecoderModule",
     "Experts",
     "HFConfig",
-    "KVLayout",
     "LayerKV",
+    "LayerLayout",
     "LayerLora",
     "LayerNorm",
     "Leaves",
@@ -52,10 +60,14 @@ __all__ = [
     "MatrixBuilder",
     "Model",
     "ModelSpec",
+    "PagedKV",
+    "PagedLayout",
     "RMSNorm",
     "Ragged",
     "ResidualBlock",
     "RopeSpec",
+    "StateArray",
+    "StateLayout",
     "Tensor",
     "WeightMap",
     "attend",

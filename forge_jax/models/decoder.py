@@ -27,7 +27,7 @@ from flax import nnx
 from jax.dtypes import itemsize_bits
 
 from forge_jax.models.interface import DecoderFactory, DecoderModule
-from forge_jax.models.kv import KV, LayerKV, bits_of
+from forge_jax.models.kv import KV, PagedKV, bits_of, first_paged
 from forge_jax.models.linear import (
     Delta,
     Linear,
@@ -90,6 +90,8 @@ class Ragged(NamedTuple):
     uniform: bool
     axis: str | None = None  # of the mesh, if several devices share the model
     lora: LayerLora | None = None  # of the current layer
+    # i32[S], each sequence's index in the layers' state. None if no layer has state.
+    state_slots: jax.Array | None = None
 
     def delta(self, *targets: str) -> Delta | None:
         """Return the function that adds the adapters of these targets; None without adapters."""
@@ -99,7 +101,7 @@ class Ragged(NamedTuple):
 
 def attend(
     qkv: jax.Array,
-    kv: LayerKV,
+    kv: PagedKV,
     ragged: Ragged,
     *,
     rope: int = 0,
@@ -107,7 +109,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-) -> tuple[LayerKV, jax.Array]:
+) -> tuple[PagedKV, jax.Array]:
     """Rotate queries and keys, write keys and values to the cache, and attend.
 
     Args:
@@ -207,7 +209,7 @@ class Attention(ResidualBlock):
         self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype) if has else None
         self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype) if has else None
 
-    def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
+    def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         """Return (kv, x plus the attention). x: dtype[T, d]; kv: one layer's."""
         heads = self.heads + 2 * self.kv_heads
         with jax.named_scope("qkv"):
@@ -402,7 +404,7 @@ class DecoderLayer(nnx.Module):
             else Experts(spec, dtype, matrix, layer, experts)
         )
 
-    def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
+    def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         kv, x = self.attention(x, kv, ragged)
         return kv, self.mlp(x, ragged)
 
@@ -649,6 +651,7 @@ class Model:
         uniform: bool = False,
         return_hidden_states: bool = False,
         lora: Lora | None = None,
+        state_slots: jax.Array | None = None,
     ) -> Any:
         """Run one step over ragged rows: write their keys and values, then attend.
 
@@ -657,7 +660,7 @@ class Model:
         Args:
           leaves: the weights, in the order of `Model.leaves`.
           kv: per layer, dtype[N, 2, K, bs, D] or a `QuantizedKV`. A uint16 array stores the bits of
-            the model's 16-bit dtype.
+            the model's 16-bit dtype. A layer with state has a dict of its arrays.
           tokens, positions: i32[T].
           slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` to write nothing.
           block_tables: i32[S, max_blocks].
@@ -670,6 +673,7 @@ class Model:
           uniform: compute every row of attention in the same way (the deterministic tier).
           return_hidden_states: also return the residual stream.
           lora: the adapters, and the adapter of each token; for models with `WeightFormats.lora`.
+          state_slots: i32[S], the slot of each sequence in layers with state. Default: its index.
 
         Returns:
           (kv, hidden): hidden is dtype[T, d] after the final norm; rows that belong to no sequence
@@ -689,10 +693,11 @@ class Model:
             cu_q_lens=cu_q_lens,
             num_seqs=num_seqs,
             num_tokens=cu_q_lens[num_seqs],
-            kv_dtype=bits_of(kv[0].dtype, self.dtype),
+            kv_dtype=bits_of(first_paged(kv).dtype, self.dtype),
             implementation=implementation,
             max_q_len=max_q_len,
             uniform=uniform,
+            state_slots=_state_slots(kv, state_slots, num_seqs, len(kv_lens)),
         )
         by_layer = None if lora is None else partial(lora.layer, self.spec)
         kv, hidden, stream = self.decoder(leaves).hidden(tokens, kv, ragged, by_layer)
@@ -719,6 +724,18 @@ class Model:
     def decoder(self, leaves: Leaves) -> DecoderModule:
         """Return the modules with these weights: an instance of the class given to `build`."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def _state_slots(
+    kv: KV, slots: jax.Array | None, num_seqs: jax.Array, count: int
+) -> jax.Array | None:
+    """Return `Ragged.state_slots`, i32[count], for a step with `num_seqs` sequences."""
+    state = next((layer for layer in kv if isinstance(layer, dict)), None)
+    if state is None:
+        return None
+    seq = jnp.arange(count, dtype=jnp.int32)
+    padding = len(next(iter(state.values()))) - 1
+    return jnp.where(seq < num_seqs, seq if slots is None else slots, padding)
 
 
 # Parts of a path that are not part of a leaf's name: the way modules hold their weights.

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from forge_jax.models.kv import KV
@@ -264,6 +263,4 @@ class DraftModel:
         return (self._draft_probs.latest,)
 
     def _new_kv(self) -> KV:
-        whole = self.options.placement.whole_kv(self.model, self.kv_shape)
-        layer = whole.layer
-        return tuple(jnp.zeros(layer.shape, layer.dtype) for _ in range(whole.num_layers))
+        return self.options.placement.whole_kv(self.model, self.kv_shape).empty()

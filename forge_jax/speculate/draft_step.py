@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.models.kv import KV
+from forge_jax.models.kv import KV, first_paged
 from forge_jax.step.draft_probs import SUPPORT, Proposed
 from forge_jax.step.slots import MIN_TEMPERATURE, PADDING
 from forge_jax.step.step_shapes import decode_sizes
@@ -171,7 +171,7 @@ class DraftPass:
         valid = index < m.header[1]
         positions = jnp.where(valid, m.start[m.token_seq] + index - m.cu_q_lens[m.token_seq], 0)
         blocks = tables[m.token_seq, positions // block_size]
-        num_kv = kv[0].shape[0] * block_size
+        num_kv = first_paged(kv).shape[0] * block_size
         return self.model.forward(
             leaves,
             kv,
@@ -208,7 +208,7 @@ class DraftPass:
         position = jnp.where(exists, jnp.minimum(last + ahead, m.end - 1), 0)
         tables = m.tables.reshape(num_seqs, shape.max_blocks)
         slot = tables[seq, position // block_size] * block_size + position % block_size
-        num_kv = kv[0].shape[0] * block_size
+        num_kv = first_paged(kv).shape[0] * block_size
         kv, hidden = self.model.forward(
             leaves,
             kv,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from forge_jax.errors import ConfigError
-from forge_jax.models.kv import KV
+from forge_jax.models.kv import KV, LayerLayout, PagedLayout, StateArray, StateLayout, has_state
 from forge_jax.models.plugins import find_architecture
-from forge_kernels.attention import QuantizedKV, cpu_ffi, kv_shape_dtype, kv_storage_dtype
+from forge_kernels.attention import cpu_ffi, kv_shape_dtype, kv_storage_dtype
 
 if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
@@ -28,50 +28,74 @@ CPU_MEMORY_PART = 0.25  # maximum fraction of the available memory
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """`kv[l]: dtype[N, 2, K, bs, D]` for each of L layers; keys at index 0, values at 1.
+    """The cache of each layer: by default, dtype[N, 2, K, bs, D] with keys at 0 and values at 1.
 
-    If the decoder has its own layout (`forge_jax.models.KVLayout`), `planes` replaces the 2.
-    `storage` is the dtype of the arrays: a float, uint16 for the bits of a 16-bit float, or an
-    8-bit type. The 8-bit types have separate scales (see
-    `forge_kernels.attention.kv_storage_dtype`).
+    Attributes:
+      layouts: of the layers.
+      storage: the dtype of paged arrays: a float, uint16 for the bits of a 16-bit float, or an
+        8-bit type. The 8-bit types have separate scales (see
+        `forge_kernels.attention.kv_storage_dtype`).
+      num_slots: sequences that have state at the same time.
+      num_pending: W, the largest number of tokens of a verification step; 0 without drafts.
     """
 
-    num_layers: int
+    layouts: tuple[LayerLayout, ...]
     num_blocks: int
-    num_kv_heads: int
     block_size: int
-    head_dim: int
     storage: np.dtype
-    planes: int = 2
+    num_slots: int = 1
+    num_pending: int = 0
 
     @property
-    def layer(self) -> jax.ShapeDtypeStruct | QuantizedKV:
-        """The shape of one layer's array. In 8 bits, a QuantizedKV of two shapes."""
-        shape = (
-            *(self.num_blocks, self.planes, self.num_kv_heads),
-            *(self.block_size, self.head_dim),
-        )
+    def layers(self) -> tuple[Any, ...]:
+        """The shapes of all layers' arrays, as in `KV`."""
+        return tuple(map(self._layer, self.layouts))
+
+    def _layer(self, layout: LayerLayout) -> Any:
+        if isinstance(layout, StateLayout):
+            return {each.name: self._state(each) for each in layout.arrays}
+        if layout.shares is not None:
+            return ()
+        shape = (self.num_blocks, layout.planes, layout.heads, self.block_size, layout.dim)
         return kv_shape_dtype(shape, self.storage)
+
+    def _state(self, array: StateArray) -> jax.ShapeDtypeStruct:
+        pending = (self.num_pending,) * array.pending
+        return jax.ShapeDtypeStruct((self.num_slots + 1, *pending, *array.shape), array.dtype)
+
+    @property
+    def has_state(self) -> bool:
+        return has_state(self.layouts)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, scales included."""
-        return self.total_bytes // self.num_blocks
+        return (self.total_bytes - self.state_bytes) // self.num_blocks
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of all slots, which is independent of the number of blocks."""
+        return _num_bytes([layer for layer in self.layers if isinstance(layer, dict)])
 
     @property
     def total_bytes(self) -> int:
-        arrays = jax.tree.leaves(self.layer)
-        return self.num_layers * sum(array.size * array.dtype.itemsize for array in arrays)
+        return _num_bytes(self.layers)
 
     def empty(self, *, untouched: bool = False) -> KV:
         """Return a cache of zeros, or an uninitialized one.
 
         Args:
-          untouched: do not initialize, so that memory is taken on first use. Requires the C++
-            kernels.
+          untouched: do not initialize blocks, so that memory is taken on first use. Requires the
+            C++ kernels.
         """
-        layer, new = self.layer, cpu_ffi.untouched if untouched else _zeros
-        return tuple(jax.tree.map(new, layer) for _ in range(self.num_layers))
+        new = cpu_ffi.untouched if untouched else _zeros
+        return tuple(
+            jax.tree.map(_zeros if isinstance(layer, dict) else new, layer) for layer in self.layers
+        )
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
 
 
 def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
@@ -79,27 +103,36 @@ def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def kv_shape(
-    spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: DTypeLike, platform: str
+    spec: ModelSpec,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: DTypeLike,
+    platform: str,
+    num_slots: int = 1,
+    num_pending: int = 0,
 ) -> KVShape:
     """Return the cache shape of a model with elements of `dtype`, as stored on `platform`.
+
+    `num_slots` and `num_pending` are those of `KVShape`.
 
     Raises:
       ConfigError: `dtype` has 8 bits, and the architecture does not cache keys and values.
     """
-    layout = find_architecture(spec.architecture).cache(spec)
-    if layout.planes != 2 and jnp.dtype(dtype).itemsize == 1:
+    layouts = find_architecture(spec.architecture).cache(spec)
+    paged = [layout for layout in layouts if isinstance(layout, PagedLayout)]
+    if any(layout.planes != 2 for layout in paged) and jnp.dtype(dtype).itemsize == 1:
         raise ConfigError(
             f"--kv-dtype {jnp.dtype(dtype).name} is not supported for {spec.architecture}, whose "
             "KV cache has its own layout: use --kv-dtype auto"
         )
     return KVShape(
-        num_layers=layout.layers,
+        layouts=layouts,
         num_blocks=num_blocks,
-        num_kv_heads=layout.heads,
         block_size=block_size,
-        head_dim=layout.dim,
         storage=kv_storage_dtype(dtype, platform),
-        planes=layout.planes,
+        num_slots=num_slots,
+        num_pending=num_pending,
     )
 
 

@@ -21,7 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from forge_jax.errors import ConfigError
+from forge_jax.models.kv import LayerLayout, PagedLayout, StateArray, StateLayout
 from forge_jax.models.lora import LoraShape, lora_targets, set_adapter
+from forge_jax.models.plugins import find_architecture
 from forge_jax.weights.partition import (
     AXIS,
     Partition,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from forge_jax.step.kv_cache import KVShape
 
 _WHOLE = PartitionSpec()
-_KV = PartitionSpec(None, None, AXIS)  # [N, 2, K, bs, D], and scales [N, 2, K, bs]
+_PAGED = PartitionSpec(None, None, AXIS)  # [N, 2, K, bs, D], and scales [N, 2, K, bs]
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class TensorMesh:
         """The sharding of an array that is replicated on every device."""
         return NamedSharding(self.mesh, _WHOLE)
 
-    def kv(self, model: Model) -> NamedSharding:
-        """Return the KV cache's sharding: by key/value heads, or replicated like the model."""
-        return NamedSharding(self.mesh, _WHOLE if model.shards == 1 else _KV)
+    def kv(self, model: Model) -> Any:
+        """Return the cache's shardings, a prefix of its tree: by heads, or replicated."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), kv_specs(model))
 
     def leaf(self, model: Model, name: str) -> jax.ShapeDtypeStruct:
         """Return the shape of a leaf of all shards. Packed shards are concatenated on axis 0."""
@@ -95,7 +97,8 @@ class TensorMesh:
 
     def kv_shape(self, shard: KVShape) -> KVShape:
         """Return the cache shape of all shards. Heads that several shards have count repeatedly."""
-        return dataclasses.replace(shard, num_kv_heads=shard.num_kv_heads * self.shards)
+        layouts = tuple(_layout_of_all(layout, self.shards) for layout in shard.layouts)
+        return dataclasses.replace(shard, layouts=layouts)
 
     def stacks(self, model: Model, lora: LoraShape) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of all adapters' arrays (see `LoraShape.stacks`), of all shards."""
@@ -139,7 +142,7 @@ class TensorMesh:
         """
         leaves = tuple(leaf_spec(model, name) for name in model.names)
         leaves += stack_specs(model) if lora else ()
-        kv_spec = self.kv(model).spec
+        kv_spec = kv_specs(model)
 
         def of_shard(*args: Any) -> Any:
             kv, *results = step(*args)
@@ -158,6 +161,42 @@ class TensorMesh:
             return (kv, *results)
 
         return on_all
+
+
+def kv_specs(model: Model) -> Any:
+    """Return the partitions of a model's cache, a prefix of its tree."""
+    if model.shards == 1:
+        return _WHOLE
+    layouts = find_architecture(model.spec.architecture).cache(shard_spec(model.spec, model.shards))
+    return tuple(map(_layer_spec, layouts))
+
+
+def _layer_spec(layout: LayerLayout) -> Any:
+    if isinstance(layout, StateLayout):
+        return {array.name: _state_spec(array) for array in layout.arrays}
+    return _PAGED if layout.shares is None else ()
+
+
+def _state_spec(array: StateArray) -> PartitionSpec:
+    if array.axis is None:
+        return _WHOLE
+    return PartitionSpec(*(None,) * (1 + array.pending + array.axis), AXIS)
+
+
+def _layout_of_all(layout: LayerLayout, shards: int) -> LayerLayout:
+    if isinstance(layout, PagedLayout):
+        return dataclasses.replace(layout, heads=layout.heads * shards)
+    arrays = tuple(
+        dataclasses.replace(
+            array,
+            shape=tuple(
+                size * shards if axis == array.axis else size
+                for axis, size in enumerate(array.shape)
+            ),
+        )
+        for array in layout.arrays
+    )
+    return StateLayout(arrays=arrays)
 
 
 def _axes(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:

@@ -35,11 +35,10 @@ class Placement:
     def i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding)
 
-    def put(self, tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    def put(self, tree: Any) -> Any:
         """Return the shapes of `tree`, placed here."""
-        sharding = sharding or self.sharding
         return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.sharding), tree
         )
 
     def leaves(self, model: Model) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -52,13 +51,19 @@ class Placement:
             return shard
         return self.mesh.kv_shape(shard)
 
-    def kv_sharding(self, model: Model) -> jax.sharding.Sharding:
+    def kv_sharding(self, model: Model) -> Any:
+        """Return the cache's shardings, a prefix of its tree."""
         return self.sharding if self.mesh is None else self.mesh.kv(model)
 
     def kv(self, model: Model, shard: KVShape) -> KV:
         """Return the shapes of the KV cache, of all shards together, one per layer."""
-        layer = self.put(self.whole_kv(model, shard).layer, self.kv_sharding(model))
-        return (layer,) * shard.num_layers
+        layers = self.whole_kv(model, shard).layers
+        shardings = jax.tree.broadcast(self.kv_sharding(model), layers)
+        return jax.tree.map(
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+            layers,
+            shardings,
+        )
 
     def shard_step(
         self, model: Model, step: Callable[..., Any], *, lora: bool = False

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from forge_jax.config import Verification
-from forge_jax.models.kv import KV
+from forge_jax.models.kv import KV, first_paged
 from forge_jax.models.lora import Lora
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import inputs as meta_bits
@@ -85,7 +85,8 @@ def make_step(
         m: StepInputs = shape.split(packed)
         with jax.named_scope("inputs"):
             slots = _take_blocks(slots, m)
-            batch = _batch(shape, m, slots, block_size, kv[0].shape[0] * block_size)
+            num_kv = first_paged(kv).shape[0] * block_size
+            batch = _batch(shape, m, slots, block_size, num_kv)
             leaves, lora = _split_adapters(leaves, slots, batch, len(model.leaves))
         kv, hidden = model.forward(
             leaves,
@@ -101,6 +102,7 @@ def make_step(
             max_q_len=shape.max_q_len,
             uniform=uniform,
             lora=lora,
+            state_slots=m.slot,
         )
         pooled = None
         if sums is not None:

@@ -277,7 +277,7 @@ def step_faults(
     """Return the faults of a step; a quantized one with `spec` has experts."""
     yield from kernel_faults(program)
     kv = Cache(dtype=kv_dtype).shape(spec or llama(layers))
-    kv_bytes, arrays = kv.total_bytes, jax.tree.leaves(kv.layer)
+    kv_bytes, arrays = kv.total_bytes, jax.tree.leaves(kv.layers[0])
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
     limit = MATRIX_BYTES if spec is None else 4 * SEQS * spec.vocab_size + 1  # more than the logits

@@ -22,7 +22,7 @@ from forge_jax.engine import builder as assemble
 from forge_jax.engine import sizes as sizes_module
 from forge_jax.engine.sizes import Residents, Sizes
 from forge_jax.errors import ConfigError
-from forge_jax.models.kv import element_dtype
+from forge_jax.models.kv import PagedLayout, element_dtype
 from forge_jax.step.kv_cache import GIB, KVShape, coarse, kv_shape
 from forge_jax.testing import core_of, failing_steps, tiny_model
 from forge_kernels import cpu
@@ -80,7 +80,7 @@ def test_cpu_kernel_cache_takes_memory_on_first_use():
         pytest.skip("no CPU kernels on this machine")
     storage = np.dtype(np.uint16)
     shape = KVShape(
-        num_layers=2, num_blocks=512, num_kv_heads=32, block_size=16, head_dim=64, storage=storage
+        layouts=(PagedLayout(heads=32, dim=64),) * 2, num_blocks=512, block_size=16, storage=storage
     )
 
     def resident() -> int:

@@ -151,9 +151,10 @@ class Unwritten(DraftModel):
     """A draft model whose unwritten cache is NaN."""
 
     def reset(self) -> None:
-        layer, layers = self.kv_shape.layer, self.kv_shape.num_layers
-        nan = np.full(layer.shape, 0x7FC0 if layer.dtype == np.uint16 else np.nan, layer.dtype)
-        self._kv = tuple(jax.device_put(nan) for _ in range(layers))
+        layers = self.kv_shape.layers
+        dtype = layers[0].dtype
+        nan = np.full(layers[0].shape, 0x7FC0 if dtype == np.uint16 else np.nan, dtype)
+        self._kv = tuple(jax.device_put(nan) for _ in layers)
 
 
 DRAFT_MODELS = ("itself", "its first layer", "another model")

@@ -24,7 +24,7 @@ class PagedRun:
         self.num_blocks = seqs * blocks + 3
         self.tables = np.random.default_rng(0).permutation(self.num_blocks)[: seqs * blocks]
         self.tables = self.tables.reshape(seqs, blocks).astype(np.int32)
-        empty = new_kv(loaded, self.num_blocks, BLOCK_SIZE, dtype=kv)
+        empty = new_kv(loaded, self.num_blocks, BLOCK_SIZE, dtype=kv, num_slots=seqs)
         self.kv = jax.tree.map(lambda a: jnp.full_like(a, not_a_number(a.dtype)), empty)
         self.lens = np.zeros(seqs, np.int32)
         self.step_fn = jitted_step(loaded.model, implementation)

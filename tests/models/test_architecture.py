@@ -22,8 +22,8 @@ from forge_jax.errors import ConfigError, ModelError
 from forge_jax.models import (
     Architecture,
     Decoder,
-    KVLayout,
     Linear,
+    PagedLayout,
     build_model,
     decoder_spec,
     plugins,
@@ -155,7 +155,7 @@ LATENT = Architecture(
         **{"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
     },
     decoder=LatentDecoder,
-    cache=lambda spec: KVLayout(layers=2, planes=1, heads=1, dim=spec.head_dim),
+    cache=lambda spec: (PagedLayout(planes=1, heads=1, dim=spec.head_dim),) * 2,
     weights=latent_weights,
 )
 LATENT_V = 512

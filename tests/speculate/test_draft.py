@@ -24,6 +24,7 @@ from forge_jax.engine.core import EngineCore
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.sizes import Residents, Sizes
 from forge_jax.errors import ConfigError
+from forge_jax.models.kv import keys_and_values
 from forge_jax.schedule.lifecycle import Status
 from forge_jax.schedule.request import Request, Sequence
 from forge_jax.speculate.draft import ModelDrafter
@@ -293,11 +294,9 @@ def made() -> tuple[DraftModel, tuple[jax.Array, ...]]:
                 max_num_seqs=6, max_num_batched_tokens=32, max_rows=64, max_blocks=MAX_LEN // BLOCK
             ),
             kv_shape=KVShape(
-                num_layers=spec.num_hidden_layers,
+                layouts=keys_and_values(spec),
                 num_blocks=2048,
-                num_kv_heads=spec.num_key_value_heads,
                 block_size=BLOCK,
-                head_dim=spec.head_dim,
                 storage=np.dtype("float32"),
             ),
             max_draft_tokens=K,
@@ -322,11 +321,11 @@ def blocks_of(place: int) -> list[int]:
 
 def naive_drafts(model: DraftModel, leaves, seqs: list[list[int]]) -> list[list[int]]:
     """Return greedy drafts, with full recomputation for each token."""
-    size, layer, plain = 32, model.kv_shape.layer, model.model
+    size, layers, plain = 32, model.kv_shape.layers, model.model
 
     @jax.jit
     def next_token(tokens, count):
-        kv = tuple(jnp.zeros(layer.shape) for _ in range(model.kv_shape.num_layers))
+        kv = tuple(jnp.zeros(layer.shape) for layer in layers)
         at = jnp.arange(size)
         table = jnp.arange(MAX_LEN // BLOCK)[None]
         rows = count[None], jnp.stack([jnp.int32(0), count]), jnp.int32(1)

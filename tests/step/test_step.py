@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from forge_jax.models.kv import keys_and_values
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
 from forge_jax.step.kv_cache import KVShape
@@ -47,11 +48,9 @@ def compiled(model, leaves):
                 max_drafts=4,
             ),
             kv_shape=KVShape(
-                num_layers=spec.num_hidden_layers,
+                layouts=keys_and_values(spec),
                 num_blocks=BLOCKS,
-                num_kv_heads=spec.num_key_value_heads,
                 block_size=BLOCK,
-                head_dim=spec.head_dim,
                 storage=model.dtype,
             ),
             num_slots=SLOTS,

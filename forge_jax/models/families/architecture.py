@@ -9,7 +9,7 @@ from typing import Any
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.decoder import Decoder
 from forge_jax.models.interface import DecoderFactory
-from forge_jax.models.kv import KVLayout, keys_and_values
+from forge_jax.models.kv import LayerLayout, keys_and_values
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import WeightMap, decoder_weights
 
@@ -32,7 +32,7 @@ class Architecture:
         tensors exist.
       decoder: the class that computes the model.
       plain_swiglu: True if experts are SwiGLU without biases, as in the C++ kernels.
-      cache: the layout of the KV cache, for the spec of one shard.
+      cache: the layout of each layer's cache, for the spec of one shard.
       lora: True if adapters can change the matrices of attention and MLP, as in `Attention` and
         `MLP`.
       tensor_parallel: True if the decoder can be one shard. Its leaves must have the names and
@@ -46,7 +46,7 @@ class Architecture:
     other_weights: Callable[[ModelSpec], WeightMap] | None = None
     decoder: DecoderFactory = Decoder
     plain_swiglu: bool = True
-    cache: Callable[[ModelSpec], KVLayout] = keys_and_values
+    cache: Callable[[ModelSpec], tuple[LayerLayout, ...]] = keys_and_values
     lora: bool = True
     tensor_parallel: bool = True
 

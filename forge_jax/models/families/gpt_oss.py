@@ -17,7 +17,7 @@ from flax import nnx
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.decoder import Attention, Decoder, Experts, Ragged
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.kv import LayerKV
+from forge_jax.models.kv import PagedKV
 from forge_jax.models.linear import Linear, MatrixBuilder, new_bias
 from forge_jax.models.spec import (
     MAX_POSITIONS,
@@ -114,7 +114,7 @@ class GptOssLayer(nnx.Module):
         self.attention = SinkAttention(spec, dtype, matrix, layer)
         self.mlp = GptOssExperts(spec, dtype, matrix, layer)
 
-    def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
+    def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         kv, x = self.attention(x, kv, ragged)
         return kv, self.mlp(x, ragged)
 
