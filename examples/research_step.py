@@ -2,7 +2,7 @@
 
     python examples/research_step.py [MODEL] [PROMPT]
 
-MODEL is forge-tiny, a folder or a Hugging Face id. The logit lens (nostalgebraist, 2020) applies
+MODEL is forge-tiny, a folder or a Hugging Face ID. The logit lens (nostalgebraist, 2020) applies
 the final norm and the head to the residual stream after each layer.
 """
 

@@ -27,7 +27,7 @@ from forge_jax.schedule.request import LoraRef, Request, TokenIds
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
 Lora = str | Seq[str | None] | None  # one adapter name for all prompts, or one per prompt
-_Mailbox = list[tuple[str, list[Delta]]]  # (request id, its new deltas) for one call
+_Mailbox = list[tuple[str, list[Delta]]]  # (request ID, its new deltas) for one call
 
 
 class LLM:
@@ -38,7 +38,7 @@ class LLM:
     >>> output.text
 
     Args:
-      model: a folder, a .gguf file, a Hugging Face id, or "forge-tiny", the bundled model.
+      model: a folder, a .gguf file, a Hugging Face ID, or "forge-tiny", the bundled model.
       options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`. vLLM's
         option names are also accepted: `tensor_parallel_size=2`.
 
@@ -152,7 +152,7 @@ class LLM:
         """Generate a continuation of each prompt.
 
         Args:
-          prompts: one prompt or many, each a text or a list of token ids. They run together.
+          prompts: one prompt or many, each a text or a list of token IDs. They run together.
           params: one for all prompts, or one per prompt. Default: `SamplingParams()`.
           lora: the name of a LoRA adapter for all prompts, or one name per prompt. None uses the
             base model.
@@ -181,7 +181,7 @@ class LLM:
     ) -> np.ndarray:
         """Return the pooled final hidden states of prompts, f32[len(prompts), d].
 
-        Prompts are texts or lists of token ids. The first call compiles the pooling steps.
+        Prompts are texts or lists of token IDs. The first call compiles the pooling steps.
 
         Args:
           pooling: "last" for the last token's hidden state, "mean" for the mean over all tokens.
@@ -234,7 +234,7 @@ class LLM:
         *,
         lora: str | None = None,
     ) -> Iterator[Delta]:
-        """Yield the deltas of one prompt (text, token ids or chat messages) as they are generated.
+        """Yield the deltas of one prompt (text, token IDs or chat messages) as they are generated.
 
         Several streams can be read concurrently, even from other threads or while `generate` runs.
 
@@ -378,7 +378,7 @@ class LLM:
             return list(TokenIds.of(prompt))
         if self._parts.tokenizer is None:
             raise RequestError(
-                "this model has no tokenizer.json: pass token ids instead of text", param="prompt"
+                "this model has no tokenizer.json: pass token IDs instead of text", param="prompt"
             )
         self._parts.tokenizer.check_fits([prompt], self.max_model_len, "prompt")
         return self._parts.tokenizer.encode(prompt)

@@ -55,7 +55,7 @@ def local(model: str) -> Path | None:
     if not HUB_ID.fullmatch(model):
         raise ModelError(
             f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder or {GGUF_SUFFIX} "
-            f"file, nor a Hugging Face id (organization/name){did_you_mean(model, _near(path))}"
+            f"file, nor a Hugging Face ID (organization/name){did_you_mean(model, _near(path))}"
         )
     return None
 
@@ -122,7 +122,7 @@ def _download(model: str, revision: str | None) -> Path:
             f"copy the model here and pass its folder{did_you_mean(model, _cached())}"
         ) from error
     except errors.HFValidationError as error:
-        raise ModelError(f"{model!r} is not a Hugging Face id: {error}") from error
+        raise ModelError(f"{model!r} is not a Hugging Face ID: {error}") from error
     except Exception as error:  # the types depend on the HTTP library that huggingface_hub uses
         raise ModelError(f"{at} could not be downloaded: {error}") from error
     return folder

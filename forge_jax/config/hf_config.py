@@ -134,7 +134,7 @@ class HFConfig:
         return HFConfig(value, f"{self.where}: {name}")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the field's token ids: a single one, a list, or none.
+        """Return the field's token IDs: a single one, a list, or none.
 
         Ids index the model's logits, so each must be less than `vocab_size`.
         """
@@ -143,5 +143,5 @@ class HFConfig:
         if len(ids) > MAX_TOKEN_LIST or any(
             type(i) is not int or not 0 <= i < vocab_size for i in ids
         ):
-            raise self.error(name, f"a token id below {vocab_size} or a list of such token ids")
+            raise self.error(name, f"a token ID below {vocab_size} or a list of such token IDs")
         return tuple(ids)

@@ -58,7 +58,7 @@ class ModelConfig:
     """Options of the model: checkpoint, data types, kernels and LoRA adapters."""
 
     model: str = option(
-        "forge-tiny", "a folder, a .gguf file, a Hugging Face id, or forge-tiny", flag=None
+        "forge-tiny", "a folder, a .gguf file, a Hugging Face ID, or forge-tiny", flag=None
     )
     revision: str | None = option(
         None, "branch, tag or commit of a Hugging Face repository; default: main"
@@ -101,8 +101,7 @@ class ModelConfig:
     )
     deterministic: bool = option(
         False,
-        "return bit-identical results for a request, whatever the batch composition and schedule; "
-        "slower",
+        "give a request bit-identical results with any batch composition and schedule; slower",
     )
     pooling: Pooling = option(
         "last",
@@ -122,9 +121,9 @@ class ModelConfig:
     )
     max_lora_rank: int = option(
         16,
-        "maximum LoRA rank, 1 to 512; each adapter uses the memory of an adapter of this rank",
+        "maximum LoRA rank, 1 to 512; every adapter takes as much memory as one of this rank",
     )
-    seed: int = option(0, "random seed from which requests that set no seed get theirs")
+    seed: int = option(0, "random seed that determines the seeds of requests without a seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +232,7 @@ class SpeculationConfig:
     )
     draft_model: str | None = option(
         None,
-        "model that drafts with --speculation draft: a folder, a .gguf file, a Hugging Face id, "
+        "model that drafts with --speculation draft: a folder, a .gguf file, a Hugging Face ID, "
         "or self for the model's first layers. It must have the model's vocabulary",
         essential=True,
     )
@@ -267,8 +266,8 @@ class ParallelConfig:
     )
     expert_parallel: bool = option(
         False,
-        "divide the experts of a mixture among the devices of --tensor-parallel, instead of each "
-        "expert's matrices. N must divide the number of experts",
+        "give each device of --tensor-parallel whole experts, instead of a part of every expert. "
+        "The number of devices must divide the number of experts",
     )
     command_buffers: bool = option(
         True,
@@ -472,7 +471,7 @@ def _check_draft_model(speculation: SpeculationConfig) -> None:
         if model is None:
             raise ConfigError(
                 "--speculation draft requires --draft-model: a folder, a .gguf file, a Hugging "
-                "Face id, or self"
+                "Face ID, or self"
             )
         if (model == SELF) != (layers is not None):
             raise ConfigError(

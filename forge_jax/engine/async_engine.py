@@ -278,7 +278,7 @@ class AsyncEngine(ABC):
         if not self.lifecycle.takes_requests:
             raise EngineError(f"the engine does not accept requests: it is {self.lifecycle.state}")
         if request.request_id in self.streams:
-            raise RequestError("the request id is in use: choose another", param="request_id")
+            raise RequestError("the request ID is in use: choose another", param="request_id")
         self.streams.attach_loop()
         check_request(request, self.limits, self.tokenizer)
         if request.lora is not None:
@@ -294,13 +294,13 @@ class AsyncEngine(ABC):
     async def generate(
         self, prompt: str | list[int], params: SamplingParams | None = None, **kwargs: Any
     ) -> AsyncIterator[Delta]:
-        """Stream the deltas of one prompt, given as text or token ids.
+        """Stream the deltas of one prompt, given as text or token IDs.
 
         Leaving the loop early aborts the request.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("this model has no tokenizer: pass token ids", param="prompt")
+                raise RequestError("this model has no tokenizer: pass token IDs", param="prompt")
             self.tokenizer.check_fits([prompt], self.max_model_len, "prompt")
             prompt = self.tokenizer.encode(prompt)
         kwargs.setdefault("request_id", f"gen-{self._rng.getrandbits(64):016x}")

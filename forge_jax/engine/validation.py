@@ -1,4 +1,4 @@
-"""Checks of a request before it is queued: limits, token ids, salts, stop strings."""
+"""Checks of a request before it is queued: limits, token IDs, salts, stop strings."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_salt(salt: str) -> None:
 
 
 def without_unknown_stops(request: Request, vocab_size: int) -> Request:
-    """Return the request without stop token ids outside the vocabulary, which never match."""
+    """Return the request without stop token IDs outside the vocabulary, which never match."""
     stops = request.params.stop_token_ids
     if not stops or max(stops) < vocab_size:
         return request
@@ -93,7 +93,7 @@ def without_unknown_stops(request: Request, vocab_size: int) -> Request:
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Reject token ids outside the model's output width (`vocab_size`).
+    """Reject token IDs outside the model's output width (`vocab_size`).
 
     Raises:
       RequestError: `param` names the field.
@@ -103,7 +103,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         raise RequestError("the prompt is empty", param="prompt")
     if ids.low < 0 or ids.high >= vocab_size:
         raise RequestError(
-            f"the prompt has a token id outside the model's vocabulary (0..{vocab_size - 1})",
+            f"the prompt has a token ID outside the model's vocabulary (0..{vocab_size - 1})",
             param="prompt",
         )
     for name, given in (
@@ -112,6 +112,6 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     ):
         if given and (token := max(given)) >= vocab_size:
             raise RequestError(
-                f"{name}: token id {token} is outside the model's vocabulary (0..{vocab_size - 1})",
+                f"{name}: token ID {token} is outside the model's vocabulary (0..{vocab_size - 1})",
                 param=name,
             )

@@ -39,7 +39,7 @@ class LiveRequests:
         kv_tokens = self._pool.num_blocks * self._pool.block_size
         max_tokens = output_room(request, config.max_model_len, kv_tokens)
         if request.request_id in self.by_id:
-            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+            raise RequestError(f"request ID {request.request_id!r} is in use", param="request_id")
         seqs = self._sequences(request, max_tokens, config, now_s)
         self.by_id[request.request_id] = seqs
         self._backlog.push(seqs[0])

@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenIds(tuple[int, ...]):
-    """Token ids as plain ints with their bounds, so that range checks cost nothing.
+    """Token IDs as plain ints with their bounds, so that range checks cost nothing.
 
     Attributes:
       low: the smallest id; 0 if empty.
@@ -40,7 +40,7 @@ class TokenIds(tuple[int, ...]):
         try:
             found = cls(map(operator.index, ids))
         except TypeError as error:
-            raise RequestError("the prompt's token ids must be integers", param="prompt") from error
+            raise RequestError("the prompt's token IDs must be integers", param="prompt") from error
         found.low, found.high = min(found, default=0), max(found, default=-1)
         return found
 

@@ -70,8 +70,8 @@ class ServerConfig:
     )
     max_new_tokens: int | None = option(
         None,
-        "maximum number of output tokens per request, at least 1. It also limits the default. "
-        "Auto: no limit except the context",
+        "maximum number of output tokens per request, at least 1; also the upper bound of the "
+        "default. Auto: no limit except the context",
     )
     sse_keep_alive_s: float = option(
         15.0,

@@ -39,7 +39,7 @@ EXCUSES = re.compile(
             r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",
             r"together they must be at most|has \d+ texts; at most",
             r"nested deeper than",
-            r"the prompt is empty|token id .* outside the model's vocabulary",
+            r"the prompt is empty|token ID .* outside the model's vocabulary",
             # Invalid grammars and schemas, and those that cannot be enforced.
             r"(text\.format|structured_outputs|guided_\w+|response_format|json_schema|regex|ebnf|grammar|tools)"
             r"[\w.\[\]]*:",

@@ -85,7 +85,7 @@ def http_error(kind: type[Exception], message: str) -> Exception:
         (http_error(errors.RevisionNotFoundError, "404"), "no revision 'main'"),
         (errors.LocalEntryNotFoundError("offline"), "cannot be reached: go online, or copy"),
         (http_error(errors.HfHubHTTPError, "500"), "could not be downloaded: 500"),
-        (errors.HFValidationError("bad"), "is not a Hugging Face id"),
+        (errors.HFValidationError("bad"), "is not a Hugging Face ID"),
         (OSError(28, "No space left on device"), "could not be downloaded: .*No space left"),
         (RuntimeError("refused"), "could not be downloaded: refused"),
     ],

@@ -323,7 +323,7 @@ def test_file_without_a_tokenizer_has_none(tmp_path):
         ({"tokens": ["a", "b"]}, CheckpointError, "token_type must be an array of 2 numbers"),
         ({"merges": ["a"]}, CheckpointError, "merges must contain two tokens with a space"),
         ({"merges": ["a nosuch"]}, CheckpointError, "merges must combine two tokens into a third"),
-        ({"eos_token_id": 5000}, CheckpointError, "eos_token_id must be a token id below"),
+        ({"eos_token_id": 5000}, CheckpointError, "eos_token_id must be a token ID below"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id must be an integer"),
         ({"add_bos_token": 7}, CheckpointError, "add_bos_token must be true or false"),
         ({"chat_template": 7}, ModelError, "tokenizer.chat_template must be a string"),

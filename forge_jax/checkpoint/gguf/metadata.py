@@ -79,10 +79,10 @@ class Metadata:
         return value
 
     def token_id(self, key: str, count: int) -> int | None:
-        """Return a token id below `count`; None if the key is missing or is 2^32 - 1 (none)."""
+        """Return a token ID below `count`; None if the key is missing or is 2^32 - 1 (none)."""
         if self.values.get(key) in (None, 2**32 - 1):
             return None
         value = self.integer(key)
         if value >= count:
-            raise self.error(key, f"a token id below {count}")
+            raise self.error(key, f"a token ID below {count}")
         return value

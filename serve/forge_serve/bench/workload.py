@@ -1,6 +1,6 @@
 """Workloads: requests with exact lengths in tokens, reproducible by seed.
 
-Lengths depend on `seed`, token ids on `seed` and `round_`. Rounds are therefore equal work, and no
+Lengths depend on `seed`, token IDs on `seed` and `round_`. Rounds are therefore equal work, and no
 round finds another's prompts in a prefix cache. This module depends on neither HTTP nor an engine.
 """
 
@@ -26,7 +26,7 @@ WARM_UP = -1  # the round of the warm-up, which is not measured
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Request with a prompt of token ids or the text of a user's message."""
+    """Request with a prompt of token IDs or the text of a user's message."""
 
     max_tokens: int
     prompt: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class Sizes:
 
 
 class Vocabulary:
-    """Token ids for prompts: ordinary words, no special tokens.
+    """Token IDs for prompts: ordinary words, no special tokens.
 
     If there is a tokenizer, `text` returns a text that encodes to exactly the given ids.
     """
@@ -119,7 +119,7 @@ class Vocabulary:
             if len(ids) >= cls.MIN_WORDS and _ids_again(backend, ids) == ids:
                 return cls(ids, backend)
         raise BenchmarkError(
-            "this tokenizer cannot make texts of an exact number of tokens: send token ids"
+            "this tokenizer cannot make texts of an exact number of tokens: send token IDs"
         )
 
     @classmethod
@@ -165,7 +165,7 @@ class Vocabulary:
             )
         if _ids_again(self._backend, ids) != list(ids):
             raise BenchmarkError(
-                "this tokenizer cannot make texts of an exact number of tokens: send token ids"
+                "this tokenizer cannot make texts of an exact number of tokens: send token IDs"
             )
         return self._backend.decode(list(ids), skip_special_tokens=False)
 

@@ -57,7 +57,7 @@ CONVERT = (
 )
 _HELP = "LLM inference engine compiled by JAX/XLA, with an OpenAI-compatible server."
 _EPILOG = """\
-MODEL is a folder, a .gguf file, a Hugging Face id, or forge-tiny, which is bundled.
+MODEL is a folder, a .gguf file, a Hugging Face ID, or forge-tiny, which is bundled.
 
   forge-jax serve                                 serve forge-tiny on 127.0.0.1:8000
   forge-jax chat Qwen/Qwen3-0.6B                  chat with a model, without a server

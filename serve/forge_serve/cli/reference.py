@@ -21,8 +21,9 @@ HELP_WIDTH = 96
 _HEAD = """\
 # Configuration
 
-Set flags on the command line, in a file, or as arguments in Python. [cli.md](cli.md) describes
-every flag with its type and default. `python -m forge_serve.cli.reference` generates this page.
+Set flags on the command line, in a file, or as arguments in Python. This page also lists the limits
+of requests and the supported flags of other engines. [cli.md](cli.md) describes every flag with its
+type and default. `python -m forge_serve.cli.reference` generates this page.
 
 ## Configuration file
 
@@ -36,16 +37,17 @@ no-prefix-cache = true     # or, by the field's name: prefix_cache = false
 lora = ["sql=adapters/sql", "chat=adapters/chat"]
 ```
 
-Keys are flags without their dashes, at the top level of the file. The command line overrides the
-file. A repeatable flag on the command line replaces the file's whole list. Write "auto" as a
-string. A key that is not a flag of the command, or a value of the wrong type, is an error.
+A key is a flag without its leading dashes. Keys are at the top level of the file, without tables.
+The value "auto" is a string. A key that is not a flag of the command is an error, and so is a value
+of the wrong type. The command line overrides the file. If a flag is repeatable, its values on the
+command line replace the file's list.
 
 ## Flags and Python classes
 
-In Python, flags are fields of these classes, with underscores. `LLM` and
-`EngineConfig.from_options` take the fields of all classes except `ServerConfig`. Names of fields
-in seconds end in `_s`. `--no-x` becomes `x=False`. `--compile-cache` becomes `compile_cache_dir`.
-These are the flags of `forge-jax serve`:
+In Python, each flag is a field of one of these classes. The field's name is the flag's, with
+underscores, and with the suffix `_s` if its unit is seconds. `--no-x` becomes `x=False`, and
+`--compile-cache` becomes `compile_cache_dir`. `LLM` and `EngineConfig.from_options` accept the
+fields of all classes except `ServerConfig`. These are the flags of `forge-jax serve`:
 
 """
 
@@ -53,8 +55,8 @@ _LIMITS_HEAD = """
 ## Limits
 
 These limits apply to each request. If a request exceeds a limit, the server returns 400, or 413 for
-a body that is too large. The model's context length limits the number of tokens. In Python, the
-limits with a flag are fields of `ServerConfig.limits`, without `max_`.
+a body that is too large. The model's context length also limits the number of tokens. In Python, a
+limit with a flag is a field of `ServerConfig.limits`. The field's name has no `max_`.
 
 | limit on | default | flag | range of the flag |
 |---|---|---|---|
@@ -63,10 +65,10 @@ limits with a flag are fields of `ServerConfig.limits`, without `max_`.
 _ALIASES_HEAD = """
 ## Names of other engines
 
-Many flags of vLLM, SGLang and other engines are accepted on the command line and in `--config`.
-`LLM` and `EngineConfig.from_options` accept the names of engine flags as keyword arguments, with
-underscores. The opposite of each switch is also accepted: `--enable-prefix-caching` for
-`--no-enable-prefix-caching`.
+The command line and `--config` accept many flags of vLLM, SGLang and other engines. For each
+switch, the opposite also works: `--enable-prefix-caching` and `--no-enable-prefix-caching`. In
+Python, `LLM` and `EngineConfig.from_options` accept these names as keyword arguments, with
+underscores.
 
 | forge-jax flag | flags of other engines |
 |---|---|
@@ -87,7 +89,7 @@ These flags are accepted and have no effect:
 """
 
 _REFUSED_HEAD = """
-These flags are rejected. The error gives the reason, and the replacement if there is one:
+These flags are rejected. The error states the reason, and the replacement if there is one:
 
 """
 
@@ -95,10 +97,9 @@ _CLI_HEAD = """\
 # The command line
 
 This page has the `--help-all` output of every command. `--help` shows only the essential flags.
-[configuration.md](configuration.md) describes the
-[configuration file](configuration.md#configuration-file) for `--config`, the limits without a flag,
-and the [flag names of other engines](configuration.md#names-of-other-engines) that are accepted.
-`python -m forge_serve.cli.reference` generates this page.
+[configuration.md](configuration.md) describes the file for `--config`, the limits without a flag,
+and the supported [flags of other engines](configuration.md#names-of-other-engines). `python -m
+forge_serve.cli.reference` generates this page.
 
 Results go to stdout, and everything else goes to stderr. An error is one line on stderr that begins
 with `forge-jax: error:` and describes the fix. Every command accepts `--debug`, which adds the
@@ -110,17 +111,17 @@ traceback.
 | 1 | an error, a problem found by `doctor`, or a failed request of `bench` |
 | 2 | invalid command line |
 | 130 | interrupted by Ctrl-C |
-| 143 | ended by SIGTERM; `serve` shuts down gracefully with status 0 instead |
+| 143 | ended by SIGTERM, except `serve`, which shuts down with status 0 |
 | 141 | the output pipe was closed, for example by `head`; prints no error |
 
-Model output to a file or pipe is unchanged. On a terminal, control characters are replaced by
-visible symbols (`␛` for escape), so a model's output cannot control the terminal. The same applies
-to a server's messages.
+A model's output is written to files and pipes unchanged. On a terminal, control characters in it
+are replaced by visible symbols (`␛` for escape), so that it cannot control the terminal. The same
+applies to messages of a server.
 
 In `chat`, Ctrl-C stops an answer and Ctrl-D ends the chat. The text of a stopped answer stays in
 the conversation. Reasoning is dimmed and is not sent back to the model. The arrow keys recall
-earlier input until the chat ends. The history is never written to a file. `--url` connects to any
-OpenAI-compatible server. Its key comes from `--api-key-file`, never from the environment.
+earlier input, which is never written to a file. `--url` connects to any OpenAI-compatible server.
+The server's API key is read from `--api-key-file`, never from the environment.
 """
 
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids: tokenization in threads, truncation, and limits on the amount of text."""
+"""Prompts as token IDs: tokenization in threads, truncation, and limits on the amount of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Shorter texts are tokenized on the event loop, which is faster than a handoff to a thread.
 THREAD_FROM_CHARS = 4096
-THREAD_FROM_IDS = 4096  # the same for token ids
+THREAD_FROM_IDS = 4096  # the same for token IDs
 BYTES_PER_ID = 4  # approximate
 MARGIN_TOKENS = 256  # tokens near a cut, which may differ from those of the whole text
 CHARS_PER_TOKEN = 8  # first estimate for kept tokens
@@ -26,7 +26,7 @@ CHARS_PER_TOKEN = 8  # first estimate for kept tokens
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: Sequence[int]
-    text: str | None = None  # the client's text; None: it sent token ids or a chat
+    text: str | None = None  # the client's text; None: it sent token IDs or a chat
 
     def checked(self) -> Prompt:
         """Return the prompt with `TokenIds`, whose values need no further checks."""
@@ -68,7 +68,7 @@ class Kept:
           max_chars: the limit on the text to tokenize, even if it yields too few tokens.
 
         Returns:
-          The token ids, including the margin, and True if the whole text was tokenized.
+          The token IDs, including the margin, and True if the whole text was tokenized.
         """
         num_chars = self.num_chars
         while num_chars < len(text):
@@ -100,12 +100,12 @@ async def encode_texts(
     kept: Kept | None,
     work: TextWork,
 ) -> list[Prompt]:
-    """Return prompts whose `token_ids` are `TokenIds`. Token ids need no tokenization.
+    """Return prompts whose `token_ids` are `TokenIds`. Token IDs need no tokenization.
 
     Long work runs in a thread.
 
     Args:
-      given: texts or token ids, each with the path of its field.
+      given: texts or token IDs, each with the path of its field.
       special: True if the tokenizer adds special tokens to texts.
 
     Raises:
@@ -161,7 +161,7 @@ def _check_texts(engine: AsyncEngine, texts: Sequence[tuple[str, str]], kept: Ke
     for param, text in texts:
         if engine.tokenizer is None:
             raise RequestError(
-                f"{param} must be token ids, because this model has no tokenizer", param=param
+                f"{param} must be token IDs, because this model has no tokenizer", param=param
             )
         if kept is None:
             engine.tokenizer.check_fits([text], engine.max_model_len, param)

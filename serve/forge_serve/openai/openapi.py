@@ -103,7 +103,7 @@ OPERATIONS = {
         errors=READS,
     ),
     "detokenize": Operation(
-        summary="Convert token ids to text",
+        summary="Convert token IDs to text",
         request=DetokenizeRequest,
         example={"tokens": [5, 6, 7]},
         answer=DetokenizeAnswer,

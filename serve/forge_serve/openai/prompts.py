@@ -1,4 +1,4 @@
-"""The prompts of completions and chats as token ids."""
+"""The prompts of completions and chats as token IDs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def encode_prompts(
     max_tokens: int | None,
     work: TextWork,
 ) -> list[Prompt]:
-    """Return the prompts of a request as token ids, truncated if requested.
+    """Return the prompts of a request as token IDs, truncated if requested.
 
     Long texts are tokenized in a thread.
 
@@ -84,7 +84,7 @@ async def _encode_chat(
     tokenizer, template = engine.tokenizer, engine.chat_template
     if tokenizer is None:
         raise RequestError(
-            "this model has no tokenizer: use /v1/completions with token ids", param="messages"
+            "this model has no tokenizer: use /v1/completions with token IDs", param="messages"
         )
     if template is None or not template.available:
         raise RequestError(

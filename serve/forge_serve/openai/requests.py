@@ -187,7 +187,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[
         dict[int, float] | None,
         rule(
-            "Keys are token ids for which the model has logits.",
+            "Keys are token IDs for which the model has logits.",
             schema=_logit_bias,
             most=("logit_bias", "entries"),
         ),
@@ -208,7 +208,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: Annotated[
         list[TokenId] | None,
         rule(
-            "Token ids for which the model has logits. Other fields must not exclude all of them.",
+            "Token IDs for which the model has logits. Other fields must not exclude all of them.",
             most=("allowed_token_ids", "ids"),
             minItems=1,
         ),
@@ -441,7 +441,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     ] = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as a text or a list of token ids.
+        """Return the prompts, each as a text or a list of token IDs.
 
         Raises:
           RequestError: the list is empty or mixed.
@@ -714,7 +714,7 @@ def _token_lists(about: About) -> Schema:
 
 
 class DetokenizeRequest(GenerationRequest, kw_only=True):
-    """Body of POST /detokenize: the token ids of one or several texts."""
+    """Body of POST /detokenize: the token IDs of one or several texts."""
 
     tokens: Annotated[list[int | list[int]], rule(schema=_token_lists)]
     truncate_prompt_tokens: TruncationOfText = None
@@ -723,17 +723,17 @@ class DetokenizeRequest(GenerationRequest, kw_only=True):
         GenerationRequest.check(self)
         if len({type(item) for item in self.tokens}) > 1:
             raise RequestError(
-                "tokens must be a list of token ids or a list of lists of token ids",
+                "tokens must be a list of token IDs or a list of lists of token IDs",
                 param="tokens",
             )
         for ids in self.texts():
             if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
                 raise RequestError(
-                    f"tokens must be token ids between 0 and {MAX_TOKEN_ID}", param="tokens"
+                    f"tokens must be token IDs between 0 and {MAX_TOKEN_ID}", param="tokens"
                 )
 
     def texts(self) -> list[list[int]]:
-        """Return the token ids of each text: `tokens` itself if it is a list of lists."""
+        """Return the token IDs of each text: `tokens` itself if it is a list of lists."""
         several = bool(self.tokens) and isinstance(self.tokens[0], list)
         return self.tokens if several else [self.tokens]  # type: ignore[return-value]
 
@@ -741,7 +741,7 @@ class DetokenizeRequest(GenerationRequest, kw_only=True):
 def prompts_of(
     prompt: str | list[str | int | list[int]], param: str = "prompt"
 ) -> list[str | list[int]]:
-    """Return the prompts of a field that holds one or several, as texts or token ids.
+    """Return the prompts of a field that holds one or several, as texts or token IDs.
 
     Raises:
       RequestError: the field is empty or mixes kinds.
@@ -753,8 +753,8 @@ def prompts_of(
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise RequestError(
-            f"{param} must be a text, a list of texts, a list of token ids, or a list of lists of "
-            "token ids",
+            f"{param} must be a text, a list of texts, a list of token IDs, or a list of lists of "
+            "token IDs",
             param=param,
         )
     if kinds == {int}:
