@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 PROJECTIONS = tuple(f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down"))
 PROJECTIONS += ("qkv_proj", "gate_up_proj", "c_attn", "c_fc", "c_proj")
+PROJECTIONS += ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2")
 
 
 def weights_of(model: Path) -> dict[str, np.ndarray]:
@@ -31,7 +32,7 @@ def projections(model: Path, names: Sequence[str] = PROJECTIONS) -> list[str]:
 
 def is_transposed(module: str) -> bool:
     """Return True for GPT-2's modules, whose matrices are stored [inputs, outputs]."""
-    return module.rpartition(".")[2].startswith("c_")
+    return ".h." in module and module.rpartition(".")[2].startswith("c_")
 
 
 def write_adapter(

@@ -81,6 +81,7 @@ class _Module:
     rows: int
     inputs: int
     transposed: bool  # in the checkpoint
+    stored_rows: np.ndarray | None  # of the checkpoint's matrix, see `Tensor`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +165,8 @@ def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
         rank, scaling = a.shape[0], config.scaling(name)
         a_values = _finite(a, model.dtype)
         b_values = _finite(b, model.dtype, scaling)
+        if module.stored_rows is not None:
+            b_values = b_values[module.stored_rows]
         end = module.start + module.rows
         for index, (_, target) in enumerate(targets):
             first, last = target.start, target.start + target.rows
@@ -280,6 +283,7 @@ def _modules(model: Model) -> dict[str, _Module]:
                     rows=part.rows,
                     inputs=part.columns,
                     transposed=part.transpose,
+                    stored_rows=part.stored_rows(),
                 )
                 start += part.rows
     return modules

@@ -19,6 +19,20 @@ from forge_kernels.threads import for_each
 CHUNK_BYTES = 4 * 2**20  # written by a thread before it takes the next chunk
 
 
+class _Reordered:
+    """A tensor whose rows are read in another order; `order` has the stored row of each."""
+
+    def __init__(self, source: TensorSource, order: np.ndarray):
+        self.dtype, self.shape = source.dtype, source.shape
+        self._source, self._order = source, order
+
+    def read_rows(self, out: np.ndarray, first: int) -> None:
+        order = self._order[first : first + len(out)]
+        breaks = np.flatnonzero(np.diff(order) != 1) + 1
+        for begin, end in itertools.pairwise([0, *breaks.tolist(), len(order)]):
+            self._source.read_rows(out[begin:end], int(order[begin]))
+
+
 class StoredMatrix:
     """Tensors stacked vertically, [N, K], or vectors joined, [N].
 
@@ -39,6 +53,9 @@ class StoredMatrix:
             if part.transpose:
                 assert isinstance(source, StoredTensor) and len(source.shape) > 1, part
                 source = source.transposed()
+            order = part.stored_rows()
+            if order is not None:
+                source = _Reordered(source, order)
             rows, start = math.prod(source.shape[:-1] or source.shape), 0
             if experts is not None and len(source.shape) == 3:
                 of_expert = rows // source.shape[0]

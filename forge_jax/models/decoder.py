@@ -32,6 +32,7 @@ from forge_jax.models.linear import (
     Delta,
     Linear,
     MatrixBuilder,
+    Norm,
     RMSNorm,
     add_up,
     new_bias,
@@ -204,10 +205,9 @@ class Attention(ResidualBlock):
             matrix(f"layers.{layer}.attention.out.weight", d, inner),
             new_bias(d, dtype, exists=spec.output_bias),
         )
-        self.norm_all, has = spec.qk_norm == "all", spec.qk_norm is not None
-        heads, kv_heads = (self.heads, self.kv_heads) if self.norm_all else (1, 1)
-        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype) if has else None
-        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype) if has else None
+        self.norm_all = spec.qk_norm == "all"
+        self.q_norm = _qk_norm(self.heads, spec, dtype)
+        self.k_norm = _qk_norm(self.kv_heads, spec, dtype)
 
     def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         """Return (kv, x plus the attention). x: dtype[T, d]; kv: one layer's."""
@@ -242,9 +242,25 @@ class Attention(ResidualBlock):
         for norm, part in ((self.q_norm, qkv[:, :H]), (self.k_norm, qkv[:, H : H + K])):
             shape = (len(part), -1) if self.norm_all else part.shape
             with jax.named_scope("norm"):
-                part_axis = axis if self.norm_all else None  # the norm spans all heads, or one
-                normed.append(norm(part.reshape(shape), part_axis).reshape(part.shape))
+                if isinstance(norm, RMSNorm):
+                    part_axis = axis if self.norm_all else None  # the norm spans all heads, or one
+                    normed.append(norm(part.reshape(shape), part_axis).reshape(part.shape))
+                else:
+                    normed.append(norm(part))
         return jnp.concatenate([*normed, qkv[:, H + K :]], axis=1)
+
+
+def _qk_norm(heads: int, spec: ModelSpec, dtype: Any) -> Norm | None:
+    """Return the norm of so many heads of queries or keys, or None."""
+    match spec.qk_norm:
+        case None:
+            return None
+        case "head":
+            return RMSNorm(spec.head_dim, spec, dtype)
+        case "all":
+            return RMSNorm(heads * spec.head_dim, spec, dtype)
+        case "each_head":
+            return new_norm((heads, spec.head_dim), spec, dtype)
 
 
 class MLP(ResidualBlock):
@@ -319,8 +335,13 @@ class Experts(ResidualBlock):
         self.down = nnx.Param(matrix(f"{mlp}.down.weight", d, inner, experts=own))
         self.shared = SharedExperts(d, matrix, mlp, experts) if experts.shared_size else None
 
-    def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
-        """Return x plus the weighted outputs of the experts. x: dtype[T, d]."""
+    def __call__(
+        self, x: jax.Array, ragged: Ragged, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the residual, by default x, plus the weighted outputs of the experts.
+
+        x, residual: dtype[T, d].
+        """
         with jax.named_scope("norm"):
             normed = x if self.norm is None else self.norm(x)
         with jax.named_scope("router"):
@@ -357,7 +378,7 @@ class Experts(ResidualBlock):
         with jax.named_scope("experts"):
             if ragged.axis is not None:
                 y = add_up(y, ragged.axis)
-            return self.add_result(x, y)
+            return self.add_result(x if residual is None else residual, y)
 
     def _of_device(self, chosen: jax.Array, axis: str) -> jax.Array:
         """Return i32[T, k] as numbers of this device's experts, or `own` for those of others."""
@@ -390,12 +411,14 @@ class SharedExperts(nnx.Module):
 
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
+        self.parallel = spec.parallel_block
         self.attention = Attention(spec, dtype, matrix, layer)
         experts = spec.experts_of(layer)
         self.mlp = (
@@ -405,8 +428,8 @@ class DecoderLayer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
-        kv, x = self.attention(x, kv, ragged)
-        return kv, self.mlp(x, ragged)
+        kv, attended = self.attention(x, kv, ragged)
+        return kv, self.mlp(x if self.parallel else attended, ragged, residual=attended)
 
 
 class Decoder(nnx.Module):
@@ -434,7 +457,10 @@ class Decoder(nnx.Module):
         self.logit_soft_cap = spec.logit_soft_cap
         # With tied embeddings, the head is also the embedding.
         d = spec.hidden_size
-        self.head = Linear(matrix("head.weight", vocab_rows, d))
+        self.head = Linear(
+            matrix("head.weight", vocab_rows, d),
+            new_bias(vocab_rows, dtype, exists=spec.head_bias),
+        )
         self.embedding = (
             None if spec.tie_word_embeddings else Linear(matrix("embedding.weight", vocab_rows, d))
         )

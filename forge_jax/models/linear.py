@@ -50,7 +50,7 @@ class MatrixBuilder:
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, spec: ModelSpec, dtype: Any):
+    def __init__(self, size: int | tuple[int, ...], spec: ModelSpec, dtype: Any):
         self.weight = nnx.Param(jnp.zeros(size, dtype))
         self.eps = spec.norm_eps
         self.offset, self.in_float32 = spec.norm_offset, spec.norm_in_float32
@@ -61,7 +61,10 @@ class RMSNorm(nnx.Module):
         return not self.offset and not self.in_float32
 
     def __call__(self, x: jax.Array, axis: str | None = None) -> jax.Array:
-        """Normalize float[..., size]. `axis`: each device of the mesh has a part of every row."""
+        """Normalize the last axis of float[..., *size].
+
+        `axis`: each device of the mesh has a part of every row.
+        """
         return rms_norm(
             x,
             self.weight[...],
@@ -73,13 +76,13 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    def __init__(self, size: int, spec: ModelSpec, dtype: Any):
+    def __init__(self, size: int | tuple[int, ...], spec: ModelSpec, dtype: Any):
         self.weight = nnx.Param(jnp.zeros(size, dtype))
         self.bias = nnx.Param(jnp.zeros(size, dtype)) if spec.norm_bias else None
         self.eps = spec.norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalize float[..., size]."""
+        """Normalize the last axis of float[..., *size]."""
         bias = None if self.bias is None else self.bias[...]
         return layer_norm(x, self.weight[...], bias, self.eps)
 
@@ -87,8 +90,8 @@ class LayerNorm(nnx.Module):
 Norm = RMSNorm | LayerNorm
 
 
-def new_norm(size: int, spec: ModelSpec, dtype: Any) -> Norm:
-    """Return a norm of the type that the spec selects, filled with zeros."""
+def new_norm(size: int | tuple[int, ...], spec: ModelSpec, dtype: Any) -> Norm:
+    """Return a norm of the type that the spec selects, with weights of shape `size`, zeros."""
     return (RMSNorm if spec.norm_type == "rms" else LayerNorm)(size, spec, dtype)
 
 

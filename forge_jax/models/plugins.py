@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.models.families import ARCHITECTURES, Architecture
+from forge_jax.models.families import ALIASES, ARCHITECTURES, Architecture
 
 GROUP = "forge_jax.models"  # of entry points
 
@@ -48,6 +48,7 @@ def find_architecture(name: str) -> Architecture:
       UnsupportedModelError: no architecture or several have this name, or the package that
         provides it cannot be imported.
     """
+    name = ALIASES.get(name, name)
     sources = _sources(name)
     if not sources:
         raise UnsupportedModelError(
@@ -90,6 +91,7 @@ def code_digest(name: str) -> str | None:
 
 def _sources(name: str) -> list[str]:
     """Return where an architecture comes from, as the end of "it is ..."."""
+    name = ALIASES.get(name, name)
     return [
         *(["built in"] if name in ARCHITECTURES else []),
         *(["registered"] if name in _registered else []),

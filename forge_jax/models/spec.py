@@ -118,7 +118,7 @@ class ExpertSpec:
         return self.count // self.devices
 
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 NormPlacement = Literal["before", "after", "both"]  # relative to attention and MLP
 NormType = Literal["rms", "layer"]
 
@@ -142,7 +142,10 @@ class ModelSpec:
       mlp_bias: True if the matrices of the MLP have biases.
       mlp_gated: True if the MLP multiplies its up projection by an activated gate. Otherwise, it
         activates the up projection.
-      qk_norm: norms of queries and keys: per "head", over all heads together ("all"), or None.
+      parallel_block: True if attention and MLP have the same input, and their outputs are added to
+        it together (Wang and Komatsuzaki 2021, GPT-J). Otherwise, the MLP follows attention.
+      qk_norm: norms of queries and keys, or None. "head" and "each_head" are per head, with the same
+        weights or own ones. "all" is over all heads together.
       windows: per layer, how many keys a query attends to, or None for all. Empty means all keys in
         every layer.
       local_rope: the rotation of layers with a window, if it differs.
@@ -153,6 +156,7 @@ class ModelSpec:
       embedding_scale: the factor on embeddings.
       residual_scale: the factor on each layer's contribution.
       logit_scale: the factor on logits.
+      head_bias: True if the LM head has a bias.
       experts: a mixture in place of the MLP of some or all layers.
       quantization: of the checkpoint's matrices.
       ggml_types: the types of the tensors of a GGUF file that stay in GGML blocks.
@@ -183,7 +187,8 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     mlp_gated: bool = True
-    qk_norm: Literal["head", "all"] | None = None
+    parallel_block: bool = False
+    qk_norm: Literal["head", "each_head", "all"] | None = None
     windows: tuple[int | None, ...] = ()
     local_rope: RopeSpec | None = None
     no_rope: frozenset[int] = frozenset()
@@ -193,6 +198,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    head_bias: bool = False
     experts: ExpertSpec | None = None
     quantization: QuantSpec | None = None
     ggml_types: GGMLTypes | None = None
@@ -228,6 +234,7 @@ class ModelSpec:
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }

@@ -6,17 +6,28 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 if TYPE_CHECKING:
     from forge_jax.models.spec import ExpertSpec, ModelSpec
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the checkpoint, and its required shape."""
+    """A tensor of the checkpoint, and its required shape.
+
+    Attributes:
+      name: the checkpoint's name.
+      shape: the required shape.
+      transpose: True if it is stored [..., K_in, N_out]; leaves are [..., N_out, K_in].
+      heads: the number of heads if queries, keys and values are stored head by head, [H, 3, D, ...].
+        Leaves are [3, H, D, ...]. If it is 0, the order is the leaf's.
+    """
 
     name: str
     shape: tuple[int, ...]
-    transpose: bool = False  # stored [..., K_in, N_out]; leaves are [..., N_out, K_in]
+    transpose: bool = False
+    heads: int = 0
 
     @property
     def rows(self) -> int:
@@ -27,6 +38,12 @@ class Tensor:
     def columns(self) -> int:
         """K_in: the columns of a matrix's leaf."""
         return self.shape[-2 if self.transpose else -1]
+
+    def stored_rows(self) -> np.ndarray | None:
+        """Return the stored row of each of the leaf's rows, i64[N]; None if they are the same."""
+        if not self.heads:
+            return None
+        return np.arange(self.rows).reshape(self.heads, 3, -1).swapaxes(0, 1).reshape(-1)
 
 
 # leaf -> tensors, stacked vertically (axis 0; for experts' leaves [E, N, K], the rows of all)
@@ -131,11 +148,11 @@ def decoder_weights(
         for ours, theirs in _NORMS[spec.norm_placement].items():
             weights |= _norm(spec, f"{leaf}.{ours}", f"{tensor}.{theirs}")
         if spec.qk_norm is not None:
-            by_head = spec.qk_norm == "head"
-            for ours, theirs, rows in (("q", "q_norm", q_rows), ("k", "k_norm", kv_rows)):
-                size = spec.head_dim if by_head else rows
-                name = f"{tensor}.self_attn.{theirs}.weight"
-                weights[f"{leaf}.attention.{ours}_norm.weight"] = (Tensor(name, (size,)),)
+            for part, rows in (("q_norm", q_rows), ("k_norm", kv_rows)):
+                D = spec.head_dim
+                shapes = {"head": (D,), "each_head": (rows // D, D), "all": (rows,)}
+                stored = Tensor(f"{tensor}.self_attn.{part}.weight", shapes[spec.qk_norm])
+                weights[f"{leaf}.attention.{part}.weight"] = (stored,)
     return weights
 
 
@@ -143,9 +160,13 @@ def _vocabulary(spec: ModelSpec) -> WeightMap:
     """Return the tensors of the embedding and the head, which may be one."""
     shape = spec.vocab_size, spec.hidden_size
     embedding = Tensor("model.embed_tokens.weight", shape)
-    if spec.tie_word_embeddings:
-        return {"head.weight": (embedding,)}
-    return {"embedding.weight": (embedding,), "head.weight": (Tensor("lm_head.weight", shape),)}
+    weights: WeightMap = {"head.weight": (embedding,)}
+    if not spec.tie_word_embeddings:
+        head = Tensor("lm_head.weight", shape)
+        weights = {"embedding.weight": (embedding,), "head.weight": (head,)}
+    if spec.head_bias:
+        weights["head.bias"] = (Tensor("lm_head.bias", (spec.vocab_size,)),)
+    return weights
 
 
 def _norm(spec: ModelSpec, leaf: str, module: str) -> WeightMap:

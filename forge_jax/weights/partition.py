@@ -225,10 +225,10 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
     """Return how the leaf `name` is split; None if every device has all of it."""
     if shards == 1:
         return None
-    if name in ("head.weight", "embedding.weight"):
+    if name in ("head.weight", "head.bias", "embedding.weight"):
         V, rows = spec.vocab_size, shard_vocab(spec.vocab_size, shards)
         tokens = (((min(i * rows, V), min((i + 1) * rows, V)),) for i in range(shards))
-        return Partition(-2, tuple(tokens), rows)
+        return Partition(-1 if name == "head.bias" else -2, tuple(tokens), rows)
     if not name.startswith("layers."):
         return None
     _, layer, leaf = name.split(".", 2)
@@ -237,12 +237,21 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
         each = tuple((_split(experts.count, shards, i),) for i in range(shards))
         return _partition(EXPERTS, each)
     axis = _AXES.get(leaf)
-    if axis is None or (leaf.endswith("_norm.weight") and spec.qk_norm != "all"):
+    if axis is None or (leaf.endswith("_norm.weight") and spec.qk_norm == "head"):
         return None
+    if leaf.endswith("_norm.weight") and spec.qk_norm == "each_head":
+        return _head_norms(leaf, spec, shards)
     matrix, inner = leaf.rpartition(".")[0], _inner_size(spec, int(layer))
     if matrix.startswith("mlp.shared.") and experts is not None:
         matrix, inner = matrix.replace(".shared", ""), experts.shared_size
     return _partition(axis, tuple(_ranges(matrix, spec, inner, shards, i) for i in range(shards)))
+
+
+def _head_norms(leaf: str, spec: ModelSpec, shards: int) -> Partition:
+    """Return how the norms of queries or keys are split, [H, D], by heads."""
+    one = dataclasses.replace(spec, head_dim=1)
+    matrix = leaf.rpartition(".")[0]
+    return _partition(-2, tuple(_ranges(matrix, one, 1, shards, i) for i in range(shards)))
 
 
 def _ranges(matrix: str, spec: ModelSpec, inner: int, shards: int, index: int) -> tuple[Range, ...]:

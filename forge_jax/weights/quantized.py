@@ -233,7 +233,7 @@ def _common_scheme(quantization: QuantSpec, leaf: str, parts: Iterable[Tensor]) 
     """Return the scheme of a leaf's tensors; None if they are not quantized.
 
     Raises:
-      UnsupportedModelError: they have different schemes, or are stored transposed.
+      UnsupportedModelError: they have different schemes, or are stored in another order.
     """
     is_router, in_layer = leaf.endswith(ROUTERS), leaf.startswith("layers.")
     schemes: dict[Scheme | None, Tensor] = {}
@@ -254,6 +254,11 @@ def _common_scheme(quantization: QuantSpec, leaf: str, parts: Iterable[Tensor]) 
         raise UnsupportedModelError(
             f"{quantization.where}: {first.name} is stored transposed, which is not supported "
             "for quantized matrices"
+        )
+    if any(part.heads for part in parts):
+        raise UnsupportedModelError(
+            f"{quantization.where}: {first.name} has the queries, keys and values of each head "
+            "together, which is not supported for quantized matrices: use a checkpoint in floats"
         )
     return scheme
 
@@ -309,7 +314,8 @@ def cut_formats(
 
 def is_matrix(leaf: str, parts: Sequence[Tensor]) -> bool:
     """Return True if the leaf is a matrix, or one per expert, and not a bias or norm."""
-    return leaf.endswith(".weight") and len(parts[0].shape) > 1
+    is_norm = leaf.endswith("norm.weight")  # of queries and keys, [H, D]
+    return leaf.endswith(".weight") and not is_norm and len(parts[0].shape) > 1
 
 
 def module_of(tensor: str) -> str:

@@ -30,6 +30,7 @@ from forge_jax.models import (
     register,
 )
 from forge_jax.models.families import ARCHITECTURES
+from forge_jax.models.registry import spec_of
 from forge_jax.models.weight_map import Tensor, decoder_weights, renamed
 from forge_jax.research import LoadedModel
 from forge_jax.weights.formats import WeightFormats
@@ -57,6 +58,47 @@ def test_ungated_mlp_is_split_by_its_inner_columns():
         assert partition is not None and partition.axis == axis and partition.size == rows // 2
         assert shard.leaf(f"layers.0.mlp.{name}").shape[axis] == rows // 2
     assert partition_of("layers.0.mlp.down.bias", PLAIN_MLP, 2) is None
+
+
+def test_weights_of_heads_and_the_bias_of_the_head_are_split():
+    spec = replace(PLAIN_MLP, num_key_value_heads=2, norm_bias=False)
+    spec = replace(spec, qk_norm="each_head", head_bias=True)
+    heads, kv_heads, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    shards = 2 * kv_heads  # two devices have the same key head
+    shard = build_model(spec, shards=shards)
+    for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
+        leaf = f"layers.0.attention.{name}.weight"
+        partition = partition_of(leaf, spec, shards)
+        assert partition is not None
+        whole = np.arange(count * D, dtype=np.float32).reshape(count, D)
+        rows = max(1, count // shards)
+        for index in range(shards):
+            first = index * count // shards
+            np.testing.assert_array_equal(partition.shard(whole, index), whole[first:][:rows])
+        assert shard.leaf(leaf).shape == (rows, D)
+    partition = partition_of("head.bias", spec, shards)
+    assert partition is not None
+    assert partition.axis == -1 and shard.leaf("head.bias").shape == (partition.size,)
+    assert decoder_weights(spec)["head.bias"] == (Tensor("lm_head.bias", (spec.vocab_size,)),)
+
+
+def test_rows_stored_by_head_are_stacked():
+    heads, D, columns = 3, 4, 5
+    tensor = Tensor("qkv.weight", (heads * 3 * D, columns), heads=heads)
+    stored = np.arange(heads * 3 * D * columns).reshape(heads, 3, D, columns)
+    queries, keys, values = np.split(stored.reshape(-1, columns)[tensor.stored_rows()], 3)
+    np.testing.assert_array_equal(queries.reshape(heads, D, columns), stored[:, 0])
+    np.testing.assert_array_equal(keys.reshape(heads, D, columns), stored[:, 1])
+    np.testing.assert_array_equal(values.reshape(heads, D, columns), stored[:, 2])
+    assert Tensor("qkv.weight", (heads * 3 * D, columns)).stored_rows() is None
+
+
+def test_older_name_of_an_architecture_is_the_same_family():
+    config = json.loads((GOLDENS / "llama2" / "config.json").read_text())
+    old = HFConfig({**config, "architectures": ["LLaMAForCausalLM"]})
+    assert spec_of(old, HFConfig({})) == LLAMA
+    with pytest.raises(ModelError, match=r"LLaMAForCausalLM.* it is already built in"):
+        register("LLaMAForCausalLM", ARCHITECTURES["LlamaForCausalLM"])
 
 
 def test_renamed_fields_are_named_as_in_the_file():

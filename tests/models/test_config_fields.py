@@ -40,6 +40,7 @@ OTHERS = {
     *("original_max_position_embeddings", "num_experts", "num_local_experts", "head_dim"),
     *("clip_qkv", "use_sliding_window", "qkv_bias", "bias", "num_experts_per_tok"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    *("rotary_emb_base", "rotary_pct"),
 }
 # Reasons to refuse configurations that transformers can compute.
 REFUSALS = (
@@ -56,6 +57,9 @@ REFUSALS = (
     r"use_bias is not supported with experts",
     r"partial_rotary_factor must be an even share of the head dim",
     r"head_dim must be even",
+    r"head_dim must be hidden_size / num_attention_heads",
+    r"qk_layernorm true is not supported",
+    r"(short|long)_factor must be a list of 2 positive numbers, not \[1\.0\]",
     r"(per_layer_config|use_bidirectional_attention|is_causal false) is not supported",
 )
 
@@ -79,9 +83,8 @@ def variants_of(name: str) -> list[tuple[dict, str, int]]:
 
 def described(model: ModelSpec) -> dict:
     """Return a spec in the terms of the table."""
-    silu = model.activation == "silu"
     return {
-        "layers": [_layer(model, index, silu) for index in range(model.num_hidden_layers)],
+        "layers": [_layer(model, index) for index in range(model.num_hidden_layers)],
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "max_position_embeddings": model.max_position_embeddings,
@@ -96,7 +99,7 @@ def described(model: ModelSpec) -> dict:
     }
 
 
-def _layer(model: ModelSpec, index: int, silu: bool) -> dict:
+def _layer(model: ModelSpec, index: int) -> dict:
     rope = rope_kind(model, index)
     table = None
     if rope is not None:
@@ -117,7 +120,8 @@ def _layer(model: ModelSpec, index: int, silu: bool) -> dict:
         "rope": None if table is None else table.tolist(),
         "biases": [model.attention_bias, model.output_bias],
         "residual_scale": model.residual_scale,
-        "activation": [_silu(x) if silu else _gelu(x) for x in (-1.5, 0.7)],
+        "activation": [_ACTIVATIONS[model.activation](x) for x in (-1.5, 0.7)],
+        "parallel": model.parallel_block,
         **mlp,
     }
 
@@ -127,7 +131,14 @@ def _silu(x: float) -> float:
 
 
 def _gelu(x: float) -> float:
+    return x / 2 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: float) -> float:
     return x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
 
 def expected(result: dict) -> dict:

@@ -176,6 +176,24 @@ def test_smollm_3_skips_rotation_in_every_fourth_layer(spec_of):
     assert spec.no_rope == {1, 3}
 
 
+def test_quantized_rows_stored_by_head_are_rejected_by_name(spec_of):
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"attention.query_key_value.weight has the queries, keys and values of each head "
+        r"together, which is not supported for quantized matrices: use a checkpoint in floats",
+    ):
+        build_model(spec_of("gpt_neox", quantization_config=scheme))
+
+
+def test_cohere_2_rotates_in_layers_with_a_window(spec_of):
+    assert spec_of("cohere2").no_rope == {3}
+    spec = spec_of("cohere2", ("layer_types",), sliding_window_pattern=2)
+    assert spec.windows == (16, None, 16, None) and spec.no_rope == {1, 3}
+    full = spec_of("cohere2", layer_types=["full_attention"] * 4)
+    assert full.windows == (None,) * 4 and full.no_rope == {0, 1, 2, 3}
+
+
 def test_expert_layers_follow_the_config(spec_of):
     def layers(name, without=(), **changes):
         spec = spec_of(name, without, num_hidden_layers=6, **changes)
@@ -262,6 +280,10 @@ def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
             "partial_rotary_factor is not supported in this architecture: all numbers of a head",
         ),
         ("qwen3", {"rope_parameters": {"rope_type": "axial"}}, "rope type 'axial' is not support"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm true is not supported"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm true is not supported"),
+        ("gpt_neox", {"head_dim": 8}, r"head_dim must be hidden_size / num_attention_heads \(16\)"),
+        ("gpt_neox", {"rotary_emb_base": 0}, "rotary_emb_base must be a finite number above 0"),
     ],
 )
 def test_invalid_or_unsupported_fields_are_named(spec_of, name, changes, message):

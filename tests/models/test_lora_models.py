@@ -79,13 +79,20 @@ def logits_of(model):
 # ---- computation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"),
+        *("gpt_neox", "phi", "cohere", "starcoder2"),
+    ],
+)
 @pytest.mark.quick_cases(1)
 def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
     base = goldens / name
     model = make_model(base)
     leaves = load_weights(model, base, progress=False)
-    some = projections(base, ("q_proj", "down_proj", "qkv_proj", "c_attn", "c_fc"))
+    names = ("q_proj", "down_proj", "qkv_proj", "c_attn", "c_fc", "query_key_value", "fc1")
+    some = projections(base, names)
     first = write_adapter(tmp_path / "first", base, seed=1)
     second = write_adapter(tmp_path / "second", base, seed=2, modules=some, rank=2, alpha=1.0)
     ids = prompts(model, 3)

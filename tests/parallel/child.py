@@ -45,6 +45,9 @@ LAYERS = {
     "gemma2": 2,  # a layer with a window, and one without
     "mixtral": 1,
     "glm4_moe": 2,  # a dense layer, and one with shared experts
+    "gpt_neox": 1,  # attention and MLP in parallel; queries, keys and values of a head together
+    "phi": 1,  # a head with a bias
+    "cohere": 1,  # norms of each head with weights of its own
     "gpt2": 1,  # an MLP without a gate; biases of the output projections are added once
 }
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"

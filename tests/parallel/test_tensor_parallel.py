@@ -51,7 +51,7 @@ def expected_collectives(layers, *, ends="down", in_qkv=False):
 
 
 def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
-    assert len(models["families"]) == 10
+    assert len(models["families"]) == 13
     for name, one in models["families"].items():
         figure("families", name, "devices", one["difference"])
         assert one["difference"] < 2e-4, (name, one)
@@ -60,6 +60,10 @@ def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
 
 def test_step_reduces_twice_per_layer_and_gathers_once(models):
     for name, one in models["families"].items():
+        if name in ("gpt_neox", "phi", "cohere"):  # XLA combines the two sums of a parallel block
+            expected = ["all-reduce embed", "all-reduce ", "all-gather logits"]
+            assert one["collectives"] == expected, name
+            continue
         expected = expected_collectives(
             2 if name in ("gemma2", "glm4_moe") else 1,
             ends={"mixtral": "experts", "glm4_moe": ("down", "experts")}.get(name, "down"),

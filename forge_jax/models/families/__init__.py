@@ -4,6 +4,7 @@ A family that differs only in known parts is one small file and one line here.
 """
 
 from forge_jax.models.families import (
+    cohere,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -13,6 +14,7 @@ from forge_jax.models.families import (
     glm4,
     glm4_moe,
     gpt2,
+    gpt_neox,
     gpt_oss,
     granite,
     granitemoe,
@@ -27,6 +29,7 @@ from forge_jax.models.families import (
     olmo2,
     olmo3,
     olmoe,
+    phi,
     phi3,
     qwen2,
     qwen2_moe,
@@ -34,6 +37,8 @@ from forge_jax.models.families import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    stablelm,
+    starcoder2,
 )
 from forge_jax.models.families.architecture import Architecture
 
@@ -69,6 +74,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     **multimodal.ARCHITECTURES,
     "GPT2LMHeadModel": gpt2.ARCHITECTURE,
     "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
+    "GPTNeoXForCausalLM": gpt_neox.ARCHITECTURE,
+    "PhiForCausalLM": phi.ARCHITECTURE,
+    "CohereForCausalLM": cohere.COHERE,
+    "Cohere2ForCausalLM": cohere.COHERE2,
+    "Starcoder2ForCausalLM": starcoder2.ARCHITECTURE,
+    "StableLmForCausalLM": stablelm.ARCHITECTURE,
 }
 
-__all__ = ["ARCHITECTURES", "Architecture"]
+# Other names of the same architectures, in older checkpoints.
+ALIASES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+
+__all__ = ["ALIASES", "ARCHITECTURES", "Architecture"]

@@ -19,7 +19,7 @@ def rms_norm(
 
     Args:
       x: float[..., d].
-      weight: float[d], of x's type.
+      weight: float[d] or float[H, d], of x's type.
       eps: added to the mean square.
       offset: added to the weight, in float32 (1 in Gemma).
       in_float32: multiply by the weight before the cast back to x's type, as with an offset;
@@ -45,7 +45,7 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: flo
 
     Args:
       x: float[..., d].
-      weight: float[d], of x's type.
+      weight: float[d] or float[H, d], of x's type.
       bias: the same, or None.
       eps: added to the variance.
 
