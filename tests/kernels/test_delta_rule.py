@@ -1,0 +1,179 @@
+"""Gated DeltaNet over ragged rows: NumPy's results, however tokens are distributed over steps."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from forge_kernels.delta_rule import DeltaState, Heads, gated_rms_norm, ragged_delta_net
+
+HEADS = Heads(keys=2, values=4, key_dim=8, value_dim=6)
+TAPS, SLOTS = 4, 5  # and a slot for padding
+FORMS = {"chunk": {}, "token": {"uniform": True}, "scan": {"differentiable": True}}
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def expected(x, log_decay, beta, taps):
+    """Return float64[n, H, Dv] of one sequence, token by token."""
+    h = HEADS
+    x = np.asarray(x, np.float64)
+    padded = np.concatenate([np.zeros((TAPS - 1, h.channels)), x])
+    mixed = silu(sum(padded[i : i + len(x)] * taps[:, i] for i in range(TAPS)))
+    q, k, v = np.split(mixed, (h.keys * h.key_dim, 2 * h.keys * h.key_dim), axis=1)
+    q, k = (y.reshape(len(x), h.keys, h.key_dim) for y in (q, k))
+    q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    q, k = (np.repeat(y, h.values // h.keys, axis=1) for y in (q / h.key_dim**0.5, k))
+    v = v.reshape(len(x), h.values, h.value_dim)
+    state, out = np.zeros((h.values, h.key_dim, h.value_dim)), []
+    for t in range(len(x)):
+        state = state * np.exp(log_decay[t])[:, None, None]
+        change = (v[t] - np.einsum("hk,hkv->hv", k[t], state)) * beta[t][:, None]
+        state = state + np.einsum("hk,hv->hkv", k[t], change)
+        out.append(np.einsum("hk,hkv->hv", q[t], state))
+    return np.stack(out)
+
+
+class Sequences:
+    """Random inputs of several sequences, and steps over parts of them."""
+
+    def __init__(self, seed, length=200, pending=0, **options):
+        self.random = random = np.random.default_rng(seed)
+        self.taps = random.normal(size=(HEADS.channels, TAPS)).astype(np.float32)
+        self.inputs = [self.draw(length) for _ in range(SLOTS)]
+        shapes = DeltaState.shapes(HEADS, TAPS, pending)
+        garbage = {n: np.full((SLOTS + 1, *s), 7 if d == "int32" else np.nan, d)
+                   for n, (s, d) in shapes.items()}  # fmt: skip
+        self.state = DeltaState(**jax.tree.map(jnp.asarray, garbage))
+        self.call = jax.jit(
+            partial(ragged_delta_net, heads=HEADS, **options), static_argnames="max_q_len"
+        )
+
+    def draw(self, length):
+        random = self.random
+        decay = -np.exp(random.normal(size=(length, HEADS.values)) * 2)
+        beta = random.uniform(size=decay.shape)
+        x = random.normal(size=(length, HEADS.channels))
+        return [each.astype(np.float32) for each in (x, decay, beta)]
+
+    def expected(self, s):
+        return expected(*self.inputs[s], self.taps)
+
+    def step(self, parts, *, T=256, drafts=None, max_q_len=None):
+        """Compute parts (sequence, first, last); return the outputs of each.
+
+        `drafts` are the numbers of last tokens of each part that are random instead.
+        """
+        arrays = [np.full((T, *x.shape[1:]), np.nan, np.float32) for x in self.inputs[0]]
+        slots = np.full(SLOTS + 2, SLOTS, np.int32)
+        positions, cu = np.full(T, 999, np.int32), np.zeros(SLOTS + 3, np.int32)
+        for i, (s, first, last) in enumerate(parts):
+            begin, end = cu[i], cu[i] + last - first
+            for whole, own in zip(arrays, self.inputs[s], strict=True):
+                whole[begin:end] = own[first:last]
+            for whole, own in zip(arrays, self.draw(T), strict=True):
+                wrong = drafts[i] if drafts else 0
+                whole[end - wrong : end] = own[:wrong]
+            positions[begin:end] = range(first, last)
+            slots[i], cu[i + 1 :] = s, end
+        self.state, out = self.call(
+            *arrays, self.taps, self.state, slots, positions, cu, len(parts), max_q_len=max_q_len
+        )
+        return [np.asarray(out[cu[i] : cu[i + 1]]) for i in range(len(parts))]
+
+
+def close(found, want):
+    np.testing.assert_allclose(found, want, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whole_sequences_match_numpy(form):
+    run = Sequences(0, **FORMS[form])
+    lengths = (130, 1, 64, 5)
+    found = run.step([(s, 0, length) for s, length in enumerate(lengths)])
+    for s, length in enumerate(lengths):
+        close(found[s], run.expected(s)[:length])
+
+
+@pytest.mark.parametrize("pending", [0, 1, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_schedule_of_chunks_and_rejected_drafts_matches_numpy(form, pending):
+    run = Sequences(1, pending=pending, **FORMS[form])
+    random, at = np.random.default_rng(2), dict.fromkeys(range(SLOTS), 0)
+    want = [run.expected(s) for s in at]
+    for _ in range(40):
+        chosen = random.permutation(SLOTS)[: random.integers(1, SLOTS + 1)]
+        parts, drafts = [], []
+        for s in chosen.tolist():
+            if random.uniform() < 0.08:  # ends; the next sequence takes its slot
+                at[s] = 0
+            rows = int(random.choice([1, 1, 2, 3, 4, 5, 40]))
+            rows = min(rows, 200 - at[s])
+            if rows:
+                parts.append((s, at[s], at[s] + rows))
+                drafts.append(int(random.integers(0, rows)) if rows <= pending else 0)
+        found = run.step(parts, drafts=drafts)
+        for (s, first, last), wrong, out in zip(parts, drafts, found, strict=True):
+            at[s] = last - wrong
+            close(out[: last - wrong - first], want[s][first : last - wrong])
+
+
+def test_decode_steps_match_numpy():
+    run = Sequences(3, pending=2)
+    run.step([(s, 0, 9) for s in range(3)])
+    for t in range(9, 15):
+        found = run.step([(s, t, t + 1) for s in range(3)], T=8, max_q_len=1)
+        for s in range(3):
+            close(found[s], run.expected(s)[t : t + 1])
+
+
+@pytest.mark.parametrize("pending", [0, 3])
+def test_bits_of_the_token_form_depend_on_the_sequence_alone(pending):
+    alone, shared = (Sequences(4, pending=pending, uniform=True) for _ in range(2))
+    want = np.concatenate([alone.step([(0, t, t + 1)], T=4, max_q_len=1)[0] for t in range(40)])
+    found = [shared.step([(1, 0, 9), (0, 0, 17)])[1]]
+    found.append(shared.step([(0, 17, 20), (1, 9, 10), (2, 0, 30)], T=48)[0])
+    if pending:
+        shared.step([(0, 20, 23)], drafts=[3])  # rejected
+    found.append(shared.step([(1, 10, 40), (0, 20, 40)])[1])
+    np.testing.assert_array_equal(np.concatenate(found), want)
+
+
+def test_chunks_with_strong_decay_and_equal_keys_stay_finite():
+    run = Sequences(5)
+    x, decay, beta = run.inputs[0]
+    x[:], decay[:], beta[:] = x[:1], -80.0, 1.0
+    run.inputs[1] = [x, np.zeros_like(decay), beta]
+    found = run.step([(0, 0, 100), (1, 0, 100)])
+    close(found[0], run.expected(0)[:100])
+    close(found[1], run.expected(1)[:100])
+
+
+def test_scan_form_has_the_derivative_of_finite_differences():
+    run = Sequences(6, length=12)
+    x, decay, beta = (jnp.asarray(each) for each in run.inputs[0])
+    state = jax.tree.map(jnp.zeros_like, run.state)
+    i32 = partial(jnp.asarray, dtype=jnp.int32)
+
+    def loss(x):
+        _, out = ragged_delta_net(
+            x, decay, beta, run.taps, state, i32([0]), jnp.arange(12), i32([0, 12]), i32(1),
+            heads=HEADS, differentiable=True,
+        )  # fmt: skip
+        return (out**2).sum()
+
+    direction = jnp.asarray(np.random.default_rng(7).normal(size=x.shape), jnp.float32)
+    slope = (loss(x + 1e-2 * direction) - loss(x - 1e-2 * direction)) / 2e-2
+    np.testing.assert_allclose((jax.grad(loss)(x) * direction).sum(), slope, rtol=2e-3)
+
+
+def test_gated_norm_matches_numpy():
+    random = np.random.default_rng(8)
+    x, gate = random.normal(size=(2, 5, 4, 6)).astype(np.float32)
+    weight = random.normal(size=6).astype(np.float32)
+    want = weight * x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * silu(gate)
+    np.testing.assert_allclose(gated_rms_norm(x, gate, weight, 1e-5), want, atol=1e-5)
