@@ -8,10 +8,12 @@ from pathlib import Path
 from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.errors import CheckpointError
-from forge_jax.host.files import read_json
+from forge_jax.errors import CheckpointError, UnsupportedModelError
+from forge_jax.host.files import read_json, short_repr
 from forge_jax.models.registry import spec_of
 from forge_jax.models.spec import ModelSpec
+
+MODEL_OPTIMIZER = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -36,9 +38,29 @@ def _read_configs(folder: Path) -> tuple[HFConfig, HFConfig]:
         config = read_json(folder / "config.json")
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json: it is not a model folder") from None
+    if not config.get("quantization_config"):
+        _refuse_model_optimizer(folder / MODEL_OPTIMIZER)
     generation_path = folder / "generation_config.json"
     try:
         generation = read_json(generation_path)
     except FileNotFoundError:
         generation = {}
     return HFConfig(config, str(folder / "config.json")), HFConfig(generation, str(generation_path))
+
+
+def _refuse_model_optimizer(file: Path) -> None:
+    """Reject checkpoints whose quantization is described in a file of its own.
+
+    Raises:
+      UnsupportedModelError: the file exists.
+    """
+    try:
+        section = read_json(file).get("quantization")
+    except FileNotFoundError:
+        return
+    algorithm = section.get("quant_algo") if isinstance(section, dict) else section
+    if algorithm is not None:
+        raise UnsupportedModelError(
+            f"{file}: quant_algo {short_repr(algorithm)} is not supported: use the unquantized "
+            "checkpoint, or one with a supported quantization_config in config.json"
+        )

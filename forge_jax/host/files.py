@@ -21,6 +21,7 @@ MAX_BYTES = {
     "config.json": 4 * MIB,
     "adapter_config.json": MIB,
     "generation_config.json": MIB,
+    "hf_quant_config.json": 4 * MIB,
     "tokenizer.json": 64 * MIB,
     "tokenizer_config.json": 16 * MIB,
     "special_tokens_map.json": MIB,

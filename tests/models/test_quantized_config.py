@@ -319,3 +319,9 @@ def test_pattern_list_is_limited():
 def test_unimplemented_options_raise_unsupported_model_error():
     with pytest.raises(UnsupportedModelError):
         read(GPTQ | {"bits": 3})
+
+
+def test_model_optimizer_section_is_refused_by_name():
+    section = {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "producer": {"name": "modelopt"}}
+    with pytest.raises(UnsupportedModelError, match="quant_algo 'FP8' without a quant_method"):
+        read_quantization(HFConfig({"quantization_config": section}))

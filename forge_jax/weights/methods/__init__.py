@@ -45,6 +45,12 @@ def read_quantization(config: HFConfig) -> QuantSpec | None:
     section = config.section(sections[0])
     assert section is not None
     default = "compressed-tensors" if sections[0] == "compression_config" else None
+    if default is None and not section.has("quant_method") and section.has("quant_algo"):
+        raise UnsupportedModelError(  # as NVIDIA's Model Optimizer writes
+            f"{section.where}: quant_algo {short_repr(section.values['quant_algo'])} without a "
+            f"quant_method is not supported; supported methods: {', '.join(METHODS)} (or use the "
+            "unquantized checkpoint)"
+        )
     method = section.string("quant_method", default)
     if method not in METHODS:
         raise UnsupportedModelError(
