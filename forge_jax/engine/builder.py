@@ -37,7 +37,7 @@ from forge_jax.engine.core import EngineCore, make_scheduler, max_rows
 from forge_jax.engine.draft import Draft
 from forge_jax.engine.fingerprint import system_fingerprint
 from forge_jax.engine.parts import EngineParts
-from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small
+from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small, max_drafts
 from forge_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -55,7 +55,7 @@ from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
 from forge_jax.speculate.draft_step import draft_shapes
 from forge_jax.step.draft_probs import DraftProbs
-from forge_jax.step.kv_cache import GIB
+from forge_jax.step.kv_cache import GIB, keeps_state
 from forge_jax.step.mesh import TensorMesh, choose_mesh
 from forge_jax.step.options import RunnerOptions
 from forge_jax.step.runner import Runner
@@ -225,6 +225,7 @@ def make_design(
         formats = dataclasses.replace(kernels.formats, lora=lora is not None)
         model = build_model(spec, config.model.dtype, formats, shards)
         check_weights(model, folder)  # before anything slow
+        config = _without_prefix_cache(config, model)
         if lora is not None:
             _check_adapters(config, model, lora)
         draft = _choose_draft(config, model, kernels, device)
@@ -246,6 +247,17 @@ def make_design(
         draft_probs=_make_draft_probs(config, draft, device if mesh is None else mesh.whole),
         sizes=sizes,
     )
+
+
+def _without_prefix_cache(config: EngineConfig, model: Model) -> EngineConfig:
+    """Return the configuration without prefix caching if a layer has state per sequence.
+
+    Blocks hold no state, so a sequence cannot start after a cached prefix.
+    """
+    if not keeps_state(model.spec) or not config.cache.prefix_cache:
+        return config
+    log.info("%s keeps state per sequence: prefix caching is off", model.spec.architecture)
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, prefix_cache=False))
 
 
 def _with_bundle(design: Design) -> Design:
@@ -466,7 +478,7 @@ def runner_options(design: Design) -> RunnerOptions:
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_rows=max_rows(config.batch.max_num_seqs),
         block_size=sizes.kv.block_size,
-        max_drafts=speculation.max_draft_tokens if speculation.speculation != "off" else 0,
+        max_drafts=max_drafts(config),
         deterministic=config.model.deterministic,
         platform=design.device.platform,
     )
@@ -694,6 +706,7 @@ def _choose_draft(
         if layers is None or layers > most:
             raise ConfigError(f"--draft-layers must be from 1 to the model's {most}, not {layers}")
         spec = dataclasses.replace(target.spec, num_hidden_layers=layers)
+        _check_draft_cache(name, spec)
         formats = dataclasses.replace(kernels.formats, lora=_lora_shape(config) is not None)
         model = build_model(spec, config.model.dtype, formats, target.shards)
         return Draft(model=model, folder=None, implementation=kernels.attention)
@@ -704,6 +717,7 @@ def _choose_draft(
             f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, but "
             f"{config.model.model} has {target.spec.vocab_size}: both sizes must be the same"
         )
+    _check_draft_cache(name, spec)
     record = read_converted(config, folder)
     if record is not None and record.shards > 1:
         raise ConfigError(
@@ -714,6 +728,15 @@ def _choose_draft(
     model = build_model(spec, config.model.dtype, own.formats)
     check_weights(model, folder)
     return Draft(model=model, folder=folder, implementation=own.attention)
+
+
+def _check_draft_cache(name: str, spec: ModelSpec) -> None:
+    """Reject a draft model whose layers have state: rejected drafts could not be undone."""
+    if keeps_state(spec):
+        raise ConfigError(
+            f"--draft-model {name} keeps state per sequence, which is not supported for draft "
+            "models: use a model with attention in every layer, or --speculation ngram"
+        )
 
 
 def use_compilation_cache(config: EngineConfig) -> None:

@@ -56,17 +56,25 @@ class Residents:
         """Return the KV cache shape of one of the models, per shard."""
         # A draft model's cache is small and uses the model's own dtype.
         kv_dtype = self.config.cache.kv_dtype if model is self.model else "auto"
+        drafts = max_drafts(self.config)
         return kv_shape(
             shard_spec(model.spec, model.shards),
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=element_dtype(kv_dtype, model.dtype),
             platform=self.device.platform,
+            num_slots=self.config.batch.max_num_seqs,
+            num_pending=drafts + 1 if drafts else 0,
         )
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block in the KV caches of all models."""
         return sum(self.kv_shape(each, 1, block_size).block_bytes for each in self.models)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of `--max-num-seqs` sequences, per shard."""
+        return sum(self.kv_shape(each, 1, 1).state_bytes for each in self.models)
 
     @property
     def weight_bytes(self) -> int:
@@ -89,19 +97,34 @@ class Residents:
         return bound + 4 * max_tokens * width
 
     def kv_bytes(self, max_tokens: int, wanted: int) -> int:
-        """Return the bytes available for the KV caches, after weights and a bound on activations.
+        """Return the bytes available for blocks, after weights, state and a bound on activations.
 
         Args:
           wanted: target size in bytes on a CPU.
+
+        Raises:
+          ConfigError: if the state leaves no memory.
         """
         memory = device_bytes(self.device)
-        shards, weights = self.model.shards, self.weight_bytes
+        shards, fixed = self.model.shards, self.weight_bytes + self.state_bytes
         if memory is None:
-            available = available_host_bytes() - shards * weights
+            available = available_host_bytes() - shards * fixed
+            self._check_state(available)
             return cpu_kv_bytes(shards * wanted, available) // shards
         limit, in_use = memory
         share = share_of_device(limit, self.config.cache.memory_fraction)
-        return share - in_use - weights - self.activation_bytes(max_tokens)
+        available = share - in_use - fixed - self.activation_bytes(max_tokens)
+        self._check_state(available)
+        return available
+
+    def _check_state(self, available: int) -> None:
+        state = self.state_bytes
+        if state and available < 0:
+            raise ConfigError(
+                f"the state of {self.config.batch.max_num_seqs} sequences needs "
+                f"{state / GIB:.2f} GiB, which is {-available / GIB:.2f} more than the device has: "
+                "lower --max-num-seqs"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +215,19 @@ class Sizes:
 
 def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> None:
     block_bytes = residents.block_bytes(block_size)
-    needed, free = num_blocks * block_bytes, _memory_bytes(residents.device, residents.model.shards)
+    free = _memory_bytes(residents.device, residents.model.shards) - residents.state_bytes
+    needed = num_blocks * block_bytes
     if needed > free:
         raise ConfigError(
             f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, but the device has "
-            f"{free / GIB:,.1f}: at most {free // block_bytes} blocks fit"
+            f"{free / GIB:,.1f}: at most {max(free // block_bytes, 0)} blocks fit"
         )
+
+
+def max_drafts(config: EngineConfig) -> int:
+    """Return the largest number of drafts per sequence and step; 0 without speculation."""
+    speculation = config.speculation
+    return 0 if speculation.speculation == "off" else speculation.max_draft_tokens
 
 
 def _fitting_blocks(

@@ -709,6 +709,7 @@ class Model:
         Raises:
           NotImplementedError: a gradient was requested without float32 `kv` and
             implementation="reference".
+          ValueError: `kv` has state for fewer sequences than S, and there are no `state_slots`.
         """
         ragged = Ragged(
             positions=positions,
@@ -755,12 +756,18 @@ class Model:
 def _state_slots(
     kv: KV, slots: jax.Array | None, num_seqs: jax.Array, count: int
 ) -> jax.Array | None:
-    """Return `Ragged.state_slots`, i32[count], for a step with `num_seqs` sequences."""
+    """Return `Ragged.state_slots`, i32[count], for a step with `num_seqs` sequences.
+
+    Raises:
+      ValueError: there are no slots for `count` sequences, and `slots` is None.
+    """
     state = next((layer for layer in kv if isinstance(layer, dict)), None)
     if state is None:
         return None
     seq = jnp.arange(count, dtype=jnp.int32)
     padding = len(next(iter(state.values()))) - 1
+    if slots is None and count > padding:
+        raise ValueError(f"the cache has state for {padding} sequences, not {count}: set num_slots")
     return jnp.where(seq < num_seqs, seq if slots is None else slots, padding)
 
 

@@ -136,6 +136,11 @@ def kv_shape(
     )
 
 
+def keeps_state(spec: ModelSpec) -> bool:
+    """Return True if a layer of the model has state per sequence."""
+    return has_state(find_architecture(spec.architecture).cache(spec))
+
+
 def fit_num_blocks(
     *,
     block_bytes: int,
