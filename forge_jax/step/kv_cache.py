@@ -141,6 +141,12 @@ def keeps_state(spec: ModelSpec) -> bool:
     return has_state(find_architecture(spec.architecture).cache(spec))
 
 
+def state_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of state that a model keeps per sequence, without drafts."""
+    shape = kv_shape(spec, num_blocks=1, block_size=1, dtype=spec.dtype, platform="cpu")
+    return shape.state_bytes // (shape.num_slots + 1)
+
+
 def fit_num_blocks(
     *,
     block_bytes: int,

@@ -1,5 +1,6 @@
 """Layers with per-sequence state: slots, rollback of drafts, preemption, recovery."""
 
+import json
 import logging
 import random
 from dataclasses import replace
@@ -24,6 +25,7 @@ from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh, kv_specs
 from forge_jax.testing import core_of, drafts_always_pay, failing_steps
+from forge_jax.tools.doctor import checks, probe
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 OPTIONS = {"block_size": 16, "max_model_len": 96, "max_num_batched_tokens": 16}
@@ -106,7 +108,7 @@ def test_recovery_loses_nothing(made):
 
 
 class Oracle:
-    """A drafter that knows the outputs, and makes each draft wrong from a random token on."""
+    """A drafter of the actual outputs, but each draft is wrong from a random token on."""
 
     def __init__(self, sequences):
         self._rng = random.Random(0)
@@ -206,6 +208,18 @@ def test_too_much_state_is_an_error(made, monkeypatch):
     monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10**6)
     with pytest.raises(ConfigError, match=r"state of 4000 sequences needs .* lower max_num_seqs"):
         LLM(folder, max_num_seqs=4000, block_size=16)
+
+
+def test_doctor_reports_the_state_per_sequence(made, capsys):
+    folder, _ = made
+    probe.main("model", folder)
+    facts = {}
+    for line in capsys.readouterr().out.splitlines():
+        facts |= json.loads(line)
+    assert facts["state_bytes"] == 2 * 4 * (1 + 32)
+    report = {"memory_available_bytes": 10**9}
+    [note] = checks._model_faults("decayed", checks._Probed(facts), report)
+    assert note.level == "note" and "264 bytes of state per sequence" in note.what
 
 
 def test_research_needs_a_slot_per_sequence(made):

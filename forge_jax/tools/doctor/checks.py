@@ -207,6 +207,10 @@ def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator
             f"the weights of {name} take {bytes_text(weights)}, but {where} {bytes_text(room)}",
             "quantize them (--quantization int8 or int4), free memory, or use a smaller model",
         )
+    state = probed.facts["state_bytes"]
+    if state:
+        what = f"{name} keeps {bytes_text(state)} of state per sequence: prefix caching is off"
+        yield Issue("note", what, "lower --max-num-seqs to allocate less")
 
 
 def _quoted(probed: _Probed) -> str:

@@ -69,6 +69,7 @@ def _model(name: str) -> None:
     from forge_jax.checkpoint.load import check_weights
     from forge_jax.checkpoint.model_spec import read_spec
     from forge_jax.models.registry import build_model
+    from forge_jax.step.kv_cache import state_bytes
 
     try:
         folder = resolve(name)
@@ -76,7 +77,7 @@ def _model(name: str) -> None:
         _say(architecture=spec.architecture)
         model = build_model(spec, "auto")
         check_weights(model, folder)
-        _say(weights_bytes=model.param_bytes, dtype=str(model.dtype))
+        _say(weights_bytes=model.param_bytes, dtype=str(model.dtype), state_bytes=state_bytes(spec))
     except ForgeError as error:
         _say(fault=str(error))
 

@@ -122,6 +122,8 @@ def _model(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     parts = [found["name"], found.get("architecture"), found.get("dtype")]
     if "weights_bytes" in found:
         parts.append(f"{bytes_text(found['weights_bytes'])} of weights")
+    if found.get("state_bytes"):
+        parts.append(f"{bytes_text(found['state_bytes'])} of state per sequence")
     return [("model", ", ".join(filter(None, parts)))]
 
 
