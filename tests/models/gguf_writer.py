@@ -19,7 +19,23 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
+    "GemmaForCausalLM": "gemma",
+    "PhiForCausalLM": "phi2",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
+    "GraniteForCausalLM": "granite",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "Exaone4ForCausalLM": "exaone4",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Glm4ForCausalLM": "glm4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
 }
+PAIRED_ROWS = ("llama", "granite", "smollm3")  # subclasses of LlamaModel
+WINDOWS = {"gemma2", "gemma3", "phi3", "llama", "cohere2", "exaone4", "olmo2"}  # written to files
 Q = gguf.GGMLQuantizationType
 MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -80,14 +96,17 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
     writer.add_rope_freq_base(theta)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     if arch.startswith("gemma") or head_dim * heads != config["hidden_size"]:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if arch.startswith("gemma"):
+    if arch in ("gemma2", "gemma3"):
         if config["query_pre_attn_scalar"] != head_dim:
             writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
         if config["attn_logit_softcapping"]:
@@ -96,8 +115,21 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     else:
         share = rope.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(head_dim * share))
-    if not arch.startswith("qwen") and config.get("sliding_window") is not None:
+    if arch in WINDOWS and config.get("sliding_window") is not None:
         writer.add_sliding_window(config["sliding_window"])
+    if arch in ("exaone4", "olmo2") and config.get("sliding_window") is not None:
+        windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_sliding_window_pattern(windowed)
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if arch == "stablelm":
+        writer.add_parallel_residual(config["use_parallel_residual"])
     if arch == "phi3":
         original = config["original_max_position_embeddings"]
         writer.add_sliding_window(0)
@@ -125,9 +157,9 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     tensors = read_header(folder / "model.safetensors")
     floats = {name: np.array(stored.read(), np.float32) for name, stored in tensors.items()}
     for name, values in merged(floats):
-        if arch == "llama" and name.endswith(("q_proj.weight", "q_proj.bias")):
+        if arch in PAIRED_ROWS and name.endswith(("q_proj.weight", "q_proj.bias")):
             values = interleaved(values, heads)
-        if arch == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
+        if arch in PAIRED_ROWS and name.endswith(("k_proj.weight", "k_proj.bias")):
             values = interleaved(values, kv_heads)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1

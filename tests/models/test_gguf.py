@@ -1,6 +1,8 @@
 """A GGUF file gives the same model as its source folder."""
 
 import dataclasses
+import json
+import shutil
 
 import gguf
 import jax
@@ -26,7 +28,23 @@ GATING = gguf.ExpertGatingFuncType
 SAME = (
     *("llama2", "llama_bias", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"),
     *("mixtral", "qwen2_yarn"),
+    *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
+    *("exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
 )
+# Models of which a GGUF file can hold only a variant: the fields to change first.
+VARIANTS = {
+    "starcoder2": {"sliding_window": None},  # llama.cpp computes StarCoder2 without windows
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},  # hard-coded in llama.cpp
+    "olmo3": {  # YaRN with the default attention factor
+        "rope_parameters": {
+            "full_attention": {
+                **{"rope_type": "yarn", "rope_theta": 3e5, "factor": 8.0},
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e5},
+        }
+    },
+}
 STRETCHED = ("llama31", "llama32_tied", "phi3_long", "phi3_partial")
 
 
@@ -63,6 +81,17 @@ def test_gguf_model_equals_the_folders(name, goldens, tmp_path, figure):
     figure("families", name, "gguf", "norms to 1e-7" if name.startswith("gemma") else "same bits")
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gguf_model_equals_the_variant_that_it_can_hold(name, goldens, tmp_path):
+    folder = tmp_path / name
+    shutil.copytree(goldens / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | VARIANTS[name]))
+    got, expected = load(write_gguf(folder, tmp_path / "model.gguf")), load(folder)
+    assert got.spec == expected.spec
+    assert_same_weights(got, expected)
+
+
 @pytest.mark.parametrize("name", STRETCHED)
 def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     got = load(write_gguf(goldens / name, tmp_path / "model.gguf"))
@@ -71,7 +100,9 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     assert_same_weights(got, expected)
 
 
-@pytest.mark.parametrize("name", ["llama31", "gemma2", "phi3_long", "phi3_partial"])
+@pytest.mark.parametrize(
+    "name", ["llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4"]
+)
 @pytest.mark.quick_cases(1)
 def test_logits_match_hugging_face(name, goldens, tmp_path):
     """Covers conversions beyond names: rows, norms, scales, rope factors."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile
 from forge_jax.checkpoint.gguf.weights import (
@@ -34,10 +35,24 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "phi2": "PhiForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "command-r": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
 }
-# Every Nth layer has full attention. The model with this many layers has an attention scale of
-# its own.
-_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}
+# Every Nth layer has full attention.
+_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4}
+_PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4")
+# The model with this many layers has an attention scale of its own.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).
 _END_TEXTS = frozenset(
@@ -74,7 +89,7 @@ class _Reader:
     def __init__(self, gguf: GGUFFile, metadata: Metadata, arch: str):
         self.gguf, self.metadata, self.arch = gguf, metadata, arch
         self.layers = self.integer("block_count", low=1, high=MAX_LAYERS)
-        last = f"blk.{self.layers - 1}.attn_norm.weight"
+        last = f"blk.{self.layers - 1}.attn_output.weight"
         if last not in gguf.tensors:  # checked before a model of so many layers is made
             raise metadata.error(
                 f"{arch}.block_count", f"the number of layers (the tensor {last} is missing)"
@@ -96,7 +111,7 @@ class _Reader:
     def read_head_dim(self) -> int:
         head_dim = self.integer("attention.key_length", self.hidden_size // self.heads, low=1)
         self.rotated = self.integer("rope.dimension_count", head_dim)
-        is_partial = self.arch == "phi3" and 0 < self.rotated < head_dim
+        is_partial = self.arch in _PARTIAL_ROPE and 0 < self.rotated < head_dim
         rotation = () if is_partial else ("rope.dimension_count",)
         for name in ("attention.value_length", *rotation):
             if self.integer(name, head_dim) != head_dim:
@@ -120,7 +135,7 @@ class _Reader:
             "num_key_value_heads": self.integer("attention.head_count_kv", self.heads, low=1),
             "head_dim": self.head_dim,
             "max_position_embeddings": self.positions,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            **self.norms(),
             "rope_theta": self.number("rope.freq_base", 10000.0),
             "rope_scaling": self.rope_scaling(),
             **self.original_positions(),
@@ -135,7 +150,13 @@ class _Reader:
             **self.windows(),
             **self.gemma(),
             **self.experts(),
+            **own_fields(self.arch, self),
         }
+
+    def norms(self) -> dict[str, float]:
+        if has_layer_norm(self.arch):
+            return {}
+        return {"rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
 
     def types(self) -> dict[str, str]:
         """Return the GGML type of each matrix in blocks; a layer's experts share one name."""
@@ -152,7 +173,7 @@ class _Reader:
         if formats == {"F32"}:
             return "float32"
         # Gemma's activations exceed float16's range.
-        half = formats <= {"F16", "F32"} and self.arch not in _GEMMA_PERIOD
+        half = formats <= {"F16", "F32"} and not self.arch.startswith("gemma")
         return "float16" if half else "bfloat16"
 
     # ---- positions -------------------------------------------------------------------------------
@@ -206,8 +227,10 @@ class _Reader:
         }
 
     def partial_rotation(self) -> dict[str, float]:
-        if self.rotated == self.head_dim:
+        if self.arch not in _PARTIAL_ROPE:
             return {}
+        if self.rotated == self.head_dim:
+            return {"partial_rotary_factor": 1.0}
         # `int(head_dim * share)` must not be one less because of rounding.
         return {"partial_rotary_factor": math.nextafter(self.rotated / self.head_dim, 1.0)}
 
@@ -232,10 +255,14 @@ class _Reader:
     def windows(self) -> dict[str, Any]:
         default = 4096 if self.arch == "gemma2" else 0
         window = self.integer("attention.sliding_window", default)
-        if self.arch in _GEMMA_PERIOD:
+        if self.arch == "olmo2" and not window:
+            return {}
+        if self.arch in _PERIODS:
             windowed = self.windowed_layers() if window else [False] * self.layers
             kinds = ["sliding_attention" if w else "full_attention" for w in windowed]
-            return {"sliding_window": window or 4096, "layer_types": kinds}
+            none = None if self.arch == "exaone4" else 4096  # unused, but may not be null
+            found = {"sliding_window": window or none, "layer_types": kinds}
+            return found | (self.olmo3() if self.arch == "olmo2" else {})
         if not window or window >= self.positions:
             return {}
         if self.arch == "llama" and self.integer("expert_count", 0):
@@ -249,6 +276,17 @@ class _Reader:
             "window is not supported"
         )
 
+    def olmo3(self) -> dict[str, Any]:
+        """Return the fields of OLMo 3. Its layers with a window do not have YaRN."""
+        theta = {"rope_theta": self.number("rope.freq_base", 10000.0)}
+        default = {"rope_type": "default", **theta}
+        full = {**default, **(self.rope_scaling() or {})}
+        return {
+            "architectures": ["Olmo3ForCausalLM"],
+            "rope_scaling": None,
+            "rope_parameters": {"full_attention": full, "sliding_attention": default},
+        }
+
     def windowed_layers(self) -> list[bool]:
         key = f"{self.arch}.attention.sliding_window_pattern"
         pattern = self.metadata.values.get(key)
@@ -256,7 +294,7 @@ class _Reader:
             if len(pattern) != self.layers:
                 raise self.metadata.error(key, f"an array of {self.layers} booleans")
             return pattern.tolist()
-        period = self.metadata.integer(key, _GEMMA_PERIOD[self.arch], low=1)
+        period = self.metadata.integer(key, _PERIODS[self.arch], low=1)
         return [layer % period < period - 1 for layer in range(self.layers)]
 
     # ---- experts ---------------------------------------------------------------------------------
@@ -288,7 +326,7 @@ class _Reader:
     # ---- Gemma -----------------------------------------------------------------------------------
 
     def gemma(self) -> dict[str, Any]:
-        if self.arch not in _GEMMA_PERIOD:
+        if self.arch not in _GEMMA_27B:
             return {}
         scaled_by = float(self.head_dim)
         if self.layers == _GEMMA_27B[self.arch]:

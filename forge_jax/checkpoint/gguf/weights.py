@@ -3,7 +3,7 @@
 llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and three other things, which this
 module reverses:
 
-- In the architecture "llama", it reorders the rows of queries and keys so that the two numbers of a
+- In `_PAIRED_ROWS`, it reorders the rows of queries and keys so that the two numbers of a
   rotated pair are neighbors. Hugging Face has the first numbers of all pairs, then the second.
 - It stores the whole factor of Gemma's norms. Hugging Face stores the difference from 1.
 - It fuses the matrices of a layer's experts into one tensor. Here each matrix is a weight.
@@ -61,7 +61,29 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _PHI3 = {"ffn_up": "mlp.gate_up_proj"}
-_OWN_NAMES = {"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OWN_NAMES = {
+    **{"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3},
+    **{"exaone4": _NORMS_AFTER, "olmo2": _NORMS_AFTER},
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "phi2": {
+        "attn_output": "self_attn.dense",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+        "output_norm": "model.final_layernorm",
+    },
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+_PAIRED_ROWS = ("llama", "granite", "smollm3")
+_NORM_BIASES = ("phi2", "stablelm", "starcoder2")
 
 # Tensors that are read with the configuration or follow from it.
 ROPE_FREQS = "rope_freqs.weight"
@@ -158,9 +180,9 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
     metadata = gguf.view
     arch = metadata.string("general.architecture")
     heads = kv_heads = 0
-    if arch == "llama":
-        heads = metadata.integer("llama.attention.head_count", low=1)
-        kv_heads = metadata.integer("llama.attention.head_count_kv", heads, low=1)
+    if arch in _PAIRED_ROWS:
+        heads = metadata.integer(f"{arch}.attention.head_count", low=1)
+        kv_heads = metadata.integer(f"{arch}.attention.head_count_kv", heads, low=1)
     gemma = arch.startswith("gemma")
     weights: dict[str, GGUFWeight] = {}
     for name, stored in gguf.tensors.items():
@@ -204,10 +226,18 @@ def _name(name: str, arch: str) -> str | None:
             if part == "ffn_gate_inp" and arch in _EXPERTS and kind == "weight":
                 return f"model.layers.{layer}.{_EXPERTS[arch][0]}.gate.weight"
             found = (_LINEAR | _NORMS | _OWN_NAMES.get(arch, {})).get(part)
-            if found is None or (kind == "bias" and part not in _LINEAR):
+            if found is None or (kind == "bias" and part not in _LINEAR | _biased_norms(arch)):
                 return None
             return f"model.layers.{layer}.{found}.{kind}"
+        case ["output_norm", "weight" | "bias" as kind] if arch in _NORM_BIASES:
+            return f"{_OWN_NAMES.get(arch, {}).get('output_norm', 'model.norm')}.{kind}"
+        case ["output", "bias"] if arch == "phi2":
+            return "lm_head.bias"
     return _OUTSIDE.get(name)
+
+
+def _biased_norms(arch: str) -> dict[str, str]:
+    return _NORMS if arch in _NORM_BIASES else {}
 
 
 def _experts_name(name: str, arch: str) -> str | None:

@@ -1,0 +1,106 @@
+"""The fields of `config.json` that only one family has, from the metadata of a GGUF file.
+
+llama.cpp hard-codes some values, such as the layers of SmolLM3 that have no rotation. They are
+added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from forge_jax.checkpoint.gguf.reader import GGUFFile
+
+
+class Fields(Protocol):
+    """The metadata of a file, and what it says about every family."""
+
+    gguf: GGUFFile
+    layers: int
+    hidden_size: int
+    head_dim: int
+
+    def integer(self, name: str, default: int | None = None, **limits: int) -> int: ...
+
+    def number(self, name: str, default: float | None = None) -> float: ...
+
+
+_EPS = "attention.layer_norm_epsilon"  # of LayerNorm
+
+
+def has_layer_norm(arch: str) -> bool:
+    """Return True if the norms of an architecture are LayerNorm."""
+    return arch in ("command-r", "cohere2", "phi2", "stablelm", "starcoder2")
+
+
+def own_fields(arch: str, fields: Fields) -> dict[str, Any]:
+    """Return the fields that only this architecture has."""
+    return _FAMILIES[arch](fields) if arch in _FAMILIES else {}
+
+
+def _has(fields: Fields, tensor: str) -> bool:
+    return tensor in fields.gguf.tensors
+
+
+def _cohere(fields: Fields) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": fields.number(_EPS),
+        "logit_scale": fields.number("logit_scale"),
+        "use_qk_norm": _has(fields, "blk.0.attn_q_norm.weight"),
+    }
+
+
+def _phi2(fields: Fields) -> dict[str, Any]:
+    # The converter writes four times the hidden size, whatever the model has.
+    up = fields.gguf.tensors.get("blk.0.ffn_up.weight")
+    inner = {} if up is None else {"intermediate_size": up.shape[0]}
+    return {"layer_norm_eps": fields.number(_EPS), **inner}
+
+
+def _stablelm(fields: Fields) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": fields.number(_EPS),
+        "use_qkv_bias": _has(fields, "blk.0.attn_q.bias"),
+        "qk_layernorm": _has(fields, "blk.0.attn_q_norm.weight"),
+        # llama.cpp decides by this tensor, too.
+        "use_parallel_residual": not _has(fields, "blk.0.ffn_norm.weight"),
+    }
+
+
+def _starcoder2(fields: Fields) -> dict[str, Any]:
+    bias = _has(fields, "blk.0.attn_q.bias")
+    return {"norm_epsilon": fields.number(_EPS), "use_bias": bias}
+
+
+def _granite(fields: Fields) -> dict[str, Any]:
+    return {
+        "attention_multiplier": fields.number("attention.scale", fields.head_dim**-0.5),
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+        "logits_scaling": fields.number("logit_scale", 1.0),
+    }
+
+
+def _ernie(fields: Fields) -> dict[str, Any]:
+    return {"use_bias": _has(fields, "blk.0.attn_q.bias")}
+
+
+def _seed_oss(fields: Fields) -> dict[str, Any]:
+    return {"attention_out_bias": _has(fields, "blk.0.attn_output.bias")}
+
+
+def _smollm3(fields: Fields) -> dict[str, Any]:
+    return {"no_rope_layer_interval": 4}
+
+
+_FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
+    "cohere2": _cohere,
+    "command-r": _cohere,
+    "ernie4_5": _ernie,
+    "granite": _granite,
+    "phi2": _phi2,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
+}
