@@ -144,8 +144,8 @@ class ModelSpec:
         activates the up projection.
       parallel_block: True if attention and MLP have the same input, and their outputs are added to
         it together (Wang and Komatsuzaki 2021, GPT-J). Otherwise, the MLP follows attention.
-      qk_norm: norms of queries and keys, or None. "head" and "each_head" are per head, with the same
-        weights or own ones. "all" is over all heads together.
+      qk_norm: norms of queries and keys, or None. "head" and "each_head" are per head, with shared
+        or separate weights. "all" is over all heads together.
       windows: per layer, how many keys a query attends to, or None for all. Empty means all keys in
         every layer.
       local_rope: the rotation of layers with a window, if it differs.

@@ -20,7 +20,7 @@ class Tensor:
       name: the checkpoint's name.
       shape: the required shape.
       transpose: True if it is stored [..., K_in, N_out]; leaves are [..., N_out, K_in].
-      heads: the number of heads if queries, keys and values are stored head by head, [H, 3, D, ...].
+      heads: the number of heads if queries, keys and values are stored by head, [H, 3, D, ...].
         Leaves are [3, H, D, ...]. If it is 0, the order is the leaf's.
     """
 

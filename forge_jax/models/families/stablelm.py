@@ -1,5 +1,5 @@
-"""StableLM (Stability AI 2024, arXiv:2402.17834): LayerNorm and partial RoPE, and attention and MLP
-in parallel if the config says so."""
+"""StableLM (Stability AI 2024, arXiv:2402.17834): LayerNorm, partial RoPE, and an option to compute
+attention and MLP in parallel."""
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
