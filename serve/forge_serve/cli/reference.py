@@ -21,9 +21,8 @@ HELP_WIDTH = 96
 _HEAD = """\
 # Configuration
 
-Set flags on the command line, in a file, or as arguments in Python. This page also lists the limits
-of requests and the supported flags of other engines. [cli.md](cli.md) describes every flag with its
-type and default. `python -m forge_serve.cli.reference` generates this page.
+Set flags on the command line, in a file, or as arguments in Python. [cli.md](cli.md) describes
+every flag with its type and default. `python -m forge_serve.cli.reference` generates this page.
 
 ## Configuration file
 
