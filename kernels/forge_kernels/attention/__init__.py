@@ -8,6 +8,7 @@ from forge_kernels.attention.api import (
     ragged_paged_attention,
     rotate_and_write,
     write_kv,
+    write_vectors,
 )
 from forge_kernels.attention.quantized import QuantizedKV
 
@@ -20,4 +21,5 @@ __all__ = [
     "ragged_paged_attention",
     "rotate_and_write",
     "write_kv",
+    "write_vectors",
 ]

@@ -66,9 +66,11 @@ def ragged_paged_attention(  # noqa: PLR0913
     Args:
       q: float[T, H, D], the rows of the sequences one after the other. Decode rows (one token) are
         fast if they come first.
-      kv: dtype[N, 2, K, bs, D], keys and values of one layer, or a `QuantizedKV` of 8 bits.
-        Unsigned integers store the bits of `kv_dtype`. Entries beyond a sequence's `kv_lens` and in
-        unused blocks are never used: they and their scales may be NaN.
+      kv: dtype[N, 2, K, bs, D], keys and values of one layer, or a `QuantizedKV` of 8 bits. With
+        one plane, dtype[N, 1, K, bs, D], each vector is both key and value, which `reference` and
+        `xla` support, see `forge_kernels.latent_attention`. Unsigned integers store the bits of
+        `kv_dtype`. Entries beyond a sequence's `kv_lens` and in unused blocks are never used: they
+        and their scales may be NaN.
       block_tables: i32[S, max_blocks], the blocks of each sequence in order. Entries beyond its
         length are ignored.
       kv_lens: i32[S], tokens of each sequence in the cache, including this step's.
@@ -127,6 +129,8 @@ def ragged_paged_attention(  # noqa: PLR0913
     }
     if implementation == "reference":
         return reference_attention(*arrays, kv_dtype=kv_dtype, **scoring)
+    if kv.shape[1] == 1 and implementation in ("cpu", "mosaic"):
+        raise TypeError(f"{implementation} does not support a cache with one plane {kv.shape}")
     if implementation == "cpu":
         _check_cpu(q, kv, kv_dtype)
         return cpu_attention(*arrays, **scoring)
@@ -221,12 +225,20 @@ def write_kv[KV: jax.Array | QuantizedKV](
       ValueError: shapes do not match.
       NotImplementedError: a gradient was requested, but `kv` is not float32.
     """
+    if k.shape != v.shape:
+        raise ValueError(f"keys {k.shape} and values {v.shape} do not fit each other")
+    return write_vectors(kv, jnp.stack([k, v], axis=1), slot_mapping, kv_dtype=kv_dtype)
+
+
+def write_vectors[KV: jax.Array | QuantizedKV](
+    kv: KV, rows: jax.Array, slot_mapping: jax.Array, *, kv_dtype: DTypeLike | None = None
+) -> KV:
+    """Write float[T, planes, K, D], all vectors of T tokens, to their slots; see `write_kv`."""
     kv_dtype = _kv_float(kv, kv_dtype)
-    rows = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
-    if (rows.shape[1:3], rows.shape[3]) != (kv.shape[1:3], kv.shape[4]):
-        raise ValueError(f"keys {k.shape} and values {v.shape} do not fit a cache {kv.shape}")
-    if slot_mapping.shape != k.shape[:1]:
-        raise ValueError(f"slot_mapping {slot_mapping.shape} does not fit {k.shape[0]} tokens")
+    if rows.ndim != 4 or (rows.shape[1:3], rows.shape[3]) != (kv.shape[1:3], kv.shape[4]):
+        raise ValueError(f"vectors {rows.shape} do not fit a cache {kv.shape}")
+    if slot_mapping.shape != rows.shape[:1]:
+        raise ValueError(f"slot_mapping {slot_mapping.shape} does not fit {len(rows)} tokens")
     if kv_dtype != jnp.float32:
         rows = _without_gradient(rows)
     written: Any
@@ -246,7 +258,7 @@ def _stored(rows: jax.Array, storage: jnp.dtype) -> jax.Array:
 
 
 def _scatter(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """Scatter rows [T, 2, K, ...] into pool [N, 2, K, bs, ...]."""
+    """Scatter rows [T, planes, K, ...] into pool [N, planes, K, bs, ...]."""
     num_blocks, block_size = pool.shape[0], pool.shape[3]
     if rows.shape[0] == 1:
         # XLA:CPU turns a scatter of one row into a slice update, which copies the pool.
@@ -361,7 +373,7 @@ def _mosaic(q: jax.Array, kv: jax.Array | QuantizedKV, *rest: jax.Array, **optio
 def _auto_is_mosaic(q: jax.Array, kv: jax.Array | QuantizedKV) -> bool:
     # On CPUs, including a GPU's host, bits are stored as unsigned integers.
     device = current_gpu()
-    if kv.dtype in _BITS or device is None:
+    if kv.dtype in _BITS or device is None or kv.shape[1] == 1:
         return False
     reason = _mosaic_unsupported(q, kv, device)
     if reason is not None:
@@ -399,9 +411,9 @@ def _check_sinks(sinks: jax.Array | None, heads: int) -> None:
 
 
 def _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs) -> None:
-    if q.ndim != 3 or len(kv.shape) != 5 or kv.shape[1] != 2 or block_tables.ndim != 2:
+    if q.ndim != 3 or len(kv.shape) != 5 or kv.shape[1] not in (1, 2) or block_tables.ndim != 2:
         raise ValueError(
-            "q must be [T, H, D], kv [N, 2, K, bs, D] and block_tables [S, max_blocks], got "
+            "q must be [T, H, D], kv [N, 2 or 1, K, bs, D] and block_tables [S, max_blocks], got "
             f"{q.shape}, {kv.shape} and {block_tables.shape}"
         )
     if q.shape[2] != kv.shape[4] or q.shape[1] % kv.shape[2]:

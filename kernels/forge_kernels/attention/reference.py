@@ -15,7 +15,7 @@ NO_SCORE = -1e30  # the initial maximum: finite, so that exp(-inf - NO_SCORE) is
 
 def reference_attention(  # noqa: PLR0913
     q: jax.Array,  # float[T, H, D]
-    kv: jax.Array | QuantizedKV,  # dtype[N, 2, K, bs, D]
+    kv: jax.Array | QuantizedKV,  # dtype[N, 2 or 1, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
@@ -43,7 +43,7 @@ def reference_attention(  # noqa: PLR0913
         # Selected rather than multiplied, because unseen entries may be NaN. The same holds for
         # keys, whose gradient would be 0 * NaN.
         blocks = jnp.where(seen[:, None, None, :, None], blocks, 0.0)
-        keys, values = blocks[:, 0], blocks[:, 1]  # [T, K, bs, D]
+        keys, values = blocks[:, 0], blocks[:, -1]  # [T, K, bs, D]; the same if there is one plane
         scores = sm_scale * jnp.einsum(
             "tkgd,tkbd->tkgb", grouped, keys, precision=lax.Precision.HIGHEST
         )
@@ -76,7 +76,7 @@ def reference_attention(  # noqa: PLR0913
 
 
 def _floats(kv: jax.Array | QuantizedKV, blocks: jax.Array, kv_dtype: jnp.dtype) -> jax.Array:
-    """Return the contents of `blocks: i32[T]` as f32[T, 2, K, bs, D]."""
+    """Return the contents of `blocks: i32[T]` as f32[T, 2 or 1, K, bs, D]."""
     if isinstance(kv, QuantizedKV):
         return dequantize_rows(
             kv.data.at[blocks].get(mode="clip"), kv.scale.at[blocks].get(mode="clip")

@@ -19,6 +19,8 @@ row's range leave it unchanged: they multiply by exp(0) and add zeros.
 
 A cache of 8 bits is never dequantized. The keys' scales multiply the scores, and the values' scales
 multiply the weights.
+
+A cache with one plane has vectors that are both keys and values. A tile of it is read once.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ NO_SCORE = -1e30  # the initial maximum: finite, so that exp(-inf - NO_SCORE) is
 
 def xla_attention(  # noqa: PLR0913
     q: jax.Array,  # float[T, H, D]
-    kv: jax.Array | QuantizedKV,  # dtype[N, 2, K, bs, D]
+    kv: jax.Array | QuantizedKV,  # dtype[N, 2 or 1, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
@@ -250,7 +252,7 @@ class _Pool:
     """
 
     def __init__(self, kv, block_tables, kv_dtype, dot_dtype):
-        _, _, self.kv_heads, block_size, self.head_dim = kv.shape
+        _, self.planes, self.kv_heads, block_size, self.head_dim = kv.shape
         self.kv_dtype, self.dot_dtype = kv_dtype, dot_dtype
         self.piece = math.gcd(block_size, KV_TILE)
         self.pieces = block_size // self.piece  # per block
@@ -258,7 +260,7 @@ class _Pool:
         self.data = data.reshape(-1, self.piece * self.head_dim)
         self.scale = None if scale is None else scale.reshape(-1, self.piece)
         seqs, max_blocks = block_tables.shape
-        first_rows = block_tables * (2 * self.kv_heads * self.pieces)
+        first_rows = block_tables * (self.planes * self.kv_heads * self.pieces)
         first_rows = first_rows[:, :, None] + jnp.arange(self.pieces)[None, None]
         first_rows = first_rows.reshape(seqs, max_blocks * self.pieces)
         self.tile_pieces = KV_TILE // self.piece
@@ -278,8 +280,9 @@ class _Pool:
         piece = tile[:, None] * self.tile_pieces + jnp.arange(self.tile_pieces)[None]
         rows = self.first_rows.at[seq + jnp.arange(seqs)[:, None], piece].get(mode="clip")
         head = jnp.arange(self.kv_heads) * self.pieces
-        keys = rows[:, None, :] + head[None, :, None]  # [B, K, tile_pieces]
-        return self._read(keys), self._read(keys + self.kv_heads * self.pieces)
+        at = rows[:, None, :] + head[None, :, None]  # [B, K, tile_pieces]
+        keys = self._read(at)
+        return keys, keys if self.planes == 1 else self._read(at + self.kv_heads * self.pieces)
 
     def _read(self, rows) -> _Rows:
         shape = (rows.shape[0], self.kv_heads, KV_TILE)

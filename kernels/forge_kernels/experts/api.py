@@ -57,6 +57,7 @@ def choose_experts(
     correction: jax.Array | None = None,
     groups: int = 1,
     kept_groups: int = 1,
+    best_of_group: int = 2,
     scale: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the experts of each token with the highest scores; ties go to the lower number.
@@ -69,8 +70,9 @@ def choose_experts(
       correction: f32[E], added to the scores to choose experts, but not to the weights (Wang et al.
         2024, arXiv:2408.15664).
       groups: the number of groups of experts, which divides E.
-      kept_groups: the groups from which a token's experts are chosen. A group's score is the sum of
-        its two highest (DeepSeek-V3, arXiv:2412.19437).
+      kept_groups: the groups from which a token's experts are chosen.
+      best_of_group: how many of a group's highest scores its own is the sum of: two in DeepSeek-V3
+        (arXiv:2412.19437), and one in V2 (arXiv:2405.04434).
       scale: the factor on the weights.
 
     Returns:
@@ -81,7 +83,7 @@ def choose_experts(
     ranked = found if correction is None else found + correction[None]
     if kept_groups < groups:
         by_group = ranked.reshape(len(ranked), groups, -1)
-        of_group = jnp.sum(lax.top_k(by_group, 2)[0], axis=-1)
+        of_group = jnp.sum(lax.top_k(by_group, best_of_group)[0], axis=-1)
         kept = lax.top_k(of_group, kept_groups)[1]
         allowed = jnp.any(kept[:, :, None] == jnp.arange(groups)[None, None], axis=1)
         ranked = jnp.where(allowed[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
