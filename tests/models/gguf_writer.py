@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
     "GemmaForCausalLM": "gemma",
+    "GPTNeoXForCausalLM": "gptneox",
     "PhiForCausalLM": "phi2",
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
@@ -128,7 +129,7 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-    if arch == "stablelm":
+    if arch in ("stablelm", "gptneox"):
         writer.add_parallel_residual(config["use_parallel_residual"])
     if arch == "phi3":
         original = config["original_max_position_embeddings"]
@@ -157,6 +158,9 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     tensors = read_header(folder / "model.safetensors")
     floats = {name: np.array(stored.read(), np.float32) for name, stored in tensors.items()}
     for name, values in merged(floats):
+        if arch == "gptneox" and "query_key_value" in name:  # stacked like GPTNeoXModel's
+            by_head = values.reshape(heads, 3, -1, *values.shape[1:])
+            values = by_head.swapaxes(0, 1).reshape(values.shape)
         if arch in PAIRED_ROWS and name.endswith(("q_proj.weight", "q_proj.bias")):
             values = interleaved(values, heads)
         if arch in PAIRED_ROWS and name.endswith(("k_proj.weight", "k_proj.bias")):

@@ -21,7 +21,7 @@ from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.engine.fingerprint import system_fingerprint
-from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
 from forge_jax.models import build_model
 
 GATING = gguf.ExpertGatingFuncType
@@ -29,11 +29,12 @@ SAME = (
     *("llama2", "llama_bias", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"),
     *("mixtral", "qwen2_yarn"),
     *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
-    *("exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
+    *("gpt_neox", "exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
 )
 # Models of which a GGUF file can hold only a variant: the fields to change first.
 VARIANTS = {
     "starcoder2": {"sliding_window": None},  # llama.cpp computes StarCoder2 without windows
+    "gpt_neox_sequential": {"hidden_act": "gelu"},  # files do not name the activation
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},  # hard-coded in llama.cpp
     "olmo3": {  # YaRN with the default attention factor
         "rope_parameters": {
@@ -92,6 +93,26 @@ def test_gguf_model_equals_the_variant_that_it_can_hold(name, goldens, tmp_path)
     assert_same_weights(got, expected)
 
 
+def test_stacked_rows_in_blocks_match_the_decoded_ones(goldens, tmp_path):
+    file = write_gguf(goldens / "gpt_neox", tmp_path / "model.gguf", Q.Q8_0)
+    ids, logits = golden(goldens / "gpt_neox")["input_ids"].tolist(), []
+    for kept in ("packed", "decoded"):
+        model = load(file, dtype="float32", gguf_weights=kept)
+        assert any("qkv.scale" in name for name in model.model.names) == (kept == "packed")
+        logits.append(np.stack(PagedRun(model, 3).step(ids)))
+    np.testing.assert_allclose(*logits, atol=1e-4, rtol=0)
+
+
+def test_rows_that_cannot_be_split_into_heads_are_rejected(goldens, tmp_path):
+    def wrong(writer):
+        del writer.kv_data[0]["gptneox.attention.head_count"]
+        writer.add_head_count(7)
+
+    file = write_gguf(goldens / "gpt_neox", tmp_path / "model.gguf", more=wrong)
+    with pytest.raises(CheckpointError, match=r"attn_qkv.*cannot be split into .* of 7 heads"):
+        load(file)
+
+
 @pytest.mark.parametrize("name", STRETCHED)
 def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     got = load(write_gguf(goldens / name, tmp_path / "model.gguf"))
@@ -101,7 +122,8 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4"]
+    "name",
+    ["llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4", "gpt_neox"],
 )
 @pytest.mark.quick_cases(1)
 def test_logits_match_hugging_face(name, goldens, tmp_path):

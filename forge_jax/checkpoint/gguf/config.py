@@ -48,10 +48,11 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "gptneox": "GPTNeoXForCausalLM",
 }
 # Every Nth layer has full attention.
 _PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4}
-_PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4")
+_PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4", "gptneox")
 # The model with this many layers has an attention scale of its own.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile
 
 
 class Fields(Protocol):
-    """The metadata of a file, and what it says about every family."""
+    """The metadata of a file, and the fields that all families share."""
 
     gguf: GGUFFile
+    metadata: Metadata
     layers: int
     hidden_size: int
     head_dim: int
@@ -24,13 +26,15 @@ class Fields(Protocol):
 
     def number(self, name: str, default: float | None = None) -> float: ...
 
+    def partial_rotation(self) -> dict[str, float]: ...
+
 
 _EPS = "attention.layer_norm_epsilon"  # of LayerNorm
 
 
 def has_layer_norm(arch: str) -> bool:
     """Return True if the norms of an architecture are LayerNorm."""
-    return arch in ("command-r", "cohere2", "phi2", "stablelm", "starcoder2")
+    return arch in ("command-r", "cohere2", "gptneox", "phi2", "stablelm", "starcoder2")
 
 
 def own_fields(arch: str, fields: Fields) -> dict[str, Any]:
@@ -47,6 +51,16 @@ def _cohere(fields: Fields) -> dict[str, Any]:
         "layer_norm_eps": fields.number(_EPS),
         "logit_scale": fields.number("logit_scale"),
         "use_qk_norm": _has(fields, "blk.0.attn_q_norm.weight"),
+    }
+
+
+def _gpt_neox(fields: Fields) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": fields.number(_EPS),
+        "rotary_emb_base": fields.number("rope.freq_base", 10000.0),
+        "rotary_pct": fields.partial_rotation()["partial_rotary_factor"],
+        "attention_bias": _has(fields, "blk.0.attn_qkv.bias"),
+        "use_parallel_residual": fields.metadata.boolean("gptneox.use_parallel_residual", True),
     }
 
 
@@ -97,6 +111,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "cohere2": _cohere,
     "command-r": _cohere,
     "ernie4_5": _ernie,
+    "gptneox": _gpt_neox,
     "granite": _granite,
     "phi2": _phi2,
     "seed_oss": _seed_oss,

@@ -1,10 +1,11 @@
 """The tensors of a GGUF file, in Hugging Face's names and layout.
 
-llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and three other things, which this
+llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and four other things, which this
 module reverses:
 
 - In `_PAIRED_ROWS`, it reorders the rows of queries and keys so that the two numbers of a
   rotated pair are neighbors. Hugging Face has the first numbers of all pairs, then the second.
+- In GPT-NeoX, it stacks queries, keys and values. Hugging Face has them together for each head.
 - It stores the whole factor of Gemma's norms. Hugging Face stores the difference from 1.
 - It fuses the matrices of a layer's experts into one tensor. Here each matrix is a weight.
 """
@@ -81,9 +82,19 @@ _OWN_NAMES = {
         "output_norm": "model.final_layernorm",
     },
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "gptneox": {
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+        "token_embd": "gpt_neox.embed_in",
+        "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+    },
 }
+_LAYERS = {"gptneox": "gpt_neox.layers"}
 _PAIRED_ROWS = ("llama", "granite", "smollm3")
-_NORM_BIASES = ("phi2", "stablelm", "starcoder2")
+_NORM_BIASES = ("phi2", "stablelm", "starcoder2", "gptneox")
 
 # Tensors that are read with the configuration or follow from it.
 ROPE_FREQS = "rope_freqs.weight"
@@ -99,12 +110,15 @@ class GGUFWeight:
       name: Hugging Face's name.
       stored: the tensor in the file.
       num_heads: the number of heads whose rows are stored in pairs; 0: no pairs.
+      stacked_heads: the number of heads if the file stacks queries, keys and values, [3, H, D].
+        Hugging Face has them by head, [H, 3, D]; 0: the same order.
       offset: the number to subtract from the values.
     """
 
     name: str
     stored: GGUFTensor
     num_heads: int = 0
+    stacked_heads: int = 0
     offset: float = 0.0
 
     @property
@@ -118,6 +132,9 @@ class GGUFWeight:
     @cached_property
     def rows(self) -> np.ndarray | None:
         """The row in the file of each row of Hugging Face's; None if they are the same."""
+        if self.stacked_heads:
+            stacked = np.arange(self.shape[0]).reshape(3, self.stacked_heads, -1)
+            return stacked.swapaxes(0, 1).reshape(-1)
         if not self.num_heads:
             return None
         pairs = np.arange(self.shape[0]).reshape(self.num_heads, -1, 2)
@@ -215,22 +232,39 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
         offset = 1.0 if gemma and theirs.endswith("norm.weight") else 0.0
         if offset and len(stored.shape) != 1:
             raise CheckpointError(f"{gguf.file}: the tensor {short_repr(name)} is not a vector")
-        weights[theirs] = GGUFWeight(theirs, stored, paired, offset)
+        stacked = 0
+        if arch == "gptneox" and ".attn_qkv." in name:
+            stacked = _stacked_heads(gguf, name, stored)
+        weights[theirs] = GGUFWeight(theirs, stored, paired, stacked, offset)
     return weights
+
+
+def _stacked_heads(gguf: GGUFFile, name: str, stored: GGUFTensor) -> int:
+    """Return the number of heads of a tensor with stacked queries, keys and values."""
+    heads = gguf.view.integer("gptneox.attention.head_count", low=1)
+    if stored.shape[0] % (3 * heads):
+        raise CheckpointError(
+            f"{gguf.file}: the tensor {short_repr(name)} has {stored.shape[0]} rows, which cannot "
+            f"be split into queries, keys and values of {heads} heads"
+        )
+    return heads
 
 
 def _name(name: str, arch: str) -> str | None:
     """Return Hugging Face's name of a tensor, or None if it is unknown."""
+    own = _OWN_NAMES.get(arch, {})
     match name.split("."):
         case ["blk", str(layer), str(part), "weight" | "bias" as kind] if _is_number(layer):
             if part == "ffn_gate_inp" and arch in _EXPERTS and kind == "weight":
                 return f"model.layers.{layer}.{_EXPERTS[arch][0]}.gate.weight"
-            found = (_LINEAR | _NORMS | _OWN_NAMES.get(arch, {})).get(part)
+            found = (_LINEAR | _NORMS | own).get(part)
             if found is None or (kind == "bias" and part not in _LINEAR | _biased_norms(arch)):
                 return None
-            return f"model.layers.{layer}.{found}.{kind}"
-        case ["output_norm", "weight" | "bias" as kind] if arch in _NORM_BIASES:
-            return f"{_OWN_NAMES.get(arch, {}).get('output_norm', 'model.norm')}.{kind}"
+            return f"{_LAYERS.get(arch, 'model.layers')}.{layer}.{found}.{kind}"
+        case ["output_norm", "bias"] if arch in _NORM_BIASES:
+            return f"{own.get('output_norm', 'model.norm')}.bias"
+        case ["token_embd" | "output_norm" | "output" as part, "weight"] if part in own:
+            return f"{own[part]}.weight"
         case ["output", "bias"] if arch == "phi2":
             return "lm_head.bias"
     return _OUTSIDE.get(name)

@@ -22,6 +22,17 @@ from forge_kernels.linear import BlockPacking, arrange_blocks, pack_blocks
 from forge_kernels.linear.blocks import Read
 
 
+def _read_in_order(
+    parts: Sequence[Tensor], weights: Sequence[GGUFWeight], rows: np.ndarray
+) -> BlockValues:
+    """Return rows of the stacked parts, as `read_blocks`, in the order of the leaf."""
+    order = parts[0].stored_rows()
+    if order is not None:
+        assert len(parts) == 1, parts
+        rows = order[rows]
+    return read_blocks(weights, rows)
+
+
 class GGMLReader(LeafReader):
     """A matrix in GGML blocks; each shard is read from the file separately."""
 
@@ -75,7 +86,7 @@ class GGMLReader(LeafReader):
     def _reading(self, parts: tuple[Tensor, ...], format: GGMLFormat, index: int) -> Read:
         """Return a function that reads rows of shard `index` by their numbers in the shard."""
         weights = [cast(GGUFWeight, self.tensors.stored[part.name]) for part in parts]
-        read, partition = partial(read_blocks, weights), self.partition
+        read, partition = partial(_read_in_order, parts, weights), self.partition
         if partition is None or partition.by_expert:
             return read
         if partition.axis == -2:
