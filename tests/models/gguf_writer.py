@@ -16,6 +16,8 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "llama",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "OlmoeForCausalLM": "olmoe",
+    "Qwen2MoeForCausalLM": "qwen2moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
@@ -69,6 +71,13 @@ def merged(tensors):
     """Merge the experts of a layer into one tensor, like the converters of Mixtral and Qwen."""
     experts = {}
     for name, values in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):  # saved by transformers 5
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
+            continue
+        if name.endswith(".experts.down_proj"):
+            yield f"{name}.weight", values
+            continue
         parts = name.split(".experts.")
         if len(parts) == 1:
             yield name, values
@@ -147,11 +156,14 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
-    if "num_local_experts" in config:
-        writer.add_expert_count(config["num_local_experts"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch == "qwen3moe":
+    if arch in ("qwen3moe", "qwen2moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch == "qwen2moe":
+        shared = config["shared_expert_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(shared)
     more(writer)
 
     names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], config["num_hidden_layers"])
@@ -167,6 +179,8 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
             values = interleaved(values, kv_heads)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if values.ndim < 2 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(theirs, values)

@@ -33,25 +33,27 @@ def zoo(tmp_path_factory):
     return write_zoo(file, (LAYERS[0], MIXED), experts=EXPERTS)
 
 
-def test_qwen_experts_match_the_folders(goldens, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "olmoe"])
+def test_experts_match_the_folders(name, goldens, tmp_path):
     """All layers have experts, because llama.cpp supports no other model."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    config = json.loads((goldens / "qwen3_moe" / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "mlp_only_layers": []}
+    config = json.loads((goldens / name / "config.json").read_text())
+    dense = config.get("mlp_only_layers")
+    config |= {"num_hidden_layers": 2, "mlp_only_layers": [], "layer_types": None}
     (folder / "config.json").write_text(json.dumps(config))
-    stored = read_header(goldens / "qwen3_moe" / "model.safetensors")
+    stored = read_header(goldens / name / "model.safetensors")
     tensors = {
-        name.replace("layers.2.", "layers.1."): np.array(tensor.read())
-        for name, tensor in stored.items()
-        if "layers.1." not in name
+        key.replace("layers.2.", "layers.1.") if dense else key: np.array(tensor.read())
+        for key, tensor in stored.items()
+        if not dense or "layers.1." not in key
     }
     save_file(tensors, folder / "model.safetensors")
     got = forge_jax.load(str(write_gguf(folder, tmp_path / "m.gguf")), progress=False)
     want = forge_jax.load(str(folder), progress=False)
     assert got.spec == want.spec
-    for name, ours, theirs in zip(got.model.names, got.leaves, want.leaves, strict=True):
-        np.testing.assert_array_equal(ours, theirs, name)
+    for leaf, ours, theirs in zip(got.model.names, got.leaves, want.leaves, strict=True):
+        np.testing.assert_array_equal(ours, theirs, leaf)
 
 
 def logits(model) -> np.ndarray:

@@ -49,7 +49,10 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "gptneox": "GPTNeoXForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
 }
+_MOE = ("qwen3moe", "olmoe", "qwen2moe")  # have experts in every layer
 # Every Nth layer has full attention.
 _PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4}
 _PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4", "gptneox")
@@ -81,7 +84,7 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         raise metadata.unsupported(
             "split files (split.count above 1) are not supported: merge them with llama-gguf-split"
         )
-    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", "qwen3moe"):
+    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", *_MOE):
         raise metadata.unsupported(f"{arch}.expert_count: {arch} with experts is not supported")
     return _Reader(gguf, metadata, arch).config(), {"eos_token_id": _end_ids(metadata)}
 
@@ -303,8 +306,8 @@ class _Reader:
     def experts(self) -> dict[str, Any]:
         count = self.integer("expert_count", 0, high=MAX_EXPERTS)
         if not count:
-            if self.arch == "qwen3moe":
-                raise self.metadata.error("qwen3moe.expert_count", "1 or more")
+            if self.arch in _MOE:
+                raise self.metadata.error(f"{self.arch}.expert_count", "1 or more")
             return {}
         for name, usual in (("expert_shared_count", (0,)), ("expert_gating_func", (0, 1))):
             if self.integer(name, 0) not in usual:
@@ -319,6 +322,8 @@ class _Reader:
         }
         if self.arch == "llama":
             return found | {"architectures": ["MixtralForCausalLM"]}
+        if self.arch == "olmoe":
+            return found
         return found | {
             "moe_intermediate_size": self.integer("expert_feed_forward_length", low=1),
             "norm_topk_prob": True,  # hard-coded in llama.cpp

@@ -99,6 +99,21 @@ def _ernie(fields: Fields) -> dict[str, Any]:
     return {"use_bias": _has(fields, "blk.0.attn_q.bias")}
 
 
+def _olmoe(fields: Fields) -> dict[str, Any]:
+    return {"norm_topk_prob": False}  # hard-coded in llama.cpp
+
+
+def _qwen2_moe(fields: Fields) -> dict[str, Any]:
+    return {
+        "num_experts": fields.integer("expert_count"),
+        "shared_expert_intermediate_size": fields.integer(
+            "expert_shared_feed_forward_length", low=1
+        ),
+        "qkv_bias": _has(fields, "blk.0.attn_q.bias"),
+        "norm_topk_prob": False,  # hard-coded in llama.cpp
+    }
+
+
 def _seed_oss(fields: Fields) -> dict[str, Any]:
     return {"attention_out_bias": _has(fields, "blk.0.attn_output.bias")}
 
@@ -113,7 +128,9 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5": _ernie,
     "gptneox": _gpt_neox,
     "granite": _granite,
+    "olmoe": _olmoe,
     "phi2": _phi2,
+    "qwen2moe": _qwen2_moe,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,

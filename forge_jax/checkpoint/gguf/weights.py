@@ -13,7 +13,7 @@ module reverses:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -48,13 +48,15 @@ _NORMS = {
     "ffn_norm": "post_attention_layernorm",
 }
 # By architecture: the module of the experts and the router, and the matrices of each expert.
+_USUAL_EXPERTS = (
+    "mlp",
+    {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"},
+)
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
-    "qwen3moe": (
-        "mlp",
-        {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"},
-    ),
+    **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe"), _USUAL_EXPERTS),
 }
+_SHARED_GATE = "mlp.shared_expert_gate"
 MAX_EXPERTS = 4096
 _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
@@ -82,6 +84,12 @@ _OWN_NAMES = {
         "output_norm": "model.final_layernorm",
     },
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "qwen2moe": {
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        "ffn_gate_inp_shexp": _SHARED_GATE,
+    },
     "gptneox": {
         "attn_qkv": "attention.query_key_value",
         "attn_output": "attention.dense",
@@ -232,6 +240,8 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
         offset = 1.0 if gemma and theirs.endswith("norm.weight") else 0.0
         if offset and len(stored.shape) != 1:
             raise CheckpointError(f"{gguf.file}: the tensor {short_repr(name)} is not a vector")
+        if _SHARED_GATE in theirs and len(stored.shape) == 1:
+            stored = replace(stored, shape=(1, *stored.shape))  # a matrix of one row
         stacked = 0
         if arch == "gptneox" and ".attn_qkv." in name:
             stacked = _stacked_heads(gguf, name, stored)
