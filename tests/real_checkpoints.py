@@ -102,7 +102,7 @@ def check(entry: Mapping[str, Any], expectation: Mapping[str, Any] | None) -> Ro
 
 
 def compare(llm: LLM, about: dict[str, str], expectation: Mapping[str, Any]) -> Row:
-    """Compare tokenization, greedy tokens and perplexity with the expectation."""
+    """Compare tokens, the chat template, greedy tokens and perplexity with the expectation."""
     prompts = expectation["prompts"]
     outputs = greedy(llm, [each["prompt"] for each in prompts])
     faults = [
@@ -119,6 +119,9 @@ def compare(llm: LLM, about: dict[str, str], expectation: Mapping[str, Any]) -> 
                 f"greedy token {same} of {each['prompt']!r} differs, although its logit is "
                 f"{each['margins'][same]:g} above the next"
             )
+    chat = expectation["chat"]
+    if chat and chat_ids(llm, chat["messages"]) != chat["ids"]:
+        faults.append("the chat template gives other tokens")
     ids, expected = expectation["text_ids"], expectation["perplexity"]
     if text_ids(llm)[: len(ids)] != ids:
         faults.append("the text has other tokens")
@@ -146,6 +149,12 @@ def greedy(llm: LLM, prompts: list[str]) -> list[tuple[list[int], list[int]]]:
     params = SamplingParams(max_tokens=GREEDY, temperature=0.0, ignore_eos=True)
     outputs = llm.generate(prompts, params, progress=False)
     return [(list(each.prompt_token_ids), list(each.outputs[0].token_ids)) for each in outputs]
+
+
+def chat_ids(llm: LLM, messages: list[dict[str, str]]) -> list[int]:
+    """Return the token ids of a conversation."""
+    [output] = llm.chat(messages, SamplingParams(max_tokens=1, temperature=0.0), progress=False)
+    return list(output.prompt_token_ids)
 
 
 def text_ids(llm: LLM) -> list[int]:

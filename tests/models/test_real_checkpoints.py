@@ -17,7 +17,7 @@ from tests import fake_hub, real_checkpoints
 ROOT = real_checkpoints.HERE.parent.parent.parent
 STAND_INS = tomllib.loads((real_checkpoints.HERE / "stand_ins.toml").read_text())["model"]
 MODELS = tomllib.loads((real_checkpoints.HERE / "models.toml").read_text())["model"]
-ID = "stand-in/stories260k"
+ID, CHAT_ID = "stand-in/stories260k", "stand-in/forge-tiny"
 WEIGHTS = "model.safetensors"
 
 
@@ -94,6 +94,17 @@ def test_other_tokenization_is_a_mismatch(hub, run):
     status, rows = run(ID)
     assert status == 1
     assert rows[ID][-1].startswith("MISMATCH: prompt 'Once upon a time' has the tokens [1, ")
+
+
+@pytest.mark.slow
+def test_other_chat_template_is_a_mismatch(hub, run):
+    files = hub.repositories[CHAT_ID].files
+    config = json.loads(files["tokenizer_config.json"])
+    config["chat_template"] = "Chat:\n" + config["chat_template"]
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    status, rows = run(CHAT_ID)
+    assert status == 1
+    assert rows[CHAT_ID][-1] == "MISMATCH: the chat template gives other tokens"
 
 
 def test_missing_expectation_is_reported_without_failing(hub, run, tmp_path):
