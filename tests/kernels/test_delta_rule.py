@@ -45,10 +45,11 @@ class Sequences:
         self.random = random = np.random.default_rng(seed)
         self.taps = random.normal(size=(HEADS.channels, TAPS)).astype(np.float32)
         self.inputs = [self.draw(length) for _ in range(SLOTS)]
-        shapes = DeltaState.shapes(HEADS, TAPS, pending)
-        garbage = {n: np.full((SLOTS + 1, *s), 7 if d == "int32" else np.nan, d)
-                   for n, (s, d) in shapes.items()}  # fmt: skip
-        self.state = DeltaState(**jax.tree.map(jnp.asarray, garbage))
+        H, channels = HEADS.values, HEADS.channels
+        shapes = [(H, HEADS.key_dim, HEADS.value_dim), (TAPS - 1, channels)]
+        shapes += [(pending, channels), (pending, 2, H)]
+        state, *rest = (jnp.full((SLOTS + 1, *shape), jnp.nan) for shape in shapes)
+        self.state = DeltaState(state, jnp.full(SLOTS + 1, 7), *rest)
         self.call = jax.jit(
             partial(ragged_delta_net, heads=HEADS, **options), static_argnames="max_q_len"
         )

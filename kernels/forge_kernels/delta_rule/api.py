@@ -44,25 +44,16 @@ class DeltaState(NamedTuple):
     Attributes:
       state: f32[N, H, Dk, Dv], at `base`.
       base: i32[N].
-      inputs: f32[N, K - 1 + W, C], of the convolution, from the token base - K + 1 on.
+      tail: f32[N, K - 1, C], inputs of the convolution of the tokens before `base`.
+      inputs: f32[N, W, C], the same of the pending tokens.
       gates: f32[N, W, 2, H], log decay and beta of the pending tokens.
     """
 
     state: jax.Array
     base: jax.Array
+    tail: jax.Array
     inputs: jax.Array
     gates: jax.Array
-
-    @staticmethod
-    def shapes(heads: Heads, taps: int, pending: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape without slots, and the type, of each array."""
-        H = heads.values
-        return {
-            "state": ((H, heads.key_dim, heads.value_dim), "float32"),
-            "base": ((), "int32"),
-            "inputs": ((taps - 1 + pending, heads.channels), "float32"),
-            "gates": ((pending, 2, H), "float32"),
-        }
 
     @property
     def pending(self) -> int:
@@ -110,7 +101,8 @@ def ragged_delta_net(  # noqa: PLR0913
     """
     rows = Rows.of(cu_q_lens, num_seqs, positions, state.base, slots, state.pending)
     held = rows.slots
-    inputs = jnp.where(rows.fresh[:, None, None], 0.0, state.inputs[held])
+    inputs = jnp.concatenate([state.tail[held], state.inputs[held]], axis=1)
+    inputs = jnp.where(rows.fresh[:, None, None], 0.0, inputs)
     gates = jnp.where(rows.fresh[:, None, None, None], 0.0, state.gates[held])
     initial = jnp.where(rows.fresh[:, None, None, None], 0.0, state.state[held])
     x = x.astype(jnp.float32)
@@ -131,12 +123,10 @@ def ragged_delta_net(  # noqa: PLR0913
             final, out = by_chunk(initial, old_tokens, new_tokens, rows, max_q_len)
     with jax.named_scope("state_write"):
         applied = jnp.where(rows.applied(W), rows.lengths, 0)
-        after = DeltaState(
-            final,
-            rows.first + applied,
-            _kept_inputs(rows, x, inputs, width, applied),
-            _kept_gates(rows, new_gates, applied, W),
-        )
+        kept = _kept_inputs(rows, x, inputs, width, applied)
+        tail, pending = kept[:, : width - 1], kept[:, width - 1 :]
+        kept_gates = _kept_gates(rows, new_gates, applied, W)
+        after = DeltaState(final, rows.first + applied, tail, pending, kept_gates)
         return DeltaState(*(a.at[held].set(b) for a, b in zip(state, after, strict=True))), out
 
 
