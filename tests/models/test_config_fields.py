@@ -21,6 +21,7 @@ from forge_jax.models import ModelSpec, spec
 from forge_jax.models.decoder import rope_frequencies, rope_kind
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.families.multimodal import TextSide
+from forge_jax.models.families.qwen3_next import DeltaNetSpec
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 DEFAULTS = json.loads((GOLDENS / "config_defaults.json").read_text())["fields"]
@@ -39,6 +40,7 @@ OTHERS = {
     *("sliding_window_pattern", "use_bidirectional_attention", "layer_types"),
     *("original_max_position_embeddings", "num_experts", "num_local_experts", "head_dim"),
     *("clip_qkv", "use_sliding_window", "qkv_bias", "bias", "num_experts_per_tok"),
+    *("full_attention_interval", "attn_output_gate"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("rotary_emb_base", "rotary_pct"),
 }
@@ -55,6 +57,8 @@ REFUSALS = (
     r"layer_types must be a list of 4, each",
     r"clip_qkv is not supported",
     r"use_bias is not supported with experts",
+    r"partial_rotary_factor must not be null",
+    r"layer_types without full_attention is not supported",
     r"partial_rotary_factor must be an even share of the head dim",
     r"head_dim must be even",
     r"head_dim must be hidden_size / num_attention_heads",
@@ -110,6 +114,10 @@ def _layer(model: ModelSpec, index: int) -> dict:
     if experts is not None:
         sizes = [experts.count, experts.per_token, experts.intermediate_size]
         mlp = {"experts": sizes, "normalized": experts.normalized, "shared": experts.shared_size}
+    mlp["residual_scale"] = model.residual_scale
+    mlp["activation"] = [_ACTIVATIONS[model.activation](x) for x in (-1.5, 0.7)]
+    if isinstance(model, DeltaNetSpec) and index in model.delta_layers:
+        return {"delta": [*model.delta_heads, model.conv_taps], **mlp}
     return {
         "window": model.window(index),
         "scale": model.sm_scale,
@@ -119,8 +127,6 @@ def _layer(model: ModelSpec, index: int) -> dict:
         "head_dim": model.head_dim,
         "rope": None if table is None else table.tolist(),
         "biases": [model.attention_bias, model.output_bias],
-        "residual_scale": model.residual_scale,
-        "activation": [_ACTIVATIONS[model.activation](x) for x in (-1.5, 0.7)],
         "parallel": model.parallel_block,
         **mlp,
     }

@@ -13,7 +13,7 @@ from typing import Any
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.models.families import gemma3, mistral, qwen2, qwen3, qwen3_moe
+from forge_jax.models.families import gemma3, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import Tensor, WeightMap
@@ -173,6 +173,16 @@ ARCHITECTURES = {
             defaults={**qwen3_moe.DEFAULTS, **_QWEN3_VL_MOE},
             weights=_joined_experts,
             other_weights=_transposed_experts,
+        ),
+        text_side(
+            qwen3_5.DENSE,
+            name="Qwen3_5ForConditionalGeneration",
+            model_type="qwen3_5_text",
+        ),
+        text_side(
+            qwen3_5.MOE,
+            name="Qwen3_5MoeForConditionalGeneration",
+            model_type="qwen3_5_moe_text",
         ),
     )
 }

@@ -1,13 +1,13 @@
 """A layer of gated DeltaNet between its projections: convolution, recurrence, and their state.
 
-The state of a sequence is stored at the position `base`. Beside it are the inputs of up to W tokens
-from there on, which are pending: they may be drafts that are rejected. A step's first position says
-how many of them are part of the sequence. The step applies those to the state, drops the rest, and
-keeps its own tokens pending, so that nothing needs to be undone. A step of more than W tokens of a
-sequence has no drafts, and its tokens are applied at once.
+The state of a sequence is stored at the position `base`, with the inputs of up to W tokens from
+there on. These tokens are pending, because they may be drafts that are rejected. A step's first
+position determines how many of them are part of the sequence. The step applies those to the state,
+drops the rest, and keeps its own tokens pending. Nothing needs to be undone. A step of more than W
+tokens of a sequence has no drafts, and its tokens are applied at once.
 
-Letters: T tokens, S sequences, N slots, C channels of the convolution, K its taps, H value heads,
-Dk and Dv dims of keys and values.
+Letters of a step: T tokens, S sequences, N slots. Letters of a layer: C channels of the
+convolution, K its taps, H value heads, Dk and Dv dims of keys and values.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def by_token(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (states, outputs), computed one token after the other.
 
-    The loop's body has the same shapes in every step, so a token's bits depend neither on the other
-    tokens nor on how they are distributed over steps.
+    The loop's body has the same shapes in every step. A token's bits therefore depend neither on
+    other sequences nor on the distribution of tokens over steps.
 
     Args:
       initial: f32[S, H, Dk, Dv].
