@@ -26,6 +26,8 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=
         "phi3_partial",
         "qwen2_5_vl",
         "qwen3_vl_moe",
+        "qwen3_next",
+        "qwen3_5",
     ],
 )
 def folder(request, goldens):
