@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "GraniteForCausalLM": "granite",
+    "MiniCPMForCausalLM": "minicpm",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
     "Exaone4ForCausalLM": "exaone4",
@@ -37,7 +38,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "glm4",
     "Ernie4_5ForCausalLM": "ernie4_5",
 }
-PAIRED_ROWS = ("llama", "granite", "smollm3")  # subclasses of LlamaModel
+PAIRED_ROWS = ("llama", "granite", "minicpm", "smollm3")
 WINDOWS = {"gemma2", "gemma3", "phi3", "llama", "cohere2", "exaone4", "olmo2"}  # written to files
 Q = gguf.GGMLQuantizationType
 MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -138,6 +139,10 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if arch == "minicpm":
+        writer.add_embedding_scale(config["scale_emb"])
+        writer.add_residual_scale(config["scale_depth"] / config["num_hidden_layers"] ** 0.5)
+        writer.add_logit_scale(config["hidden_size"] / config["dim_model_base"])
     if arch in ("stablelm", "gptneox"):
         writer.add_parallel_residual(config["use_parallel_residual"])
     if arch == "phi3":

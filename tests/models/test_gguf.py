@@ -93,6 +93,26 @@ def test_gguf_model_equals_the_variant_that_it_can_hold(name, goldens, tmp_path)
     assert_same_weights(got, expected)
 
 
+def test_scales_of_minicpm_follow_from_the_file(goldens, tmp_path):
+    got = load(write_gguf(goldens / "minicpm", tmp_path / "m.gguf"))
+    expected = load(goldens / "minicpm")
+    scale = got.spec.residual_scale  # a float32 in the file
+    assert np.float32(scale) == np.float32(expected.spec.residual_scale)
+    spec = dataclasses.replace(expected.spec, residual_scale=scale)
+    assert got.spec == spec
+    assert_same_weights(got, expected)
+
+
+def test_logit_scale_that_cannot_divide_is_rejected(goldens, tmp_path):
+    def wrong(writer):
+        del writer.kv_data[0]["minicpm.logit_scale"]
+        writer.add_logit_scale(0.0)
+
+    file = write_gguf(goldens / "minicpm", tmp_path / "model.gguf", more=wrong)
+    with pytest.raises(ModelError, match=r"minicpm\.logit_scale must be above 0"):
+        load(file)
+
+
 def test_stacked_rows_in_blocks_match_the_decoded_ones(goldens, tmp_path):
     file = write_gguf(goldens / "gpt_neox", tmp_path / "model.gguf", Q.Q8_0)
     ids, logits = golden(goldens / "gpt_neox")["input_ids"].tolist(), []

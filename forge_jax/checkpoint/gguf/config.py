@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "gptneox": "GPTNeoXForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
 }

@@ -6,6 +6,7 @@ added here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -99,6 +100,17 @@ def _ernie(fields: Fields) -> dict[str, Any]:
     return {"use_bias": _has(fields, "blk.0.attn_q.bias")}
 
 
+def _minicpm(fields: Fields) -> dict[str, Any]:
+    divisor = fields.number("logit_scale")
+    if not divisor > 0:
+        raise fields.metadata.error("minicpm.logit_scale", "above 0")
+    return {
+        "scale_emb": fields.number("embedding_scale"),
+        "scale_depth": fields.number("residual_scale") * math.sqrt(fields.layers),
+        "dim_model_base": fields.hidden_size / divisor,
+    }
+
+
 def _olmoe(fields: Fields) -> dict[str, Any]:
     return {"norm_topk_prob": False}  # hard-coded in llama.cpp
 
@@ -128,6 +140,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5": _ernie,
     "gptneox": _gpt_neox,
     "granite": _granite,
+    "minicpm": _minicpm,
     "olmoe": _olmoe,
     "phi2": _phi2,
     "qwen2moe": _qwen2_moe,

@@ -101,7 +101,7 @@ _OWN_NAMES = {
     },
 }
 _LAYERS = {"gptneox": "gpt_neox.layers"}
-_PAIRED_ROWS = ("llama", "granite", "smollm3")
+_PAIRED_ROWS = ("llama", "granite", "minicpm", "smollm3")
 _NORM_BIASES = ("phi2", "stablelm", "starcoder2", "gptneox")
 
 # Tensors that are read with the configuration or follow from it.
