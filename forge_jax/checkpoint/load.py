@@ -18,6 +18,7 @@ from jax.dtypes import itemsize_bits
 from tqdm import tqdm
 
 from forge_jax.checkpoint.converted import read_record
+from forge_jax.checkpoint.decoded import with_decoded
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.mapped import map_arrays
 from forge_jax.checkpoint.readers import (
@@ -81,9 +82,11 @@ def check_weights(model: Model, folder: Path) -> Checked:
     stored = open_checkpoint(folder)
     if isinstance(find_architecture(model.spec.architecture), TextSide):
         stored = text_tensors(stored, folder)
-    tensors = Tensors(_weight_map(model, stored), stored)
+    parts = _weight_map(model, stored)
+    with_floats, faults = with_decoded(model, parts, stored)
+    tensors = Tensors(parts, with_floats)
     readers = leaf_readers(model, tensors)
-    faults = [fault for reader in readers.values() for fault in reader.faults()]
+    faults += [fault for reader in readers.values() for fault in reader.faults()]
     if model.spec.tie_word_embeddings:
         faults += undescribed_module("lm_head", stored)
     if faults:

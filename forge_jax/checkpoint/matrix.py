@@ -19,11 +19,11 @@ from forge_kernels.threads import for_each
 CHUNK_BYTES = 4 * 2**20  # written by a thread before it takes the next chunk
 
 
-class _Reordered:
-    """A tensor whose rows are read in another order; `order` has the stored row of each."""
+class _ChosenRows:
+    """Some rows of a tensor in another order; `order` has the stored row of each."""
 
     def __init__(self, source: TensorSource, order: np.ndarray):
-        self.dtype, self.shape = source.dtype, source.shape
+        self.dtype, self.shape = source.dtype, (len(order), *source.shape[1:])
         self._source, self._order = source, order
 
     def read_rows(self, out: np.ndarray, first: int) -> None:
@@ -55,7 +55,7 @@ class StoredMatrix:
                 source = source.transposed()
             order = part.stored_rows()
             if order is not None:
-                source = _Reordered(source, order)
+                source = _ChosenRows(source, order)
             rows, start = math.prod(source.shape[:-1] or source.shape), 0
             if experts is not None and len(source.shape) == 3:
                 of_expert = rows // source.shape[0]

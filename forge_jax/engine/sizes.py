@@ -309,11 +309,7 @@ def _host_bytes(shards: int) -> int:
 
 def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
     """Return a bound on a step's memory without weights and KV: float32, four live copies."""
-    width = max(
-        2 * spec.intermediate_size,
-        (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim,
-        spec.hidden_size,
-    )
+    width = max(2 * spec.intermediate_size, spec.attention_width, spec.hidden_size)
     bound = 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
     if spec.experts is None:
         return bound

@@ -354,6 +354,7 @@ class Experts(ResidualBlock):
                 correction=None if self.correction is None else self.correction[...],
                 groups=self.route.groups,
                 kept_groups=self.route.kept_groups,
+                best_of_group=self.route.best_of_group,
                 scale=self.route.scale,
             )
             divided = self.own < self.count

@@ -72,13 +72,15 @@ class RopeSpec:
 class RouterSpec:
     """How experts are chosen, see `forge_kernels.experts.choose_experts`.
 
-    `correction` is True if the model has a correction of the scores.
+    `correction` is True if the model has a correction of the scores. `best_of_group` is the number
+    of experts whose scores a group's score is the sum of.
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     correction: bool = False
     groups: int = 1
     kept_groups: int = 1
+    best_of_group: int = 2
     scale: float = 1.0
 
 
@@ -210,6 +212,16 @@ class ModelSpec:
             return self.max_position_embeddings
         extended = self.rope.original_max_position_embeddings * self.rope.factor
         return max(self.max_position_embeddings, min(int(extended), MAX_POSITIONS))
+
+    @property
+    def attention_width(self) -> int:
+        """The numbers per token that attention computes at once."""
+        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
+    def dims_by_head(self) -> dict[str, int]:
+        """The rows or columns of a head in a leaf of a layer, where it is not `head_dim`."""
+        return {}
 
     @property
     def sm_scale(self) -> float:
@@ -473,10 +485,7 @@ def read_rope(
     `partial_rotary_factor` outside of them is the default of the one inside. An
     `original_max_position_embeddings` outside of them overrides the one inside.
     """
-    scaling, parameters = config.section("rope_scaling"), config.section("rope_parameters")
-    section = scaling if scaling is not None and scaling.values else parameters
-    if section is None:
-        section = HFConfig({}, config.where)
+    section = rope_section(config)
     for name in (FULL, SLIDING):
         if name in section.values:
             raise UnsupportedModelError(
@@ -492,6 +501,13 @@ def read_rope(
         partial_rotary=partial_rotary,
     )
     return replace(rope, interleaved=interleaved)
+
+
+def rope_section(config: HFConfig) -> HFConfig:
+    """Return the section that describes the rotation; without fields if the file has none."""
+    scaling, parameters = config.section("rope_scaling"), config.section("rope_parameters")
+    section = scaling if scaling is not None and scaling.values else parameters
+    return HFConfig({}, config.where) if section is None else section
 
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class RowsOfHeads:
+    """Some rows of each head: of every `size` rows of a tensor, those from `begin` to `end`."""
+
+    size: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Tensor:
     """A tensor of the checkpoint, and its required shape.
 
@@ -22,17 +31,20 @@ class Tensor:
       transpose: True if it is stored [..., K_in, N_out]; leaves are [..., N_out, K_in].
       heads: the number of heads if queries, keys and values are stored by head, [H, 3, D, ...].
         Leaves are [3, H, D, ...]. If it is 0, the order is the leaf's.
+      of_heads: the rows of each head that the leaf has; None for all rows.
     """
 
     name: str
     shape: tuple[int, ...]
     transpose: bool = False
     heads: int = 0
+    of_heads: RowsOfHeads | None = None
 
     @property
     def rows(self) -> int:
         """N_out: the rows of a matrix's leaf that the tensor has."""
-        return self.shape[-1 if self.transpose else 0]
+        rows, own = self.shape[-1 if self.transpose else 0], self.of_heads
+        return rows if own is None else rows // own.size * (own.end - own.begin)
 
     @property
     def columns(self) -> int:
@@ -41,6 +53,10 @@ class Tensor:
 
     def stored_rows(self) -> np.ndarray | None:
         """Return the stored row of each of the leaf's rows, i64[N]; None if they are the same."""
+        if self.of_heads is not None:
+            own = self.of_heads
+            rows = np.arange(self.shape[0]).reshape(-1, own.size)
+            return rows[:, own.begin : own.end].reshape(-1)
         if not self.heads:
             return None
         return np.arange(self.rows).reshape(self.heads, 3, -1).swapaxes(0, 1).reshape(-1)

@@ -213,6 +213,7 @@ def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
 _AXES = {
     **{"attention.qkv.weight": -2, "attention.qkv.bias": -1, "attention.out.weight": -1},
     **{"attention.q_norm.weight": -1, "attention.k_norm.weight": -1},
+    **{"attention.q.weight": -2, "attention.key_up": -2, "attention.value_up": -2},
     **{"mlp.gate_up.weight": -2, "mlp.gate_up.bias": -1, "mlp.down.weight": -1},
     **{"mlp.up.weight": -2, "mlp.up.bias": -1},
     **{"mlp.shared.gate_up.weight": -2, "mlp.shared.down.weight": -1},
@@ -241,6 +242,9 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
         return None
     if leaf.endswith("_norm.weight") and spec.qk_norm == "each_head":
         return _head_norms(leaf, spec, shards)
+    if leaf in spec.dims_by_head:
+        size = spec.num_attention_heads * spec.dims_by_head[leaf]
+        return _partition(axis, tuple((_split(size, shards, i),) for i in range(shards)))
     matrix, inner = leaf.rpartition(".")[0], _inner_size(spec, int(layer))
     if matrix.startswith("mlp.shared.") and experts is not None:
         matrix, inner = matrix.replace(".shared", ""), experts.shared_size

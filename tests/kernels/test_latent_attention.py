@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ class Arrays:
     block_tables: np.ndarray
     kv_lens: np.ndarray
     cu_q_lens: np.ndarray
-    num_seqs: np.ndarray
+    num_seqs: np.int32
     expected: np.ndarray  # f64[T, H, V]
 
     @property
@@ -231,7 +232,7 @@ def test_mismatched_arguments_are_rejected():
         call(q, kv, key_up, value_up[1:], *rest)
     with pytest.raises(TypeError, match="must have one type"):
         call(q, kv, key_up.astype(jnp.bfloat16), value_up, *rest)
-    quantized = QuantizedKV(kv.astype(jnp.int8), jnp.ones(kv.shape[:-1]))
+    quantized: Any = QuantizedKV(kv.astype(jnp.int8), jnp.ones(kv.shape[:-1]))
     with pytest.raises(TypeError, match="does not support a cache of 8 bits"):
         call(q, quantized, key_up, value_up, *rest)
     for implementation in ("cpu", "mosaic"):

@@ -48,6 +48,7 @@ LAYERS = {
     "gpt_neox": 1,  # attention and MLP in parallel; queries, keys and values of a head together
     "phi": 1,  # a head with a bias
     "cohere": 1,  # norms of each head with weights of its own
+    "deepseek_v2": 2,  # the heads of latent attention; every device has the latents
     "gpt2": 1,  # an MLP without a gate; biases of the output projections are added once
 }
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"

@@ -51,7 +51,7 @@ def expected_collectives(layers, *, ends="down", in_qkv=False):
 
 
 def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
-    assert len(models["families"]) == 13
+    assert len(models["families"]) == 14
     for name, one in models["families"].items():
         figure("families", name, "devices", one["difference"])
         assert one["difference"] < 2e-4, (name, one)
@@ -59,14 +59,15 @@ def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
 
 
 def test_step_reduces_twice_per_layer_and_gathers_once(models):
+    dense_first = dict.fromkeys(("glm4_moe", "deepseek_v2"), ("down", "experts"))
     for name, one in models["families"].items():
         if name in ("gpt_neox", "phi", "cohere"):  # XLA combines the two sums of a parallel block
             expected = ["all-reduce embed", "all-reduce ", "all-gather logits"]
             assert one["collectives"] == expected, name
             continue
         expected = expected_collectives(
-            2 if name in ("gemma2", "glm4_moe") else 1,
-            ends={"mixtral": "experts", "glm4_moe": ("down", "experts")}.get(name, "down"),
+            2 if name in ("gemma2", *dense_first) else 1,
+            ends="experts" if name == "mixtral" else dense_first.get(name, "down"),
             in_qkv=name == "olmo2",  # its norms of queries and keys are summed together
         )
         assert one["collectives"] == expected, name

@@ -5,6 +5,7 @@ A family that differs only in known parts is one small file and one line here.
 
 from forge_jax.models.families import (
     cohere,
+    deepseek,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -13,6 +14,7 @@ from forge_jax.models.families import (
     gemma3,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -72,6 +74,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2MoeForCausalLM": qwen2_moe.ARCHITECTURE,
     "Glm4MoeForCausalLM": glm4_moe.ARCHITECTURE,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe.ARCHITECTURE,
+    "DeepseekV2ForCausalLM": deepseek.V2,
+    "DeepseekV3ForCausalLM": deepseek.V3,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite.ARCHITECTURE,
     **multimodal.ARCHITECTURES,
     "Qwen3NextForCausalLM": qwen3_next.ARCHITECTURE,
     "GPT2LMHeadModel": gpt2.ARCHITECTURE,

@@ -1,5 +1,6 @@
 """GLM-4.5 (Zhipu AI 2025, arXiv:2508.06471): sigmoid routing, and shared experts."""
 
+from dataclasses import replace
 from functools import partial
 
 from forge_jax.config.hf_config import HFConfig
@@ -46,19 +47,29 @@ DEFAULTS = {
 }
 
 
-def read_router(config: HFConfig, experts: int) -> RouterSpec:
-    """Return the router of DeepSeek-V3 (arXiv:2412.19437), which GLM-4.5 shares."""
+def read_groups(config: HFConfig, experts: int, *, best: int) -> RouterSpec:
+    """Return the groups of a router, ranked by the sum of their `best` highest scores."""
     groups = config.integer("n_group", high=MAX_EXPERTS)
     kept = config.integer("topk_group", high=MAX_EXPERTS)
-    if experts % groups or (groups > 1 and experts // groups < 2):
-        raise config.error("n_group", f"a divisor of the {experts} experts, two or more per group")
+    if experts % groups or (groups > 1 and experts // groups < best):
+        more = ", two or more per group" if best > 1 else ""
+        raise config.error("n_group", f"a divisor of the {experts} experts{more}")
     if kept > groups:
         raise config.error("topk_group", f"at most n_group ({groups})")
-    return RouterSpec(
+    allowed = kept * (experts // groups)
+    if config.integer("num_experts_per_tok", high=MAX_EXPERTS) > allowed:
+        raise config.error(
+            "num_experts_per_tok", f"at most the {allowed} experts of topk_group groups"
+        )
+    return RouterSpec(groups=groups, kept_groups=kept, best_of_group=best)
+
+
+def read_router(config: HFConfig, experts: int) -> RouterSpec:
+    """Return the router of DeepSeek-V3 (arXiv:2412.19437), which GLM-4.5 shares."""
+    return replace(
+        read_groups(config, experts, best=2),
         scores="sigmoid",
         correction=True,
-        groups=groups,
-        kept_groups=kept,
         scale=config.number("routed_scaling_factor"),
     )
 

@@ -1,15 +1,15 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) in its absorbed form.
 
-The cache has one vector per token and layer: the latent c, from which keys and values of all heads
-follow, and a rotated key r that all heads share. The score of a query (q, p) is
-`q (W_UK c) + p r = (W_UK^T q) c + p r`. So the queries are multiplied by W_UK once, and the vectors
-in the cache serve all heads as both keys and values, as in multi-query attention. The sum of the
-latents is multiplied by W_UV. No step computes the keys or values of tokens in the cache.
+The cache has one vector per token and layer. It consists of the latent c, from which the keys and
+values of all heads follow, and a rotated key r that all heads share. The score of a query (q, p) is
+`q (W_UK c) + p r = (W_UK^T q) c + p r`. So queries are multiplied by W_UK once. The vectors in the
+cache then are the keys and values of all heads, as in multi-query attention. The sum of the latents
+is multiplied by W_UV. No step computes the keys or values of tokens in the cache.
 
 An implementation for one device replaces `_attend_to_latents`.
 
-Letters: T tokens in the step, N blocks, bs tokens per block, H heads, P numbers of a head without
-rotation, E rotated numbers of a head, R numbers of a latent, V numbers of a value.
+Letters of a step: T tokens, N blocks, bs tokens per block.
+Letters of a model: H heads, R numbers of a latent, V of a value, P and E of a head. E are rotated.
 """
 
 from typing import Literal
