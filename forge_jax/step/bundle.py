@@ -37,7 +37,7 @@ MANIFEST = "bundle.json"
 FORMAT = 1  # of the manifest
 SHOWN = 60  # characters of a value in a message
 
-# The types of arguments and results, by their names in a manifest. All are tuples.
+# The types of arguments and results that are tuples, by their names in a manifest.
 NODES: dict[str, Callable[..., Any]] = {
     "tuple": lambda *children: children,
     **{node.__name__: node for node in (Slots, StepOut, Pooled, Proposed, QuantizedKV)},
@@ -45,7 +45,8 @@ NODES: dict[str, Callable[..., Any]] = {
 
 log = logging.getLogger(__name__)
 
-# A leaf such as "bfloat16[4,8]", None, or a node with its children: {"Slots": [...]}.
+# A leaf such as "bfloat16[4,8]", None, or a node with its children: {"Slots": [...]}. The children
+# of a dict have their keys: {"dict": [["base", "int32[4]"]]}.
 type Tree = str | dict[str, list[Any]] | None
 
 
@@ -218,6 +219,8 @@ def tree_of(tree: Any) -> Tree:
         name = type(tree).__name__
         if name in NODES:
             return {name: [tree_of(child) for child in tree]}
+    elif isinstance(tree, dict):
+        return {"dict": [[key, tree_of(tree[key])] for key in sorted(tree)]}
     elif hasattr(tree, "dtype"):
         return f"{np.dtype(tree.dtype).name}[{','.join(map(str, tree.shape))}]"
     raise BundleError(f"a bundle cannot describe {type(tree).__name__}")
@@ -230,6 +233,8 @@ def _built(tree: Tree) -> Any:
             return None
         case str():
             return _leaf(tree)
+        case {"dict": items}:
+            return {key: _built(child) for key, child in items}
         case _:
             [(name, children)] = tree.items()
             return NODES[name](*map(_built, children))

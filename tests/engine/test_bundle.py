@@ -348,11 +348,12 @@ def test_descriptions_of_arguments_keep_types_and_order():
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
     cache = QuantizedKV(leaf("float8_e4m3fn", 2, 3), leaf("float32", 2))
-    tree = ((cache, cache), slots_shape(2, 3, 5), None, leaf("bfloat16"), leaf("int4", 4))
+    state = {"b": leaf("int32", 4), "a": leaf("float32", 4, 0)}
+    tree = ((cache, (), state), slots_shape(2, 3, 5), None, leaf("bfloat16"), leaf("int4", 4))
     assert bundles._built(tree_of(tree)) == tree
     assert type(bundles._built(tree_of(tree))[1]).__name__ == "Slots"
-    with pytest.raises(BundleError, match="cannot describe dict"):
-        tree_of({"a": leaf("int8")})
+    with pytest.raises(BundleError, match="cannot describe list"):
+        tree_of([leaf("int8")])
 
 
 def test_output_folder_must_be_empty(short_stories, tmp_path):

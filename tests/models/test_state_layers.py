@@ -25,6 +25,7 @@ from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh, kv_specs
 from forge_jax.testing import core_of, drafts_always_pay, failing_steps
+from forge_jax.tools.compile import compile_bundle
 from forge_jax.tools.doctor import checks, probe
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -180,6 +181,20 @@ def test_draft_model_with_state_is_rejected(made, draft):
     draft = draft or {"draft_model": folder}
     with pytest.raises(ConfigError, match="keeps state per sequence, which is not supported for d"):
         LLM(folder, speculation="draft", **draft, **OPTIONS)
+
+
+def test_bundle_holds_steps_with_state(made, tmp_path, caplog):
+    folder, tensors = made
+    options = {**OPTIONS, "max_num_seqs": 2, "num_blocks": 12, "speculation": "ngram"}
+    compile_bundle(EngineConfig.from_options(model=folder, **options), tmp_path / "out")
+    asked = prompts(2, seed=7)
+    options["compile_cache_dir"] = str(tmp_path / "out")
+    with caplog.at_level(logging.INFO), LLM(folder, **options) as llm:
+        found = outputs(llm, asked, GREEDY)
+    assert "loading the executables of the bundle" in caplog.text
+    assert "is compiled" not in caplog.text
+    for prompt, [output] in zip(asked, found, strict=True):
+        assert_greedy(tensors, prompt, output)
 
 
 # ---- memory --------------------------------------------------------------------------------------
