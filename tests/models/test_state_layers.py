@@ -20,7 +20,7 @@ from forge_jax import LLM, Engine, EngineConfig, SamplingParams
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.engine import sizes
 from forge_jax.errors import ConfigError
-from forge_jax.models import build_model, plugins, register
+from forge_jax.models import PagedLayout, StateLayout, build_model, plugins, register
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh, kv_specs
@@ -216,6 +216,22 @@ def test_state_is_counted_apart_from_blocks(made):
     assert shape.block_bytes == 2 * 2 * 16 * 16 * 4
     assert shape.total_bytes == shape.state_bytes + 10 * shape.block_bytes
     assert shape.total_bytes == sum(array.nbytes for array in jax.tree.leaves(kv))
+
+
+def test_layer_that_shares_a_cache_has_no_array(made):
+    folder, _ = made
+    shape = shape_of(folder)
+    paged = PagedLayout(heads=2, dim=8)
+    alone, shared = (
+        replace(shape, layouts=(StateLayout(arrays=()), paged, *more))
+        for more in ((), (replace(paged, shares=1),) * 2)
+    )
+    assert shared.empty()[2:] == ((), ()) and shared.block_bytes == 2 * 2 * 16 * 8 * 4
+    assert shared.total_bytes == alone.total_bytes
+    mesh = TensorMesh(SimpleNamespace(size=2))
+    assert [jax.tree.map(lambda x: x.shape[2], each) for each in mesh.kv_shape(shared).layers] == [
+        *({}, 4, (), ()),
+    ]
 
 
 def test_too_much_state_is_an_error(made, monkeypatch):
