@@ -39,7 +39,7 @@ class DecayedSum(nnx.Module):
 
     def __call__(self, x, kv, ragged):
         slots, cu = ragged.state_slots, ragged.cu_q_lens
-        values, q_lens = self.update(x), cu[1:] - cu[:-1]
+        values, q_lens = self.update(x).astype(jnp.float32), cu[1:] - cu[:-1]
         starts = ragged.kv_lens - q_lens
         inputs, most = kv["inputs"][slots], kv["inputs"].shape[1]
         base = jnp.where(starts == 0, 0, kv["base"][slots])
@@ -63,7 +63,7 @@ class DecayedSum(nnx.Module):
             "inputs": values[jnp.minimum(cu[:-1, None] + jnp.arange(most)[None], len(x) - 1)],
         }
         kv = {name: kv[name].at[slots].set(new[name]) for name in kv}
-        return kv, self.out(sums, residual=x)
+        return kv, self.out(sums.astype(x.dtype), residual=x)
 
 
 class PlainAttention(nnx.Module):
