@@ -659,7 +659,9 @@ def choose_kernels(
         if record is not None:
             formats = dataclasses.replace(formats, **dict(record.formats))
         cached = element_dtype(config.cache.kv_dtype, dtype)
-        no_attention = unsupported(spec.head_dim, cached, device.platform)
+        layers = map(spec.of_layer, range(spec.num_hidden_layers))
+        reasons = (unsupported(layer.head_dim, cached, device.platform) for layer in layers)
+        no_attention = next((reason for reason in reasons if reason is not None), None)
         if no_attention is not None:
             log.warning("attention uses plain XLA, not the CPU kernels: %s", no_attention)
         return Kernels(formats=formats, attention="xla" if no_attention else "cpu", sampler="cpu")

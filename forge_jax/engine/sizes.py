@@ -309,7 +309,11 @@ def _host_bytes(shards: int) -> int:
 
 def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
     """Return a bound on a step's memory without weights and KV: float32, four live copies."""
-    width = max(2 * spec.intermediate_size, spec.attention_width, spec.hidden_size)
+    layers = dict.fromkeys(spec.of_layer(layer) for layer in range(spec.num_hidden_layers))
+    width = max(
+        spec.hidden_size,
+        *(max(2 * layer.intermediate_size, layer.attention_width) for layer in layers),
+    )
     bound = 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
     if spec.experts is None:
         return bound

@@ -39,7 +39,7 @@ from forge_jax.models.linear import (
     new_norm,
 )
 from forge_jax.models.lora import LayerLora, Lora
-from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
+from forge_jax.models.spec import Activation, ExpertSpec, ModelSpec, RopeSpec
 from forge_jax.weights.formats import (
     MatrixSpec,
     WeightFormat,
@@ -49,13 +49,14 @@ from forge_jax.weights.formats import (
 from forge_jax.weights.partition import AXIS, shard_spec, shard_vocab
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
-from forge_kernels.experts import choose_experts, mix_experts
+from forge_kernels.experts import choose_experts, geglu, mix_experts
 from forge_kernels.linear import (
     BlockPacking,
     MatrixWeight,
     Packing,
 )
 from forge_kernels.rope import (
+    apply_rope,
     inverse_frequencies,
     linear_scaling,
     llama3_scaling,
@@ -139,6 +140,41 @@ def attend(
             kv_dtype=ragged.kv_dtype,
             implementation=ragged.implementation,
         )
+    return kv, _scores(
+        q, kv, ragged, sm_scale=sm_scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
+
+
+def attend_to_written(
+    q: jax.Array,
+    kv: PagedKV,
+    ragged: Ragged,
+    *,
+    rope: int = 0,
+    sm_scale: float,
+    window: int | None = None,
+) -> jax.Array:
+    """Rotate queries, and attend to keys and values that another layer wrote in this step.
+
+    Args:
+      q: dtype[T, H, D].
+      kv: the other layer's cache, with this step's keys and values.
+      ragged: the step.
+      rope: the index in `ragged.ropes` of the rotation.
+      sm_scale: the factor on scores.
+      window: how many keys a query attends to, or None for all.
+
+    Returns:
+      dtype[T, H * D], the heads' outputs.
+    """
+    tables = ragged.ropes[rope]
+    with jax.named_scope("rope"):
+        q = apply_rope(q, tables.cos, tables.sin, interleaved=tables.interleaved)
+    return _scores(q, kv, ragged, sm_scale=sm_scale, window=window)
+
+
+def _scores(q: jax.Array, kv: PagedKV, ragged: Ragged, **scoring: Any) -> jax.Array:
+    """Return the outputs of attention, dtype[T, H * D], for rotated q: dtype[T, H, D]."""
     with jax.named_scope("attention"):
         out = ragged_paged_attention(
             q,
@@ -147,16 +183,13 @@ def attend(
             ragged.kv_lens,
             ragged.cu_q_lens,
             ragged.num_seqs,
-            sm_scale=sm_scale,
             kv_dtype=ragged.kv_dtype,
             max_q_len=ragged.max_q_len,
             implementation=ragged.implementation,
             uniform=ragged.uniform,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
+            **scoring,
         )
-    return kv, out.reshape(len(out), -1)
+    return out.reshape(len(out), -1)
 
 
 class ResidualBlock(nnx.Module):
@@ -271,6 +304,7 @@ class MLP(ResidualBlock):
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
+        spec = spec.of_layer(layer)
         self.activation, self.gated = spec.activation, spec.mlp_gated
         d, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         silu = self.gated and spec.activation == "silu"
@@ -333,7 +367,10 @@ class Experts(ResidualBlock):
         gate_up = matrix(f"{mlp}.gate_up.weight", 2 * inner, d, paired=True, experts=own)
         self.gate_up = nnx.Param(gate_up)
         self.down = nnx.Param(matrix(f"{mlp}.down.weight", d, inner, experts=own))
-        self.shared = SharedExperts(d, matrix, mlp, experts) if experts.shared_size else None
+        self.is_silu = spec.activation == "silu"
+        self.shared = (
+            SharedExperts(d, matrix, mlp, experts, spec.activation) if experts.shared_size else None
+        )
 
     def __call__(
         self, x: jax.Array, ragged: Ragged, residual: jax.Array | None = None
@@ -344,8 +381,25 @@ class Experts(ResidualBlock):
         """
         with jax.named_scope("norm"):
             normed = x if self.norm is None else self.norm(x)
+        y = self.routed(normed, normed, ragged)
+        if self.shared is not None:
+            with jax.named_scope("shared_experts"):
+                y = y + self.shared(normed, ragged)
+        with jax.named_scope("experts"):
+            if ragged.axis is not None:
+                y = add_up(y, ragged.axis)
+            return self.add_result(x if residual is None else residual, y)
+
+    def routed(self, x: jax.Array, to_router: jax.Array, ragged: Ragged) -> jax.Array:
+        """Return this device's part of the experts' weighted outputs for x, dtype[T, d].
+
+        Args:
+          x: dtype[T, d], after its norm.
+          to_router: dtype[T, d], from which the router chooses.
+          ragged: the step.
+        """
         with jax.named_scope("router"):
-            logits = self.router(normed, out_dtype=jnp.float32)
+            logits = self.router(to_router, out_dtype=jnp.float32)
             chosen, weights = choose_experts(
                 logits,
                 self.per_token,
@@ -357,13 +411,14 @@ class Experts(ResidualBlock):
                 best_of_group=self.route.best_of_group,
                 scale=self.route.scale,
             )
+            weights = self.scaled(weights, chosen)
             divided = self.own < self.count
             if divided:
                 assert ragged.axis is not None
                 chosen = self._of_device(chosen, ragged.axis)
         with jax.named_scope("experts"):
-            y = mix_experts(
-                normed,
+            return mix_experts(
+                x,
                 self.gate_up.get_value(),
                 self.down.get_value(),
                 chosen,
@@ -373,13 +428,11 @@ class Experts(ResidualBlock):
                 implementation="reference" if ragged.implementation == "reference" else "auto",
                 **self.options(),
             )
-        if self.shared is not None:
-            with jax.named_scope("shared_experts"):
-                y = y + self.shared(normed, ragged)
-        with jax.named_scope("experts"):
-            if ragged.axis is not None:
-                y = add_up(y, ragged.axis)
-            return self.add_result(x if residual is None else residual, y)
+
+    def scaled(self, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Return the weights, f32[T, k], of the chosen experts. For subclasses to replace."""
+        del chosen
+        return weights
 
     def _of_device(self, chosen: jax.Array, axis: str) -> jax.Array:
         """Return i32[T, k] as numbers of this device's experts, or `own` for those of others."""
@@ -388,15 +441,23 @@ class Experts(ResidualBlock):
 
     def options(self) -> dict[str, Any]:
         """Return biases and activation for `mix_experts`. For subclasses to replace."""
-        return {}
+        return {} if self.is_silu else {"activation": geglu}
 
 
 class SharedExperts(nnx.Module):
     """The MLP that computes every token in addition to its experts, with an optional gate."""
 
-    def __init__(self, d: int, matrix: MatrixBuilder, mlp: str, experts: ExpertSpec):
-        inner = experts.shared_size
-        self.gate_up = Linear(matrix(f"{mlp}.shared.gate_up.weight", 2 * inner, d, paired=True))
+    def __init__(
+        self,
+        d: int,
+        matrix: MatrixBuilder,
+        mlp: str,
+        experts: ExpertSpec,
+        activation: Activation = "silu",
+    ):
+        inner, self.swiglu = experts.shared_size, activation == "silu"
+        first = matrix(f"{mlp}.shared.gate_up.weight", 2 * inner, d, paired=self.swiglu)
+        self.gate_up = Linear(first)
         self.down = Linear(matrix(f"{mlp}.shared.down.weight", d, inner))
         gate = matrix(f"{mlp}.shared.gate.weight", 1, d) if experts.shared_gate else None
         self.gate = None if gate is None else Linear(gate)
@@ -404,7 +465,8 @@ class SharedExperts(nnx.Module):
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """Return this device's part of the MLP of x: dtype[T, d]."""
         rows = ragged.num_tokens
-        y = self.down(self.gate_up(x, swiglu=True, num_rows=rows), num_rows=rows)
+        inner = self.gate_up(x, swiglu=self.swiglu, num_rows=rows)
+        y = self.down(inner if self.swiglu else geglu(inner), num_rows=rows)
         if self.gate is None:
             return y
         return y * jax.nn.sigmoid(self.gate(x, out_dtype=jnp.float32)).astype(y.dtype)
@@ -543,6 +605,9 @@ def rope_frequencies(rope: RopeSpec | None, head_dim: int) -> np.ndarray:
             return frequencies
         case "linear":
             return linear_scaling(frequencies, rope.factor)
+        case "proportional":
+            rotated = np.arange(len(frequencies)) < rope.pairs
+            return np.where(rotated, frequencies / np.float32(rope.factor), np.float32(0))
         case "longrope":
             return (frequencies / np.asarray(rope.factors)).astype(np.float32)
         case "llama3":

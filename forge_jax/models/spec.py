@@ -51,6 +51,8 @@ class RopeSpec:
       attention_factor: on cos and sin.
       dims: how many numbers of a head are rotated, from the first on; None for all (partial RoPE).
       interleaved: pairs are neighbors (2i, 2i + 1) instead of (i, i + dims / 2).
+      pairs: of proportional, how many pairs are rotated, from the first on. The others have
+        frequency 0.
     """
 
     type: str = "default"
@@ -66,6 +68,7 @@ class RopeSpec:
     attention_factor: float = 1.0
     dims: int | None = None
     interleaved: bool = False
+    pairs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +234,21 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """Return how many keys a query of this layer attends to, or None for all."""
         return self.windows[layer] if self.windows else None
+
+    def of_layer(self, layer: int) -> ModelSpec:
+        """Return the spec of a model whose layers all have the sizes of this one."""
+        del layer
+        return self
+
+    def own_sizes_of_shard(self, shards: int) -> dict[str, Any]:
+        """Return the fields of a subclass that tensor parallelism divides, of one shard."""
+        del shards
+        return {}
+
+    def projections(self, layer: int) -> str:
+        """Return which of queries, keys and values ("qkv") this layer projects."""
+        del layer
+        return "qkv"
 
     @property
     def expert_parallel(self) -> bool:

@@ -121,54 +121,59 @@ def decoder_weights(
       fused: which of these the checkpoint stores as one matrix.
       experts: the names of experts' tensors.
     """
+    names = experts or ExpertNames()
+    weights = _norm(spec, "norm", "model.norm") | _vocabulary(spec)
+    for index in range(spec.num_hidden_layers):
+        weights |= _layer_weights(spec.of_layer(index), index, fused, names)
+    return weights
+
+
+def _layer_weights(
+    spec: ModelSpec, index: int, fused: Collection[str], names: ExpertNames
+) -> WeightMap:
+    """Return the tensors of one layer, whose sizes are those of `spec`."""
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim
     kv_rows = spec.num_key_value_heads * spec.head_dim
-    weights = _norm(spec, "norm", "model.norm") | _vocabulary(spec)
-    qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    leaf, tensor = f"layers.{index}", f"model.layers.{index}"
+    rows_of = {each: q_rows if each == "q" else kv_rows for each in spec.projections(index)}
+    qkv = {f"{each}_proj": rows for each, rows in rows_of.items()}
     gate_up = {"gate_proj": inner, "up_proj": inner}
     if "qkv" in fused:
-        qkv = {"qkv_proj": q_rows + 2 * kv_rows}
+        qkv = {"qkv_proj": sum(rows_of.values())}
     if "gate_up" in fused:
         gate_up = {"gate_up_proj": 2 * inner}
     first, parts_of_first = ("gate_up", gate_up) if spec.mlp_gated else ("up", {"up_proj": inner})
 
-    for index in range(spec.num_hidden_layers):
-        leaf, tensor = f"layers.{index}", f"model.layers.{index}"
+    def linear(name: str, outputs: dict[str, int], inputs: int, bias: bool) -> WeightMap:
+        part = f"{tensor}.self_attn" if name.startswith("attention") else f"{tensor}.mlp"
+        parts = {
+            f"{leaf}.{name}.weight": tuple(
+                Tensor(f"{part}.{each}.weight", (rows, inputs)) for each, rows in outputs.items()
+            )
+        }
+        if bias:
+            parts[f"{leaf}.{name}.bias"] = tuple(
+                Tensor(f"{part}.{each}.bias", (rows,)) for each, rows in outputs.items()
+            )
+        return parts
 
-        def linear(
-            name: str, outputs: dict[str, int], inputs: int, bias: bool,
-            leaf: str = leaf, tensor: str = tensor,
-        ) -> WeightMap:  # fmt: skip
-            part = f"{tensor}.self_attn" if name.startswith("attention") else f"{tensor}.mlp"
-            parts = {
-                f"{leaf}.{name}.weight": tuple(
-                    Tensor(f"{part}.{each}.weight", (rows, inputs))
-                    for each, rows in outputs.items()
-                )
-            }
-            if bias:
-                parts[f"{leaf}.{name}.bias"] = tuple(
-                    Tensor(f"{part}.{each}.bias", (rows,)) for each, rows in outputs.items()
-                )
-            return parts
-
-        weights |= linear("attention.qkv", qkv, d, spec.attention_bias)
-        weights |= linear("attention.out", {"o_proj": d}, q_rows, spec.output_bias)
-        mixture = spec.experts_of(index)
-        if mixture is None:
-            weights |= linear(f"mlp.{first}", parts_of_first, d, spec.mlp_bias)
-            weights |= linear("mlp.down", {"down_proj": d}, inner, spec.mlp_bias)
-        else:
-            weights |= _expert_weights(f"{leaf}.mlp", tensor, d, mixture, experts or ExpertNames())
-        for ours, theirs in _NORMS[spec.norm_placement].items():
-            weights |= _norm(spec, f"{leaf}.{ours}", f"{tensor}.{theirs}")
-        if spec.qk_norm is not None:
-            for part, rows in (("q_norm", q_rows), ("k_norm", kv_rows)):
-                D = spec.head_dim
-                shapes = {"head": (D,), "each_head": (rows // D, D), "all": (rows,)}
-                stored = Tensor(f"{tensor}.self_attn.{part}.weight", shapes[spec.qk_norm])
-                weights[f"{leaf}.attention.{part}.weight"] = (stored,)
+    weights = linear("attention.qkv", qkv, d, spec.attention_bias)
+    weights |= linear("attention.out", {"o_proj": d}, q_rows, spec.output_bias)
+    mixture = spec.experts_of(index)
+    if mixture is None:
+        weights |= linear(f"mlp.{first}", parts_of_first, d, spec.mlp_bias)
+        weights |= linear("mlp.down", {"down_proj": d}, inner, spec.mlp_bias)
+    else:
+        weights |= _expert_weights(f"{leaf}.mlp", tensor, d, mixture, names)
+    for ours, theirs in _NORMS[spec.norm_placement].items():
+        weights |= _norm(spec, f"{leaf}.{ours}", f"{tensor}.{theirs}")
+    if spec.qk_norm is not None:
+        for each in (each for each in "qk" if each in rows_of):
+            rows, D = rows_of[each], spec.head_dim
+            shapes = {"head": (D,), "each_head": (rows // D, D), "all": (rows,)}
+            name = f"{tensor}.self_attn.{each}_norm.weight"
+            weights[f"{leaf}.attention.{each}_norm.weight"] = (Tensor(name, shapes[spec.qk_norm]),)
     return weights
 
 

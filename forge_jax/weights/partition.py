@@ -130,8 +130,10 @@ def _uneven(spec: ModelSpec, shards: int) -> list[str]:
     """Return the fields that cannot be split into so many parts, with their values."""
     sizes = [("num_attention_heads", spec.num_attention_heads)]
     # With fewer key/value heads than shards, several shards hold the same head.
-    if shards % spec.num_key_value_heads:
-        sizes.append(("num_key_value_heads", spec.num_key_value_heads))
+    layers = (spec.of_layer(layer) for layer in range(spec.num_hidden_layers))
+    for kv_heads in dict.fromkeys(layer.num_key_value_heads for layer in layers):
+        if shards % kv_heads:
+            sizes.append(("num_key_value_heads", kv_heads))
     sizes += _inner_sizes(spec)
     return [f"{name} ({size})" for name, size in sizes if size % shards]
 
@@ -154,7 +156,7 @@ def _inner_sizes(spec: ModelSpec) -> list[tuple[str, int]]:
 
 def _inner_size(spec: ModelSpec, layer: int) -> int:
     experts = spec.experts_of(layer)
-    return spec.intermediate_size if experts is None else experts.intermediate_size
+    return spec.of_layer(layer).intermediate_size if experts is None else experts.intermediate_size
 
 
 def shard_spec(spec: ModelSpec, shards: int) -> ModelSpec:
@@ -176,6 +178,7 @@ def shard_spec(spec: ModelSpec, shards: int) -> ModelSpec:
         num_key_value_heads=max(1, spec.num_key_value_heads // shards),
         intermediate_size=spec.intermediate_size // shards,
         experts=experts,
+        **spec.own_sizes_of_shard(shards),
     )
 
 
@@ -248,7 +251,11 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
     matrix, inner = leaf.rpartition(".")[0], _inner_size(spec, int(layer))
     if matrix.startswith("mlp.shared.") and experts is not None:
         matrix, inner = matrix.replace(".shared", ""), experts.shared_size
-    return _partition(axis, tuple(_ranges(matrix, spec, inner, shards, i) for i in range(shards)))
+    sizes = spec.of_layer(int(layer))
+    ranges = [_ranges(matrix, sizes, inner, shards, i) for i in range(shards)]
+    if matrix == "attention.qkv":  # queries, keys and values, or the first of them
+        ranges = [each[: len(spec.projections(int(layer)))] for each in ranges]
+    return _partition(axis, tuple(ranges))
 
 
 def _head_norms(leaf: str, spec: ModelSpec, shards: int) -> Partition:

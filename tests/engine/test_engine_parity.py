@@ -20,6 +20,8 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=
         "llama32_tied",
         "qwen2_window",
         "gemma3",
+        "gemma4_shared",
+        "gemma4_moe",
         "olmo2",
         "smollm3",
         "gpt2",

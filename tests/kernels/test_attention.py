@@ -468,6 +468,7 @@ CPU_BATCHES = {
         (192, 6, 2, 32),
         (224, 7, 1, 16),
         (256, 8, 1, 64),
+        (512, 2, 2, 16),
         (64, 71, 1, 16),
     )
 }
@@ -665,7 +666,7 @@ def test_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
 
 def check_rotate_and_write() -> None:
     rng = np.random.default_rng(0)
-    shapes = ((32, 8, 3, 1), (64, 16, 4, 2), (96, 24, 2, 2), (256, 16, 2, 1))
+    shapes = ((32, 8, 3, 1), (64, 16, 4, 2), (96, 24, 2, 2), (256, 16, 2, 1), (512, 8, 2, 1))
     # Rotated numbers per head: all, or three quarters, which is no multiple of the vectors.
     for (D, bs, H, K), share, interleaved in itertools.product(shapes, (1.0, 0.75), (False, True)):
         T, N = 37, 7
@@ -735,7 +736,7 @@ def test_cpu_kernels_name_what_they_do_not_support():
     bits = jnp.zeros(kv.shape, jnp.uint16)
     with pytest.raises(TypeError, match="or float8_e4m3fn, not float16"):
         attend(q, bits, *rest, kv_dtype=jnp.float16)
-    with pytest.raises(TypeError, match="the head dim must be a multiple of 32 up to 256, not 16"):
+    with pytest.raises(TypeError, match="the head dim must be a multiple of 32 up to 512, not 16"):
         attend(q.astype(jnp.bfloat16), bits, *rest, kv_dtype=jnp.bfloat16)
     wide = jnp.zeros((*kv.shape[:-1], 32), jnp.uint16)
     with pytest.raises(TypeError, match="queries must be bfloat16, not float32"):

@@ -40,6 +40,7 @@ OTHERS = {
     *("sliding_window_pattern", "use_bidirectional_attention", "layer_types"),
     *("original_max_position_embeddings", "num_experts", "num_local_experts", "head_dim"),
     *("scoring_func", "topk_method", "moe_layer_freq"),
+    *("global_head_dim", "num_global_key_value_heads"),
     *("clip_qkv", "use_sliding_window", "qkv_bias", "bias", "num_experts_per_tok"),
     *("full_attention_interval", "attn_output_gate"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
@@ -47,7 +48,7 @@ OTHERS = {
 }
 # Reasons to refuse configurations that transformers can compute.
 REFUSALS = (
-    r"rope type 'yarn' is not supported in this architecture",
+    r"rope type '\w+' is not supported in this architecture",
     r"type '\w+' contradicts rope_type '\w+'",
     r"partial_rotary_factor is not supported",
     r"(full|sliding)_attention is not supported: all layers of this architecture have the same",
@@ -71,6 +72,8 @@ REFUSALS = (
     r"n_group must be a divisor of the \d+ experts",
     r"mscale_all_dim is supported only with rope type yarn",
     r"(mlp_bias|norm_topk_prob) is not supported",
+    r"use_double_wide_mlp is not supported with enable_moe_block",
+    r"vocab_size_per_layer_input must be at least vocab_size",
     r"(per_layer_config|use_bidirectional_attention|is_causal false) is not supported",
 )
 
@@ -111,7 +114,7 @@ def described(model: ModelSpec) -> dict:
 
 
 def _layer(model: ModelSpec, index: int) -> dict:
-    rope = rope_kind(model, index)
+    rope, model = rope_kind(model, index), model.of_layer(index)
     table = None
     if rope is not None:
         angles = np.outer([1, LENGTH - 1], rope_frequencies(rope, model.head_dim))
@@ -299,7 +302,9 @@ def test_every_field_of_text_config_has_the_default_of_transformers(name):
     # Fields of the text model's family that the class of `text_config` lacks.
     assert own.defaults.keys() - theirs.keys() <= OTHERS | {
         *("tie_word_embeddings", "use_sliding_window", "sliding_window", "max_window_layers"),
-        *("bos_token_id", "eos_token_id", "norm_topk_prob"),
+        *("bos_token_id", "eos_token_id", "norm_topk_prob", "hidden_size_per_layer_input"),
+        *("vocab_size_per_layer_input", "enable_moe_block", "top_k_experts"),
+        "moe_intermediate_size",
     }
 
 

@@ -36,7 +36,10 @@ BY_FAMILY = {architecture_of(name): name for name in MODELS}
 # transformers, bfloat16 changes the logits of qwen3_next by 16% and those of qwen3_5_moe by 13%.
 REROUTED = {"mixtral_window", "qwen3_next", "qwen3_5_moe"}
 PACKED = sorted(
-    {*BY_FAMILY.values(), "mistral_window", "mixtral", "qwen2_window", "qwen3_moe", "gpt_oss"}
+    {
+        *BY_FAMILY.values(),
+        *("mistral_window", "mixtral", "qwen2_window", "qwen3_moe", "gpt_oss", "gemma4_moe"),
+    }
     - REROUTED
 )
 

@@ -43,6 +43,8 @@ LAYERS = {
     "phi3_partial": 1,  # heads that are rotated in part
     "olmo2": 1,  # norms over all heads
     "gemma2": 2,  # a layer with a window, and one without
+    "gemma4_shared": 5,  # layers of two sizes, and layers without keys of their own
+    "gemma4_moe": 2,  # experts in addition to an MLP; keys that are values
     "mixtral": 1,
     "glm4_moe": 2,  # a dense layer, and one with shared experts
     "gpt_neox": 1,  # attention and MLP in parallel; queries, keys and values of a head together

@@ -51,7 +51,7 @@ def expected_collectives(layers, *, ends="down", in_qkv=False):
 
 
 def test_logits_of_every_kind_of_layer_match_one_device(models, figure):
-    assert len(models["families"]) == 14
+    assert len(models["families"]) == 16
     for name, one in models["families"].items():
         figure("families", name, "devices", one["difference"])
         assert one["difference"] < 2e-4, (name, one)
@@ -66,8 +66,10 @@ def test_step_reduces_twice_per_layer_and_gathers_once(models):
             assert one["collectives"] == expected, name
             continue
         expected = expected_collectives(
-            2 if name in ("gemma2", *dense_first) else 1,
-            ends="experts" if name == "mixtral" else dense_first.get(name, "down"),
+            {"gemma2": 2, "gemma4_moe": 2, "gemma4_shared": 5, **dict.fromkeys(dense_first, 2)}.get(
+                name, 1
+            ),
+            ends={"mixtral": "experts", "gemma4_moe": "experts", **dense_first}.get(name, "down"),
             in_qkv=name == "olmo2",  # its norms of queries and keys are summed together
         )
         assert one["collectives"] == expected, name

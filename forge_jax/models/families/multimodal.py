@@ -13,7 +13,7 @@ from typing import Any
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.models.families import gemma3, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from forge_jax.models.families import gemma3, gemma4, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import Tensor, WeightMap
@@ -99,6 +99,10 @@ def text_side(architecture: Architecture, **parts: Any) -> TextSide:
 
 # ---- the families ------------------------------------------------------------------------------
 
+_GEMMA4_UNIFIED = {
+    **{"max_position_embeddings": 262_144, "sliding_window": 1024},
+    **{"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
+}
 _QWEN2_VL = {
     **{"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568},
     **{"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
@@ -142,6 +146,19 @@ ARCHITECTURES = {
             name="Gemma3ForConditionalGeneration",
             model_type="gemma3_text",
             tied=True,
+        ),
+        text_side(
+            gemma4.ARCHITECTURE,
+            name="Gemma4ForConditionalGeneration",
+            model_type="gemma4_text",
+            tied=True,
+        ),
+        text_side(
+            gemma4.ARCHITECTURE,
+            name="Gemma4UnifiedForConditionalGeneration",
+            model_type="gemma4_unified_text",
+            tied=True,
+            defaults={**gemma4.DEFAULTS, **_GEMMA4_UNIFIED},
         ),
         text_side(
             mistral.ARCHITECTURE, name="Mistral3ForConditionalGeneration", model_type="mistral"

@@ -11,7 +11,7 @@ import numpy as np
 
 from forge_kernels.attention.quantized import LARGEST, QuantizedKV
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def unsupported(head_dim: int, kv_dtype: jnp.dtype, platform: str) -> str | None:

@@ -12,6 +12,12 @@ def swiglu(both: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def geglu(both: jax.Array) -> jax.Array:
+    """Return gelu(gate) * up with the tanh form of GELU, from the same paper."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
 @dataclass(frozen=True)
 class ClampedSwiGLU:
     """The SwiGLU of gpt-oss (arXiv:2508.10925): gates and ups alternate and are clamped.

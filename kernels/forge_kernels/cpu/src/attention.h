@@ -24,7 +24,7 @@ namespace forge {
 constexpr int kKeys = 64;        // per tile
 constexpr long kChunkTiles = 8;  // 512 keys
 constexpr long kItemRows[] = {256, 128, 64};  // approximate rows per item
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr int kRowTile = kMaxRowsWide;
 constexpr float kNoScore = -1e30f;  // finite, so that e^(-inf - kNoScore) is 0
 
