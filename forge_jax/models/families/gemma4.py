@@ -197,7 +197,8 @@ def _per_layer(config: HFConfig) -> dict[str, Any]:
     vocab = config.integer("vocab_size_per_layer_input", high=MAX_VOCAB)
     if size and vocab < config.integer("vocab_size"):
         raise config.error("vocab_size_per_layer_input", "at least vocab_size")
-    return {"per_layer_size": size, "per_layer_vocab": vocab}
+    count = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    return {"per_layer_size": size, "per_layer_count": count, "per_layer_vocab": vocab}
 
 
 def _causal(config: HFConfig) -> HFConfig:
@@ -252,7 +253,7 @@ def _weights(spec: ModelSpec) -> WeightMap:
     weights = decoder_weights(replace(spec, experts=None))
     found: dict[str, tuple[str, tuple[int, ...]]] = {}  # by leaf: a tensor and its shape
     if size:
-        rows = spec.num_hidden_layers * size
+        rows = spec.per_layer_count * size
         shape = (spec.per_layer_vocab, rows)
         found["inputs.embedding"] = ("model.embed_tokens_per_layer.weight", shape)
         found["inputs.projection.weight"] = ("model.per_layer_model_projection.weight", (rows, d))
@@ -295,7 +296,7 @@ def _cache(spec: ModelSpec) -> tuple[LayerLayout, ...]:
     """Return the layouts of the layers, some of which have no cache of their own."""
     assert isinstance(spec, Gemma4Spec)
     layouts = []
-    for layer, source in enumerate(spec.kv_sources):
+    for layer, source in enumerate(spec.kv_sources[: spec.num_hidden_layers]):
         sizes = spec.of_layer(layer)
         shares = None if source == layer else source
         layouts.append(

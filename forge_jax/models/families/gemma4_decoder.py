@@ -38,10 +38,12 @@ class Gemma4Spec(ModelSpec):
       global_head_dim: the head dim of layers with full attention.
       global_kv_heads: their number of key/value heads.
       keys_as_values: True if these layers project no values: they normalize the keys instead.
-      kv_sources: per layer, the layer whose keys and values it attends to. A layer that is not its
-        own source projects queries only.
+      kv_sources: per layer of the checkpoint, the layer whose keys and values it attends to. A
+        layer that is not its own source projects queries only.
       double_wide: True if the MLPs of those layers are twice as wide.
       per_layer_size: the width of each layer's own input; 0 is none.
+      per_layer_count: the layers that have one. A draft model of the first layers has all of them
+        in its weights.
       per_layer_vocab: the rows of the embedding of these inputs.
     """
 
@@ -51,6 +53,7 @@ class Gemma4Spec(ModelSpec):
     kv_sources: tuple[int, ...]
     double_wide: bool
     per_layer_size: int
+    per_layer_count: int
     per_layer_vocab: int
 
     def of_layer(self, layer: int) -> Gemma4Spec:
@@ -174,7 +177,7 @@ class LayerInputs(nnx.Module):
     """The inputs of all layers: an embedding of the tokens, and a projection of the stream."""
 
     def __init__(self, spec: Gemma4Spec, dtype: Any, matrix: MatrixBuilder):
-        self.layers, self.size = spec.num_hidden_layers, spec.per_layer_size
+        self.layers, self.size = spec.per_layer_count, spec.per_layer_size
         self.dtype, self.scale = dtype, spec.hidden_size**-0.5
         rows = self.layers * self.size
         self.embedding = nnx.Param(jnp.zeros((spec.per_layer_vocab, rows), dtype))
@@ -217,7 +220,7 @@ class Gemma4Decoder(Decoder):
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, shards: int = 1):
         assert isinstance(spec, Gemma4Spec)
         super().__init__(spec, dtype, matrix, shards)
-        self.kv_sources = spec.kv_sources
+        self.kv_sources = spec.kv_sources[: spec.num_hidden_layers]
         self.inputs = LayerInputs(spec, dtype, matrix) if spec.per_layer_size else None
 
     def hidden(
