@@ -166,7 +166,7 @@ class LatentDecoder(Decoder):
 
 
 def latent_cache(spec: ModelSpec) -> tuple[LayerLayout, ...]:
-    """Return the layout of one vector per token and layer: dtype[N, 1, 1, bs, R + E]."""
+    """Return the layouts of one vector per token and layer: dtype[N, 1, 1, bs, R + E]."""
     assert isinstance(spec, LatentSpec)
     return (PagedLayout(planes=1, heads=1, dim=spec.cached_dim),) * spec.num_hidden_layers
 
@@ -174,7 +174,7 @@ def latent_cache(spec: ModelSpec) -> tuple[LayerLayout, ...]:
 def latent_weights(spec: ModelSpec, *, experts: ExpertNames | None = None) -> WeightMap:
     """Return the tensors of a checkpoint with DeepSeek's names.
 
-    `kv_b_proj` has the rows of W_UK and W_UV in turn, for each head.
+    In each head's rows of `kv_b_proj`, those of W_UK come before those of W_UV.
     """
     assert isinstance(spec, LatentSpec)
     d, heads, rank = spec.hidden_size, spec.num_attention_heads, spec.kv_lora_rank

@@ -130,7 +130,7 @@ def test_unsupported_fields_are_named(architecture, changes, message):
 def test_cache_has_one_latent_per_token_and_layer(platform, storage):
     spec = read("DeepseekV3ForCausalLM", torch_dtype="bfloat16")
     shape = partial(kv_shape, spec, num_blocks=4, block_size=64, platform=platform)
-    (kv,) = {shape(dtype="bfloat16").layer}
+    (kv,) = set(shape(dtype="bfloat16").layers)
     assert (kv.shape, kv.dtype) == ((4, 1, 1, 64, 576), storage)
     assert shape(dtype="bfloat16").block_bytes == 61 * 64 * 576 * 2
     with pytest.raises(ConfigError, match="--kv-dtype int8 is not supported for DeepseekV3"):
