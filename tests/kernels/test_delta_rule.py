@@ -11,7 +11,7 @@ from forge_kernels.delta_rule import DeltaState, Heads, gated_rms_norm, ragged_d
 
 HEADS = Heads(keys=2, values=4, key_dim=8, value_dim=6)
 TAPS, SLOTS = 4, 5  # and a slot for padding
-FORMS = {"chunk": {}, "token": {"uniform": True}, "scan": {"differentiable": True}}
+FORMS = ["chunk", "token", "scan"]
 
 
 def silu(x):
@@ -93,7 +93,7 @@ def close(found, want):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_whole_sequences_match_numpy(form):
-    run = Sequences(0, **FORMS[form])
+    run = Sequences(0, form=form)
     lengths = (130, 1, 64, 5)
     found = run.step([(s, 0, length) for s, length in enumerate(lengths)])
     for s, length in enumerate(lengths):
@@ -103,7 +103,7 @@ def test_whole_sequences_match_numpy(form):
 @pytest.mark.parametrize("pending", [0, 1, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_any_schedule_of_chunks_and_rejected_drafts_matches_numpy(form, pending):
-    run = Sequences(1, pending=pending, **FORMS[form])
+    run = Sequences(1, pending=pending, form=form)
     random, at = np.random.default_rng(2), dict.fromkeys(range(SLOTS), 0)
     want = [run.expected(s) for s in at]
     for _ in range(40):
@@ -124,7 +124,7 @@ def test_any_schedule_of_chunks_and_rejected_drafts_matches_numpy(form, pending)
 
 
 def test_decode_steps_match_numpy():
-    run = Sequences(3, pending=2)
+    run = Sequences(3, pending=2, form="chunk")
     run.step([(s, 0, 9) for s in range(3)])
     for t in range(9, 15):
         found = run.step([(s, t, t + 1) for s in range(3)], T=8, max_q_len=1)
@@ -134,7 +134,7 @@ def test_decode_steps_match_numpy():
 
 @pytest.mark.parametrize("pending", [0, 3])
 def test_bits_of_the_token_form_depend_on_the_sequence_alone(pending):
-    alone, shared = (Sequences(4, pending=pending, uniform=True) for _ in range(2))
+    alone, shared = (Sequences(4, pending=pending, form="token") for _ in range(2))
     want = np.concatenate([alone.step([(0, t, t + 1)], T=4, max_q_len=1)[0] for t in range(40)])
     found = [shared.step([(1, 0, 9), (0, 0, 17)])[1]]
     found.append(shared.step([(0, 17, 20), (1, 9, 10), (2, 0, 30)], T=48)[0])
@@ -145,7 +145,7 @@ def test_bits_of_the_token_form_depend_on_the_sequence_alone(pending):
 
 
 def test_chunks_with_strong_decay_and_equal_keys_stay_finite():
-    run = Sequences(5)
+    run = Sequences(5, form="chunk")
     x, decay, beta = run.inputs[0]
     x[:], decay[:], beta[:] = x[:1], -80.0, 1.0
     run.inputs[1] = [x, np.zeros_like(decay), beta]
@@ -163,7 +163,7 @@ def test_scan_form_has_the_derivative_of_finite_differences():
     def loss(x):
         _, out = ragged_delta_net(
             x, decay, beta, run.taps, state, i32([0]), jnp.arange(12), i32([0, 12]), i32(1),
-            heads=HEADS, differentiable=True,
+            heads=HEADS, form="scan",
         )  # fmt: skip
         return (out**2).sum()
 

@@ -47,7 +47,7 @@ from forge_jax.models.weight_map import (
     WeightMap,
     decoder_weights,
 )
-from forge_kernels.delta_rule import DeltaState, Heads, gated_rms_norm, ragged_delta_net
+from forge_kernels.delta_rule import DeltaState, Form, Heads, gated_rms_norm, ragged_delta_net
 
 # The fields that all hybrid models of Qwen share.
 COMMON_DEFAULTS: Mapping[str, Any] = {
@@ -274,12 +274,16 @@ class GatedDeltaNet(ResidualBlock):
             ragged.num_seqs,
             heads=self.heads,
             max_q_len=ragged.max_q_len,
-            uniform=ragged.uniform,
-            differentiable=ragged.implementation == "reference",
+            form=self._form(ragged),
         )
         with jax.named_scope("delta_out"):
             out = gated_rms_norm(out, z, self.out_norm[...], self.eps).reshape(len(x), -1)
             return state._asdict(), self.add(x, self.out, out, ragged, "o")
+
+    def _form(self, ragged: Ragged) -> Form:
+        if ragged.implementation == "reference":
+            return "scan"
+        return "token" if ragged.uniform else "auto"
 
     def _projected(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return queries, keys and values dtype[T, channels], and gates dtype[T, H, Dv]."""

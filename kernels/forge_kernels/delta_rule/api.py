@@ -13,7 +13,7 @@ convolution, K its taps, H value heads, Dk and Dv dims of keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax import lax
 from forge_kernels.delta_rule.ragged import Rows, by_chunk, by_token
 from forge_kernels.delta_rule.recurrence import Tokens
 from forge_kernels.norm import rms_norm
+
+Form = Literal["auto", "chunk", "token", "scan"]
 
 
 class Heads(NamedTuple):
@@ -74,8 +76,7 @@ def ragged_delta_net(  # noqa: PLR0913
     *,
     heads: Heads,
     max_q_len: int | None = None,
-    uniform: bool = False,
-    differentiable: bool = False,
+    form: Form = "auto",
 ) -> tuple[DeltaState, jax.Array]:
     """Convolve queries, keys and values, apply the gated delta rule, and update the states.
 
@@ -93,8 +94,9 @@ def ragged_delta_net(  # noqa: PLR0913
       num_seqs: i32[].
       heads: the sizes.
       max_q_len: upper bound of the rows of a sequence.
-      uniform: compute token by token, so that a row's bits do not depend on the other rows.
-      differentiable: the same, with a loop that can be differentiated.
+      form: "chunk" computes matrix products. "token" computes token by token, so that a row's bits
+        do not depend on the other rows. "scan" is the same with a loop that can be differentiated.
+        "auto" is "token" on CPUs, where XLA is slow at products of small matrices, else "chunk".
 
     Returns:
       (state, f32[T, H, Dv]); rows that belong to no sequence are undefined.
@@ -109,18 +111,22 @@ def ragged_delta_net(  # noqa: PLR0913
 
     width, W = taps.shape[1], state.pending
     weight, new_gates = taps.astype(jnp.float32), jnp.stack([log_decay, beta], axis=1)
-    if uniform or differentiable:
-        with jax.named_scope("recurrence"):
-            token_at = _single_tokens(rows, x, inputs, new_gates, gates, weight, heads)
-            final, out = by_token(initial, token_at, rows, W, scan=differentiable)
-    else:
-        with jax.named_scope("convolution"):
-            new = _convolved(lambda tap: _input(rows, x, inputs, width, tap), weight)
-            old = _convolved(lambda tap: inputs[:, width - 1 - tap :][:, :W], weight)
-            new_tokens = _tokens(new, new_gates, heads)
-            old_tokens = _tokens(old, gates, heads)
-        with jax.named_scope("recurrence"):
-            final, out = by_chunk(initial, old_tokens, new_tokens, rows, max_q_len)
+
+    def tokens() -> tuple[jax.Array, jax.Array]:
+        token_at = _single_tokens(rows, x, inputs, new_gates, gates, weight, heads)
+        return by_token(initial, token_at, rows, W, scan=form == "scan")
+
+    def chunks() -> tuple[jax.Array, jax.Array]:
+        new = _convolved(lambda tap: _input(rows, x, inputs, width, tap), weight)
+        old = _convolved(lambda tap: inputs[:, width - 1 - tap :][:, :W], weight)
+        old_tokens, new_tokens = _tokens(old, gates, heads), _tokens(new, new_gates, heads)
+        return by_chunk(initial, old_tokens, new_tokens, rows, max_q_len)
+
+    with jax.named_scope("recurrence"):
+        if form == "auto":
+            final, out = lax.platform_dependent(cpu=tokens, default=chunks)
+        else:
+            final, out = chunks() if form == "chunk" else tokens()
     with jax.named_scope("state_write"):
         applied = jnp.where(rows.applied(W), rows.lengths, 0)
         kept = _kept_inputs(rows, x, inputs, width, applied)
