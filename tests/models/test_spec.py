@@ -87,8 +87,8 @@ def test_eos_tokens_come_from_both_files(spec_of):
     [
         ({"architectures": ["RavenForCausalLM"]}, r"'RavenForCausalLM'.*supported: LlamaFor"),
         (
-            {"hidden_act": "gelu"},
-            "hidden_act 'gelu' is not supported; supported: silu, swish, gelu",
+            {"hidden_act": "relu"},
+            "hidden_act 'relu' is not supported; supported: silu, swish, gelu",
         ),
         ({"quantization_config": {"quant_method": "exl2"}}, "quant_method 'exl2'"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not supported"),
@@ -145,7 +145,7 @@ def test_unsupported_features_are_rejected_by_name(spec_of, changes, message):
 def test_wrong_field_is_named(spec_of, changes, message):
     with pytest.raises(ModelError, match=message) as caught:
         spec_of(**changes)
-    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) < 2000  # an unknown architecture lists all names
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
