@@ -8,7 +8,7 @@ from forge_jax.tools.profile.compare import OPERATIONS, Comparison, Row, Table
 from forge_jax.tools.profile.report import html
 
 NAME = "decode/layers/attention/a_scope_within: bitcast-convert_dynamic-update-slice_fusion"
-RUN = "/a/folder/with/a-name-" + "that-is-long-" * 9 + ": 20 steps of the host"
+RUN = "/a/folder/with/a-name-" + "that-is-long-" * 9 + ": 20 host steps"
 
 
 @pytest.fixture(scope="module")

@@ -95,8 +95,8 @@ def rows(table) -> list[tuple]:
 def test_known_differences_give_their_exact_table(places):
     [found] = compare(*map(read_traces, places))
     assert found.runs == (
-        "2 steps of the host; runs: 2 of jit_decode_4",
-        "2 steps of the host; runs: 3 of jit_decode_4",
+        "2 host steps, 2 runs of jit_decode_4",
+        "2 host steps, 3 runs of jit_decode_4",
     )
     fusion = "decode/layers/gate_up: add_multiply_fusion"
     assert rows(found.table(OPERATIONS)) == [
@@ -191,8 +191,8 @@ def test_header_names_the_profiled_command(places):
         (place / "about.json").write_text(json.dumps({"ran": ran}))
     [found] = compare(*map(read_traces, places))
     before, after = text([found]).splitlines()[1:3]
-    assert before == "before: forge-tiny: 2 steps of the host; runs: 2 of jit_decode_4"
-    assert after == "after:  llama --kernels xla: 2 steps of the host; runs: 3 of jit_decode_4"
+    assert before == "before: forge-tiny: 2 host steps, 2 runs of jit_decode_4"
+    assert after == "after:  llama --kernels xla: 2 host steps, 3 runs of jit_decode_4"
     assert "`llama --kernels xla: " in markdown(found)
     assert "after: llama --kernels xla: " in html([found])
 

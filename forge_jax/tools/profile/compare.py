@@ -241,8 +241,8 @@ def part_of(scope: str) -> str:
 
 def _runs(trace: Trace) -> str:
     kinds = [
-        f"{count} of {', '.join(sorted(trace.modules[kind]))}"
+        f"{count} runs of {', '.join(sorted(trace.modules[kind]))}"
         for kind, count in sorted(trace.runs.items())
     ]
     of = f"{trace.ran}: " if trace.ran else ""
-    return f"{of}{trace.steps} steps of the host; runs: {'; '.join(kinds) or 'none'}"
+    return f"{of}{trace.steps} host steps, {'; '.join(kinds) or 'no runs'}"
