@@ -43,7 +43,7 @@ class PagedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """One array of a layer's per-sequence state, dtype[slots + 1, *shape].
+    """One array of a layer's per-sequence state, dtype[slots + 1, ...].
 
     The last slot is for rows without a sequence.
 
@@ -52,7 +52,7 @@ class StateArray:
       shape: of one sequence, on one shard.
       dtype: the name of the element type, independent of `--dtype` and `--kv-dtype`.
       pending: True for inputs of tokens that may still be rejected. The array is then
-        dtype[slots + 1, W, *shape]. W is the largest number of tokens of a verification step. If
+        dtype[slots + 1, W, ...]. W is the largest number of tokens of a verification step. If
         drafts are off, it is 0.
       axis: the index in `shape` that tensor parallelism divides. None: every shard has all of it.
     """
