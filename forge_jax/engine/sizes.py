@@ -90,6 +90,8 @@ class Residents:
         num_rows = max_rows(self.config.batch.max_num_seqs)
         specs = [shard_spec(each.spec, each.shards) for each in self.models]
         bound = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
+        # A layer gathers the states of the step's sequences: again four copies.
+        bound += 4 * max(self.kv_shape(each, 1, 1).layer_state_bytes for each in self.models)
         if self.lora is None:
             return bound
         # Intermediate values between the two matrices of each adapter, and their sum.
@@ -109,15 +111,16 @@ class Residents:
         shards, fixed = self.model.shards, self.weight_bytes + self.state_bytes
         if memory is None:
             available = available_host_bytes() - shards * fixed
-            self._check_state(available)
+            self.check_state(available)
             return cpu_kv_bytes(shards * wanted, available) // shards
         limit, in_use = memory
         share = share_of_device(limit, self.config.cache.memory_fraction)
         available = share - in_use - fixed - self.activation_bytes(max_tokens)
-        self._check_state(available)
+        self.check_state(available)
         return available
 
-    def _check_state(self, available: int) -> None:
+    def check_state(self, available: int) -> None:
+        """Raise ConfigError if `available`, the bytes that the state leaves, is negative."""
         state = self.state_bytes
         if state and available < 0:
             raise ConfigError(
@@ -216,6 +219,7 @@ class Sizes:
 def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> None:
     block_bytes = residents.block_bytes(block_size)
     free = _memory_bytes(residents.device, residents.model.shards) - residents.state_bytes
+    residents.check_state(free)
     needed = num_blocks * block_bytes
     if needed > free:
         raise ConfigError(

@@ -78,6 +78,12 @@ class KVShape:
         return _num_bytes([layer for layer in self.layers if isinstance(layer, dict)])
 
     @property
+    def layer_state_bytes(self) -> int:
+        """Bytes of the state of all slots in the layer with the largest one; 0 without state."""
+        states = (layer for layer in self.layers if isinstance(layer, dict))
+        return max(map(_num_bytes, states), default=0)
+
+    @property
     def total_bytes(self) -> int:
         return _num_bytes(self.layers)
 

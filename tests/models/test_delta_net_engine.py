@@ -1,14 +1,18 @@
 """Models with gated DeltaNet in the engine: drafts, batches and options."""
 
 import random
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from forge_jax import LLM, SamplingParams
+from forge_jax import LLM, EngineConfig, SamplingParams
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.engine.sizes import Residents
 from forge_jax.errors import ConfigError
 from forge_jax.models import build_model
 from forge_jax.speculate.drafter import Draft, OneByOne
@@ -99,3 +103,27 @@ def test_deterministic_logprobs_have_the_same_bits_in_every_batch(model):
 def test_unsupported_options_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         build_model(read_spec(GOLDENS / "qwen3_next"), **options)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_bound_on_activations_includes_copies_of_the_state(drafts):
+    spec = read_spec(GOLDENS / "qwen3_next")
+    spec = replace(spec, delta_heads=spec.delta_heads._replace(key_dim=64, value_dim=64))
+    model, S = build_model(spec, "float32", WeightFormats()), 256
+    config = EngineConfig.from_options(
+        max_num_seqs=S,
+        speculation="ngram" if drafts else "off",
+        max_draft_tokens=drafts or 1,
+    )
+    residents = Residents(config=config, model=model, device=jax.devices()[0])
+    kv = residents.kv_shape(model, 8, 16).layers
+
+    def i32(*shape):
+        return jax.ShapeDtypeStruct(shape, np.int32)
+
+    forward = partial(model.forward, implementation="xla", max_q_len=1)
+    inputs = i32(S), i32(S), i32(S), i32(S, 4), i32(S), i32(S + 1), i32()
+    step = jax.jit(lambda *args: forward(*args[:-1], state_slots=args[-1]), donate_argnums=1)
+    compiled = step.lower(model.leaves, kv, *inputs, i32(S)).compile()
+    found = compiled.memory_analysis().temp_size_in_bytes
+    assert 0 < found <= residents.activation_bytes(S)

@@ -234,11 +234,12 @@ def test_layer_that_shares_a_cache_has_no_array(made):
     ]
 
 
-def test_too_much_state_is_an_error(made, monkeypatch):
+@pytest.mark.parametrize("num_blocks", [None, 64])
+def test_too_much_state_is_an_error(made, monkeypatch, num_blocks):
     folder, _ = made
     monkeypatch.setattr(sizes, "available_host_bytes", lambda: 10**6)
     with pytest.raises(ConfigError, match=r"state of 4000 sequences needs .* lower max_num_seqs"):
-        LLM(folder, max_num_seqs=4000, block_size=16)
+        LLM(folder, max_num_seqs=4000, block_size=16, num_blocks=num_blocks)
 
 
 def test_doctor_reports_the_state_per_sequence(made, capsys):
