@@ -267,6 +267,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }
 
 

@@ -199,6 +199,10 @@ def test_cohere_2_rotates_in_layers_with_a_window(spec_of):
     assert full.windows == (None,) * 4 and full.no_rope == {0, 1, 2, 3}
 
 
+def test_gpt_neox_20b_has_its_own_name_of_an_activation(spec_of):
+    assert spec_of("gpt_neox", hidden_act="gelu_fast").activation == "gelu_tanh"
+
+
 def test_expert_layers_follow_the_config(spec_of):
     def layers(name, without=(), **changes):
         spec = spec_of(name, without, num_hidden_layers=6, **changes)
