@@ -332,7 +332,7 @@ class MLP(ResidualBlock):
 
     def _inner(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """Return the activations that `down` multiplies, dtype[T, intermediate size]."""
-        act, rows = _ACTIVATIONS[self.activation], ragged.num_tokens
+        act, rows = ACTIVATION_FUNCTIONS[self.activation], ragged.num_tokens
         if self.up is not None:
             return act(self.up(x, norm=self.norm, delta=ragged.delta("up"), num_rows=rows))
         assert self.gate_up is not None
@@ -472,7 +472,7 @@ class SharedExperts(nnx.Module):
         return y * jax.nn.sigmoid(self.gate(x, out_dtype=jnp.float32)).astype(y.dtype)
 
 
-_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),

@@ -4,8 +4,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from forge_jax import LLM, SamplingParams
@@ -111,11 +115,37 @@ def test_cpu_kernels_support_both_head_dims():
         ({"rope_parameters": {FULL: {}}}, "full_attention: rope_type must be a string"),
         ({"enable_moe_block": True}, "use_double_wide_mlp is not supported with enable_moe_block"),
         ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input must be an integer"),
+        (
+            {
+                **{"enable_moe_block": True, "use_double_wide_mlp": False},
+                "hidden_activation": "gelu",
+            },
+            "hidden_activation 'gelu' is not supported with enable_moe_block; supported: gelu_py",
+        ),
     ],
 )
 def test_invalid_or_unsupported_fields_are_named(changes, message):
     with pytest.raises(ModelError, match=message):
         golden_with("gemma4_shared", **changes)
+
+
+def test_inputs_of_layers_have_the_exact_gelu():
+    model = build_model(
+        golden_with("gemma4_shared", hidden_activation="gelu"), "float32", WeightFormats()
+    )
+    rng = np.random.default_rng(0)
+    leaves = tuple(jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype) for x in model.leaves)
+    gate, projection, norm = (
+        np.asarray(leaves[model.names.index(f"layers.0.input.{each}.weight")])
+        for each in ("gate", "projection", "post_norm")
+    )
+    x, own = (rng.normal(size=(3, n)).astype(np.float32) for n in gate.shape[::-1])
+    ragged: Any = SimpleNamespace(num_tokens=np.int32(3))
+    decoder: Any = model.decoder(leaves)
+    added = np.asarray(decoder.layers[0].input(jnp.asarray(x), jnp.asarray(own), ragged)) - x
+    y = np.asarray(jax.nn.gelu(x @ gate.T, approximate=False) * own) @ projection.T
+    want = y / np.sqrt((y * y).mean(axis=1, keepdims=True)) * norm
+    np.testing.assert_allclose(added, want, atol=2e-5)
 
 
 def test_fields_of_both_spellings_agree():

@@ -18,6 +18,7 @@ from forge_jax.models.families.gemma2 import soft_cap
 from forge_jax.models.families.gemma4_decoder import Gemma4Decoder, Gemma4Spec
 from forge_jax.models.kv import LayerLayout, PagedLayout
 from forge_jax.models.spec import (
+    ACTIVATIONS,
     FULL,
     MAX_EXPERTS,
     MAX_HEADS,
@@ -178,6 +179,12 @@ def _read_experts(config: HFConfig) -> ExpertSpec | None:
     if config.boolean("use_double_wide_mlp"):
         raise UnsupportedModelError(
             f"{config.where}: use_double_wide_mlp is not supported with enable_moe_block"
+        )
+    activation = config.string("hidden_activation")
+    if ACTIVATIONS.get(activation) == "gelu":
+        raise UnsupportedModelError(
+            f"{config.where}: hidden_activation {short_repr(activation)} is not supported with "
+            "enable_moe_block; supported: gelu_pytorch_tanh, silu"
         )
     count = config.integer("num_experts", high=MAX_EXPERTS)
     per_token = config.integer("top_k_experts", high=MAX_EXPERTS)

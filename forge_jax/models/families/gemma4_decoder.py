@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from forge_jax.models.decoder import (
+    ACTIVATION_FUNCTIONS,
     MLP,
     Decoder,
     Experts,
@@ -163,13 +164,12 @@ class LayerInput(nnx.Module):
         self.gate = Linear(matrix(f"{name}.gate.weight", size, d))
         self.projection = Linear(matrix(f"{name}.projection.weight", d, size))
         self.post_norm = new_norm(d, spec, dtype)
-        self.is_silu = spec.activation == "silu"
+        self.activation = spec.activation
 
     def __call__(self, x: jax.Array, own: jax.Array, ragged: Ragged) -> jax.Array:
         """Return the new stream. x: dtype[T, d]; own: dtype[T, p], this layer's input."""
         rows = ragged.num_tokens
-        gate = self.gate(x, num_rows=rows)
-        gate = jax.nn.silu(gate) if self.is_silu else jax.nn.gelu(gate, approximate=True)
+        gate = ACTIVATION_FUNCTIONS[self.activation](self.gate(x, num_rows=rows))
         return x + self.post_norm(self.projection(gate * own, num_rows=rows))
 
 
