@@ -479,16 +479,19 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def new_mlp(spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int) -> MLP | Experts:
+    """Return the MLP of a layer, or the experts in its place."""
+    experts = spec.experts_of(layer)
+    if experts is None:
+        return MLP(spec, dtype, matrix, layer)
+    return Experts(spec, dtype, matrix, layer, experts)
+
+
 class DecoderLayer(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         self.parallel = spec.parallel_block
         self.attention = Attention(spec, dtype, matrix, layer)
-        experts = spec.experts_of(layer)
-        self.mlp = (
-            MLP(spec, dtype, matrix, layer)
-            if experts is None
-            else Experts(spec, dtype, matrix, layer, experts)
-        )
+        self.mlp = new_mlp(spec, dtype, matrix, layer)
 
     def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         kv, attended = self.attention(x, kv, ragged)

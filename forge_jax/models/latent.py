@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from forge_jax.models.decoder import MLP, Decoder, Experts, Ragged, ResidualBlock
+from forge_jax.models.decoder import Decoder, Ragged, ResidualBlock, new_mlp
 from forge_jax.models.kv import LayerLayout, PagedKV, PagedLayout
 from forge_jax.models.linear import Linear, MatrixBuilder, RMSNorm, new_bias
 from forge_jax.models.spec import ModelSpec
@@ -149,12 +149,7 @@ class LatentLayer(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         assert isinstance(spec, LatentSpec)
         self.attention = LatentAttention(spec, dtype, matrix, layer)
-        experts = spec.experts_of(layer)
-        self.mlp = (
-            MLP(spec, dtype, matrix, layer)
-            if experts is None
-            else Experts(spec, dtype, matrix, layer, experts)
-        )
+        self.mlp = new_mlp(spec, dtype, matrix, layer)
 
     def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         kv, x = self.attention(x, kv, ragged)

@@ -17,7 +17,7 @@ from flax import nnx
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.models.decoder import MLP, Attention, Decoder, Experts, Ragged, ResidualBlock, attend
+from forge_jax.models.decoder import Attention, Decoder, Ragged, ResidualBlock, attend, new_mlp
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen3_moe import dense_layers
 from forge_jax.models.kv import (
@@ -312,12 +312,7 @@ class HybridLayer(nnx.Module):
         has_state = layer in spec.delta_layers
         self.delta = GatedDeltaNet(spec, dtype, matrix, layer) if has_state else None
         self.attention = None if has_state else GatedAttention(spec, dtype, matrix, layer)
-        experts = spec.experts_of(layer)
-        self.mlp = (
-            MLP(spec, dtype, matrix, layer)
-            if experts is None
-            else Experts(spec, dtype, matrix, layer, experts)
-        )
+        self.mlp = new_mlp(spec, dtype, matrix, layer)
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         mixer: Any = self.attention or self.delta
