@@ -120,9 +120,12 @@ class Residents:
         return available
 
     def check_state(self, available: int) -> None:
-        """Raise ConfigError if `available`, the bytes that the state leaves, is negative."""
+        """Raise ConfigError if the state does not fit, but all the rest does.
+
+        `available` is the number of bytes that both leave.
+        """
         state = self.state_bytes
-        if state and available < 0:
+        if -state <= available < 0:
             raise ConfigError(
                 f"the state of {self.config.batch.max_num_seqs} sequences needs "
                 f"{state / GIB:.2f} GiB, which is {-available / GIB:.2f} more than the device has: "
