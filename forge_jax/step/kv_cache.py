@@ -11,7 +11,15 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from forge_jax.errors import ConfigError
-from forge_jax.models.kv import KV, LayerLayout, PagedLayout, StateArray, StateLayout, has_state
+from forge_jax.models.kv import (
+    EIGHT_BITS,
+    KV,
+    LayerLayout,
+    PagedLayout,
+    StateArray,
+    StateLayout,
+    has_state,
+)
 from forge_jax.models.plugins import find_architecture
 from forge_kernels.attention import cpu_ffi, kv_shape_dtype, kv_storage_dtype
 
@@ -127,9 +135,10 @@ def kv_shape(
     """
     layouts = find_architecture(spec.architecture).cache(spec)
     paged = [layout for layout in layouts if isinstance(layout, PagedLayout)]
-    if any(layout.planes != 2 for layout in paged) and jnp.dtype(dtype).itemsize == 1:
+    option = next((name for name, each in EIGHT_BITS.items() if each == jnp.dtype(dtype)), None)
+    if option is not None and any(layout.planes != 2 for layout in paged):
         raise ConfigError(
-            f"--kv-dtype {jnp.dtype(dtype).name} is not supported for {spec.architecture}, whose "
+            f"--kv-dtype {option} is not supported for {spec.architecture}, whose "
             "KV cache has its own layout: use --kv-dtype auto"
         )
     return KVShape(

@@ -20,6 +20,7 @@ from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import CheckpointError, ConfigError, ModelError
 from forge_jax.models import build_model
 from forge_jax.models.families import ARCHITECTURES
+from forge_jax.models.kv import EIGHT_BITS
 from forge_jax.models.latent import LatentSpec
 from forge_jax.research import LoadedModel
 from forge_jax.step.kv_cache import kv_shape
@@ -133,8 +134,9 @@ def test_cache_has_one_latent_per_token_and_layer(platform, storage):
     (kv,) = set(shape(dtype="bfloat16").layers)
     assert (kv.shape, kv.dtype) == ((4, 1, 1, 64, 576), storage)
     assert shape(dtype="bfloat16").block_bytes == 61 * 64 * 576 * 2
-    with pytest.raises(ConfigError, match="--kv-dtype int8 is not supported for DeepseekV3"):
-        shape(dtype="int8")
+    for name, dtype in EIGHT_BITS.items():
+        with pytest.raises(ConfigError, match=f"--kv-dtype {name} is not supported for Deepseek"):
+            shape(dtype=dtype)
 
 
 def test_unsupported_options_are_named():
