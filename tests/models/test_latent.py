@@ -14,6 +14,7 @@ from paged import PagedRun
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.load import check_weights, load_weights
+from forge_jax.checkpoint.matrix import StoredMatrix
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config.hf_config import HFConfig
@@ -22,6 +23,7 @@ from forge_jax.models import build_model
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.kv import EIGHT_BITS
 from forge_jax.models.latent import LatentSpec
+from forge_jax.models.weight_map import RowsOfHeads, Tensor
 from forge_jax.research import LoadedModel
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.testing import core_of
@@ -137,6 +139,22 @@ def test_cache_has_one_latent_per_token_and_layer(platform, storage):
     for name, dtype in EIGHT_BITS.items():
         with pytest.raises(ConfigError, match=f"--kv-dtype {name} is not supported for Deepseek"):
             shape(dtype=dtype)
+
+
+def test_decoded_matrix_is_read_once_for_many_heads():
+    values, reads = np.arange(64 * 4, dtype=np.float32).reshape(64, 4), []
+
+    class Decoded:
+        dtype, shape = values.dtype, values.shape
+
+        def read_rows(self, out, first):
+            reads.append(first)
+            out[...] = values[first : first + len(out)]
+
+    part = Tensor("w", (64, 4), of_heads=RowsOfHeads(8, 5, 8))
+    found = StoredMatrix([part], {"w": Decoded()}).read((24, 4), np.float32)
+    assert reads == [5]
+    np.testing.assert_array_equal(found, values.reshape(8, 8, 4)[:, 5:].reshape(24, 4))
 
 
 def test_unsupported_options_are_named():
