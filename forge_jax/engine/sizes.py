@@ -105,32 +105,35 @@ class Residents:
           wanted: target size in bytes on a CPU.
 
         Raises:
-          ConfigError: if the state leaves no memory.
+          ConfigError: if the weights, state and activations leave no memory.
         """
         memory = device_bytes(self.device)
         shards, fixed = self.model.shards, self.weight_bytes + self.state_bytes
         if memory is None:
             available = available_host_bytes() - shards * fixed
-            self.check_state(available)
+            self.check_memory(available)
             return cpu_kv_bytes(shards * wanted, available) // shards
         limit, in_use = memory
         share = share_of_device(limit, self.config.cache.memory_fraction)
         available = share - in_use - fixed - self.activation_bytes(max_tokens)
-        self.check_state(available)
+        self.check_memory(available)
         return available
 
-    def check_state(self, available: int) -> None:
-        """Raise ConfigError if the state does not fit, but all the rest does.
-
-        `available` is the number of bytes that both leave.
-        """
-        state = self.state_bytes
-        if -state <= available < 0:
+    def check_memory(self, available: int) -> None:
+        """Raise ConfigError if `available`, the bytes left for blocks, is negative."""
+        if available >= 0:
+            return
+        if -available <= self.state_bytes:
             raise ConfigError(
                 f"the state of {self.config.batch.max_num_seqs} sequences needs "
-                f"{state / GIB:.2f} GiB, which is {-available / GIB:.2f} more than the device has: "
-                "lower --max-num-seqs"
+                f"{self.state_bytes / GIB:.2f} GiB, which is {-available / GIB:.2f} more than the "
+                "device has: lower --max-num-seqs"
             )
+        raise ConfigError(
+            f"the weights ({self.weight_bytes / GIB:.2f} GiB) and the activations of a step need "
+            f"{-available / GIB:.2f} GiB more than the device has: serve a smaller or quantized "
+            "model, or split it across devices with --tensor-parallel"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +225,7 @@ class Sizes:
 def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> None:
     block_bytes = residents.block_bytes(block_size)
     free = _memory_bytes(residents.device, residents.model.shards) - residents.state_bytes
-    residents.check_state(free)
+    residents.check_memory(free)
     needed = num_blocks * block_bytes
     if needed > free:
         raise ConfigError(

@@ -8,6 +8,7 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.sizes import Residents, Sizes
+from forge_jax.errors import ConfigError
 from forge_jax.models import build_model
 from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_jax.telemetry.memory import reserve_device_memory, share_of_device
@@ -76,3 +77,11 @@ def test_8b_model_in_bfloat16_fits_a_card_of_24_gb(environment):
     assert sizes.max_model_len >= 16_384
     # JAX's own 75% would leave less than a GiB.
     assert int(0.75 * L4_BYTES) - model.param_bytes < 2 * GIB
+
+
+def test_weights_that_exceed_the_device_are_an_error_that_says_so():
+    stats = {"bytes_limit": 12 * GIB, "bytes_in_use": 0}
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    residents = Residents(config=EngineConfig(), model=build_model(LLAMA_3_1_8B), device=device)
+    with pytest.raises(ConfigError, match=r"weights \(14\.96 GiB\) .* smaller or quantized"):
+        Sizes.choose(residents)
