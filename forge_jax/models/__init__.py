@@ -15,6 +15,8 @@ from forge_jax.models.decoder import (
     Ragged,
     ResidualBlock,
     attend,
+    attend_to_written,
+    new_mlp,
 )
 from forge_jax.models.families import Architecture
 from forge_jax.models.interface import DecoderModule
@@ -25,6 +27,7 @@ from forge_jax.models.kv import (
     PagedKV,
     PagedLayout,
     StateArray,
+    StateArrays,
     StateLayout,
 )
 from forge_jax.models.linear import (
@@ -67,14 +70,17 @@ __all__ = [
     "ResidualBlock",
     "RopeSpec",
     "StateArray",
+    "StateArrays",
     "StateLayout",
     "Tensor",
     "WeightMap",
     "attend",
+    "attend_to_written",
     "build_model",
     "decoder_spec",
     "decoder_weights",
     "new_bias",
+    "new_mlp",
     "new_norm",
     "register",
     "renamed",
