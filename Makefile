@@ -108,7 +108,7 @@ clean: ## remove the environments, the test cache and the site
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
 	@echo "installing the GPU compilers into .venv-aot (300 MB)"
 	@$(PYTHON) -m venv .venv-aot
-	@.venv-aot/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[aot]"
+	@.venv-aot/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[aot]" safetensors
 	@touch $@
 
 .venv-clients/.clients: tests/clients/requirements.txt
