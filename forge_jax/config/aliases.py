@@ -194,7 +194,7 @@ IMPLIED = (
     Implied("enable_request_id_headers", "every response has X-Request-Id"),
     Implied(
         "enable_lora",
-        "`--lora` or `--max-loras` enables adapters; the flag alone is rejected",
+        "`--lora` or `--max-loras` enables adapters; without them, an error",
         needs=("lora", "max_loras"),
     ),
 )

@@ -130,9 +130,9 @@ class Residents:
                 "device has: lower --max-num-seqs"
             )
         raise ConfigError(
-            f"the weights ({self.weight_bytes / GIB:.2f} GiB) and the activations of a step need "
+            f"the weights ({self.weight_bytes / GIB:.2f} GiB) and activations need "
             f"{-available / GIB:.2f} GiB more than the device has: serve a smaller or quantized "
-            "model, or split it across devices with --tensor-parallel"
+            "model, or set --tensor-parallel"
         )
 
 

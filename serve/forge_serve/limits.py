@@ -105,7 +105,7 @@ class Limits:
     )
     literal_bytes: int = _row(
         4 * KIB,
-        "bytes in a choice, an object key, or an enum or const string of a schema",
+        "bytes in an allowed choice, object key, enum string or const string",
         low=16,
     )
     schema_depth: int = _row(32, "nesting levels of arrays and objects in a JSON schema", low=4)

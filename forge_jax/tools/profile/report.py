@@ -23,7 +23,7 @@ from forge_jax.tools.profile.compare import (
 _TAGS = {OPERATIONS: "op_time_us", PARTS: "part_time_us", PHASES: "host_time_us"}
 _WHAT = {
     PARTS: "part",
-    OPERATIONS: "part: kernel",
+    OPERATIONS: "scope: kernel",
     KERNELS: "kernel",
     PHASES: "phase",
     COMPILED: "figure",

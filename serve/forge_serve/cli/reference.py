@@ -36,17 +36,18 @@ no-prefix-cache = true     # or, by the field's name: prefix_cache = false
 lora = ["sql=adapters/sql", "chat=adapters/chat"]
 ```
 
-A key is a flag without its leading dashes. Keys are at the top level of the file, without tables.
-The value "auto" is a string. A key that is not a flag of the command is an error, and so is a value
-of the wrong type. The command line overrides the file. If a flag is repeatable, its values on the
-command line replace the file's list.
+A key is `model`, a flag without its leading dashes, or a [field's name](#flags-and-python-classes).
+Keys are at the top level of the file, without tables. Put text in quotes, also "auto". Any other
+key is an error, and so is a value of the wrong type. The command line overrides the file. If a flag
+is repeatable, its values on the command line replace the file's list.
 
 ## Flags and Python classes
 
 In Python, each flag is a field of one of these classes. The field's name is the flag's, with
 underscores, and with the suffix `_s` if its unit is seconds. `--no-x` becomes `x=False`, and
 `--compile-cache` becomes `compile_cache_dir`. `LLM` and `EngineConfig.from_options` accept the
-fields of all classes except `ServerConfig`. These are the flags of `forge-jax serve`:
+fields of all classes except `ServerConfig`. These are the flags of `forge-jax serve`, except those
+of the [limits](#limits):
 
 """
 
@@ -64,8 +65,8 @@ limit with a flag is a field of `ServerConfig.limits`. The field's name has no `
 _ALIASES_HEAD = """
 ## Names of other engines
 
-The command line and `--config` accept many flags of vLLM, SGLang and other engines. For each
-switch, the opposite also works: `--enable-prefix-caching` and `--no-enable-prefix-caching`. In
+The command line and `--config` accept many flags of vLLM, SGLang and other engines. Each of their
+boolean flags also has an opposite: `--enable-prefix-caching` and `--no-enable-prefix-caching`. In
 Python, `LLM` and `EngineConfig.from_options` accept these names as keyword arguments, with
 underscores.
 
@@ -81,7 +82,7 @@ These values of other engines are converted or rejected:
 """
 
 _IMPLIED_HEAD = """
-These flags are accepted and have no effect:
+These flags have no effect:
 
 | flag of another engine | reason |
 |---|---|
