@@ -20,6 +20,7 @@ CONTENTS = {
         "configuration",
         "http",
         "page",
+        "monitoring",
         "operations",
         "tuning",
         "gpu",

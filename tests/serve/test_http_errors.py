@@ -519,3 +519,11 @@ def test_every_server_error_has_a_rule(kind):
 def test_error_without_a_rule_is_internal_and_reveals_nothing():
     reply = errors.error_reply(ValueError("a secret"))
     assert (reply.status, reply.code) == (500, "internal_error") and "secret" not in reply.text
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_documentation_lists_the_status_and_code_of_every_error(kind):
+    page = (ROOT / "docs/http.md").read_text().split("\n## Errors\n")[1].split("\n## ")[0]
+    reply = errors.error_reply(kind() if kind is errors.BodyTooLargeError else kind("text"))
+    rows = [line for line in page.splitlines() if line.startswith(f"| {reply.status} |")]
+    assert any((f"`{reply.code}`" if reply.code else "null") in row for row in rows)
