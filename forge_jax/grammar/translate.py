@@ -80,7 +80,7 @@ def _of_kind(spec: GrammarSpec) -> str:
             return llguidance.LLMatcher.grammar_from_regex(spec.text)
         case "choice":
             # One regular expression is one lexeme. In a rule of literals, each choice would be an
-            # item of the parser's row, which is limited to 2,000.
+            # item of the parser's row, whose size is limited.
             choices = (_META.sub(r"\\\g<0>", choice) for choice in json.loads(spec.text))
             return llguidance.LLMatcher.grammar_from_regex("|".join(choices))
         case "grammar":
