@@ -47,7 +47,12 @@ from forge_jax.weights.formats import (
     split_pieces,
 )
 from forge_jax.weights.partition import AXIS, shard_spec, shard_vocab
-from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
+from forge_kernels.attention import (
+    Implementation,
+    ragged_paged_attention,
+    refuse_gradient,
+    rotate_write_attend,
+)
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, geglu, mix_experts
 from forge_kernels.linear import (
@@ -95,6 +100,11 @@ class Ragged(NamedTuple):
     # i32[S], each sequence's index in the layers' state. None if no layer has state.
     state_slots: jax.Array | None = None
 
+    @property
+    def batch(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The arguments of attention that describe the sequences."""
+        return self.block_tables, self.kv_lens, self.cu_q_lens, self.num_seqs
+
     def delta(self, *targets: str) -> Delta | None:
         """Return the function that adds the adapters of these targets; None without adapters."""
         lora = self.lora
@@ -128,21 +138,25 @@ def attend(
       (kv, dtype[T, H * D]): the cache with the new keys and values, and the heads' outputs.
     """
     tables = ragged.ropes[rope]
-    with jax.named_scope("rope_write"):
-        q, kv = rotate_and_write(
-            qkv,
-            kv,
-            tables.cos,
-            tables.sin,
-            ragged.slot_mapping,
-            interleaved=tables.interleaved,
-            num_tokens=ragged.num_tokens,
-            kv_dtype=ragged.kv_dtype,
-            implementation=ragged.implementation,
-        )
-    return kv, _scores(
-        q, kv, ragged, sm_scale=sm_scale, window=window, soft_cap=soft_cap, sinks=sinks
+    kv, out = rotate_write_attend(
+        qkv,
+        kv,
+        tables.cos,
+        tables.sin,
+        ragged.slot_mapping,
+        *ragged.batch,
+        interleaved=tables.interleaved,
+        num_tokens=ragged.num_tokens,
+        kv_dtype=ragged.kv_dtype,
+        implementation=ragged.implementation,
+        sm_scale=sm_scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        max_q_len=ragged.max_q_len,
+        uniform=ragged.uniform,
     )
+    return kv, out.reshape(len(out), -1)
 
 
 def attend_to_written(
@@ -166,28 +180,26 @@ def attend_to_written(
 
     Returns:
       dtype[T, H * D], the heads' outputs.
+
+    Raises:
+      NotImplementedError: a gradient was requested, but `kv` is not float32.
     """
     tables = ragged.ropes[rope]
+    if kv.dtype != jnp.float32:  # the gradient by way of the other layer's keys would be missing
+        q = refuse_gradient(q)
     with jax.named_scope("rope"):
         q = apply_rope(q, tables.cos, tables.sin, interleaved=tables.interleaved)
-    return _scores(q, kv, ragged, sm_scale=sm_scale, window=window)
-
-
-def _scores(q: jax.Array, kv: PagedKV, ragged: Ragged, **scoring: Any) -> jax.Array:
-    """Return the outputs of attention, dtype[T, H * D], for rotated q: dtype[T, H, D]."""
     with jax.named_scope("attention"):
         out = ragged_paged_attention(
             q,
             kv,
-            ragged.block_tables,
-            ragged.kv_lens,
-            ragged.cu_q_lens,
-            ragged.num_seqs,
+            *ragged.batch,
+            sm_scale=sm_scale,
+            window=window,
             kv_dtype=ragged.kv_dtype,
             max_q_len=ragged.max_q_len,
             implementation=ragged.implementation,
             uniform=ragged.uniform,
-            **scoring,
         )
     return out.reshape(len(out), -1)
 
@@ -762,7 +774,7 @@ class Model:
           kv_lens: i32[S], including this step's tokens.
           cu_q_lens: i32[S + 1], where each sequence's rows start.
           num_seqs: i32[].
-          implementation: of attention. "reference" with float32 `kv` is differentiable.
+          implementation: of attention.
           max_q_len: upper bound of the rows of a sequence, 1 for a decode step; a lower bound
             compiles less code.
           uniform: compute every row of attention in the same way (the deterministic tier).
@@ -775,9 +787,11 @@ class Model:
           are undefined. If `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays
           dtype[T, d], the embedding and each layer's output.
 
+        Gradients are those of `forge_kernels.attention.rotate_write_attend`.
+
         Raises:
-          NotImplementedError: a gradient was requested without float32 `kv` and
-            implementation="reference".
+          NotImplementedError: a gradient was requested with respect to `kv`, or through layers that
+            share a cache, and `kv` is not float32.
           ValueError: `kv` has state for fewer sequences than S, and there are no `state_slots`.
         """
         ragged = Ragged(

@@ -17,7 +17,7 @@ from forge_jax.models.kv import LayerLayout, PagedKV, PagedLayout
 from forge_jax.models.linear import Linear, MatrixBuilder, RMSNorm, new_bias
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import ExpertNames, RowsOfHeads, Tensor, WeightMap, decoder_weights
-from forge_kernels.latent_attention import latent_attention, write_latents
+from forge_kernels.latent_attention import write_latent_attention
 from forge_kernels.rope import apply_rope
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, which do not use `rms_norm_eps`
@@ -107,23 +107,20 @@ class LatentAttention(ResidualBlock):
             )
             q = jnp.concatenate([q[..., :plain], turned], axis=-1)
             vectors = jnp.concatenate([latents, keys[:, 0]], axis=-1)
-            kv = write_latents(kv, vectors, ragged.slot_mapping, kv_dtype=ragged.kv_dtype)
-        with jax.named_scope("attention"):
-            out = latent_attention(
-                q,
-                kv,
-                self.key_up[...].reshape(self.heads, -1, self.rank),
-                self.value_up[...].reshape(self.heads, -1, self.rank),
-                ragged.block_tables,
-                ragged.kv_lens,
-                ragged.cu_q_lens,
-                ragged.num_seqs,
-                sm_scale=self.sm_scale,
-                kv_dtype=ragged.kv_dtype,
-                max_q_len=ragged.max_q_len,
-                implementation="reference" if ragged.implementation == "reference" else "auto",
-                uniform=ragged.uniform,
-            )
+        kv, out = write_latent_attention(
+            q,
+            vectors,
+            kv,
+            self.key_up[...].reshape(self.heads, -1, self.rank),
+            self.value_up[...].reshape(self.heads, -1, self.rank),
+            ragged.slot_mapping,
+            *ragged.batch,
+            sm_scale=self.sm_scale,
+            kv_dtype=ragged.kv_dtype,
+            max_q_len=ragged.max_q_len,
+            implementation="reference" if ragged.implementation == "reference" else "auto",
+            uniform=ragged.uniform,
+        )
         with jax.named_scope("attention_out"):
             return kv, self.add(x, self.out, out.reshape(len(out), -1), ragged, "o")
 

@@ -31,36 +31,6 @@ def test_gradient_through_the_cache_equals_the_one_without_it(capsys):
     assert "relative difference" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "implementation"),
-    [
-        ("float32", "float32", "auto"),
-        ("float32", "float32", "xla"),
-        ("float32", "int8", "reference"),
-        ("bfloat16", "bfloat16", "reference"),
-        ("bfloat16", "bfloat16", "xla"),
-        ("float16", "float16", "reference"),
-    ],
-)
-@pytest.mark.parametrize("leaf", ["layers.2.attention.qkv.weight", "embedding.weight"])
-def test_other_combinations_reject_a_gradient(dtype, kv_dtype, implementation, leaf):
-    """Includes a weight that reaches the result only through the cache."""
-    loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype=dtype, progress=False)
-    index, at = loaded.model.names.index(leaf), jnp.arange(4)
-
-    def loss(weight):
-        leaves = (*loaded.leaves[:index], weight, *loaded.leaves[index + 1 :])
-        _, hidden = forge_jax.forward(
-            loaded, leaves, forge_jax.new_kv(loaded, 1, 8, kv_dtype), at, at, at,
-            jnp.zeros((1, 1), jnp.int32), jnp.asarray([4]), jnp.asarray([0, 4]), jnp.int32(1),
-            implementation=implementation,
-        )  # fmt: skip
-        return hidden.astype(jnp.float32).sum()
-
-    with pytest.raises(NotImplementedError, match="implementation='reference' and a float32 KV"):
-        jax.eval_shape(jax.grad(loss), loaded.leaves[index])
-
-
 @pytest.mark.slow
 def test_16_bit_weights_have_a_gradient_with_a_float32_cache():
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype="bfloat16", progress=False)

@@ -6,11 +6,13 @@ from forge_kernels.attention.api import (
     kv_shape_dtype,
     kv_storage_dtype,
     ragged_paged_attention,
+    refuse_gradient,
     rotate_and_write,
     write_kv,
     write_vectors,
 )
 from forge_kernels.attention.quantized import QuantizedKV
+from forge_kernels.attention.written import rotate_write_attend, write_then_attend
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -19,7 +21,10 @@ __all__ = [
     "kv_shape_dtype",
     "kv_storage_dtype",
     "ragged_paged_attention",
+    "refuse_gradient",
     "rotate_and_write",
+    "rotate_write_attend",
     "write_kv",
+    "write_then_attend",
     "write_vectors",
 ]

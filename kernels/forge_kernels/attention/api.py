@@ -1,4 +1,4 @@
-"""Paged attention behind one signature, the RoPE and write before it, and the gradient guard.
+"""Paged attention behind one signature, the RoPE and write before it, and their gradients.
 
 This module checks shapes and types and selects an implementation. Each implementation is a file in
 this folder; `reference` is the oracle that the others are tested against.
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from forge_kernels.attention.backward import attention_backward
 from forge_kernels.attention.cpu_ffi import cpu_attention, cpu_rotate_write, unsupported
 from forge_kernels.attention.quantized import LARGEST, QuantizedKV, quantize_rows
 from forge_kernels.attention.reference import reference_attention
@@ -82,8 +83,8 @@ def ragged_paged_attention(  # noqa: PLR0913
         (float8_e4m3fn).
       max_q_len: an upper bound of the rows of a sequence; a lower bound compiles less code. Rows
         beyond it may be zero.
-      implementation: `reference` is differentiable for float32 `kv`. `xla` computes only the tiles
-        that the sequences have. `cpu` is the C++ kernels for bfloat16 queries, if they are loaded
+      implementation: `reference` is slow and static. `xla` computes only the tiles that the
+        sequences have. `cpu` is the C++ kernels for bfloat16 queries, if they are loaded
         (`forge_kernels.cpu`). `mosaic` is the Pallas kernels for NVIDIA GPUs from sm_80 on. `auto`
         is `mosaic` on such a GPU if it supports the shapes and types, else `xla`.
       uniform: compute every row in the same way. At fixed array shapes, its bits then do not depend
@@ -103,12 +104,77 @@ def ragged_paged_attention(  # noqa: PLR0913
       ValueError: shapes do not match, the implementation does not exist, or a window or soft cap is
         not positive.
       TypeError: types do not match, or the implementation does not support them.
-      NotImplementedError: a gradient was requested of anything but `reference` with float32 `kv`.
+      NotImplementedError: a gradient was requested with respect to `kv` that is not float32.
+
+    The gradient with respect to q, `sinks` and float32 `kv` is that of the reference, whatever the
+    implementation (`backward.py`). With `reference` and float32 `kv`, JAX differentiates the code
+    itself, also forward and repeatedly. For keys and values that the same call writes, see
+    `rotate_write_attend`.
 
     The cache is PagedAttention's (Kwon et al. 2023, section 4.1). The softmax is the online one
     (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, section 3.1).
     """
-    kv_dtype = _kv_float(kv, kv_dtype)
+    kv_dtype = kv_float(kv, kv_dtype)
+    scoring: dict[str, Any] = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap}
+    options: dict[str, Any] = {
+        "kv_dtype": kv_dtype,
+        "max_q_len": max_q_len,
+        "implementation": implementation,
+        "uniform": uniform,
+        **scoring,
+    }
+    batch = block_tables, kv_lens, cu_q_lens, num_seqs
+
+    def attend(q, kv, sinks, *batch):
+        return attention_without_gradient(q, kv, *batch, sinks=sinks, **options)
+
+    if implementation == "reference" and kv_dtype == jnp.float32:
+        return attend(q, kv, sinks, *batch)
+    if kv_dtype != jnp.float32:
+        kv = jax.tree.map(refuse_gradient, kv)
+
+    def forward(q, kv, sinks, *batch):
+        return zero_padding(attend(q, kv, sinks, *batch), batch), (q, kv, sinks, batch)
+
+    def backward(kept, slope):
+        q, kv, sinks, batch = kept
+        by = attention_backward(slope, q, kv, *batch, kv_dtype=kv_dtype, sinks=sinks, **scoring)
+        by_kv = by.kv if kv_dtype == jnp.float32 else None
+        return by.q.astype(q.dtype), by_kv, by.sinks, *(None for _ in batch)
+
+    differentiable = jax.custom_vjp(attend)
+    differentiable.defvjp(forward, backward)
+    return differentiable(q, kv, sinks, *batch)
+
+
+def zero_padding(out: jax.Array, batch: tuple[jax.Array, ...]) -> jax.Array:
+    """Return out, [T, ...], with zeros in rows of no sequence, which implementations may not write.
+
+    Undefined rows could make a sum over all rows NaN, such as a weight's gradient.
+    """
+    _, _, cu_q_lens, num_seqs = batch
+    exists = jnp.arange(len(out)) < cu_q_lens[num_seqs]
+    return jnp.where(exists.reshape(-1, *(1,) * (out.ndim - 1)), out, jnp.zeros((), out.dtype))
+
+
+def attention_without_gradient(  # noqa: PLR0913
+    q: jax.Array,
+    kv: jax.Array | QuantizedKV,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    kv_dtype: jnp.dtype,
+    max_q_len: int | None,
+    implementation: Implementation,
+    uniform: bool,
+    sm_scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Compute `ragged_paged_attention` with the selected implementation."""
     _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
     _check_sinks(sinks, q.shape[1])
     if implementation not in IMPLEMENTATIONS:
@@ -118,8 +184,6 @@ def ragged_paged_attention(  # noqa: PLR0913
         raise ValueError(f"window must be at least 1, got {window}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive, got {soft_cap}")
-    if implementation != "reference" or kv_dtype != jnp.float32:
-        q, kv, sinks = jax.tree.map(_without_gradient, (q, kv, sinks))
     arrays = (q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
     scoring: dict[str, Any] = {
         "sm_scale": sm_scale,
@@ -186,7 +250,7 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
             f"{T} tokens and heads of {D}"
         )
     if implementation == "cpu":
-        _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
+        _check_cpu(qkv, kv, kv_float(kv, kv_dtype))
     if implementation == "cpu" and isinstance(kv, jax.Array):  # XLA rounds rows to 8 bits
         count = jnp.full((), qkv.shape[0], jnp.int32) if num_tokens is None else num_tokens
         rotated: Any = cpu_rotate_write(
@@ -223,7 +287,8 @@ def write_kv[KV: jax.Array | QuantizedKV](
     Raises:
       TypeError: types do not match.
       ValueError: shapes do not match.
-      NotImplementedError: a gradient was requested, but `kv` is not float32.
+      NotImplementedError: a gradient was requested, but `kv` is not float32. To attend to the rows
+        in the same call, use `rotate_write_attend`.
     """
     if k.shape != v.shape:
         raise ValueError(f"keys {k.shape} and values {v.shape} do not fit each other")
@@ -234,13 +299,13 @@ def write_vectors[KV: jax.Array | QuantizedKV](
     kv: KV, rows: jax.Array, slot_mapping: jax.Array, *, kv_dtype: DTypeLike | None = None
 ) -> KV:
     """Write float[T, planes, K, D], all vectors of T tokens, to their slots; see `write_kv`."""
-    kv_dtype = _kv_float(kv, kv_dtype)
+    kv_dtype = kv_float(kv, kv_dtype)
     if rows.ndim != 4 or (rows.shape[1:3], rows.shape[3]) != (kv.shape[1:3], kv.shape[4]):
         raise ValueError(f"vectors {rows.shape} do not fit a cache {kv.shape}")
     if slot_mapping.shape != rows.shape[:1]:
         raise ValueError(f"slot_mapping {slot_mapping.shape} does not fit {len(rows)} tokens")
     if kv_dtype != jnp.float32:
-        rows = _without_gradient(rows)
+        rows = refuse_gradient(rows)
     written: Any
     if isinstance(kv, QuantizedKV):
         data, scale = quantize_rows(rows, kv_dtype)
@@ -302,23 +367,24 @@ def kv_shape_dtype(
     return QuantizedKV(data, scale)
 
 
-def _without_gradient(x: jax.Array) -> jax.Array:
-    return _refuse_gradient(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def refuse_gradient(x: jax.Array) -> jax.Array:
+    """Return x, and raise NotImplementedError if it is differentiated."""
+    return _refused(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 @jax.custom_jvp
-def _refuse_gradient(x: jax.Array) -> jax.Array:
+def _refused(x: jax.Array) -> jax.Array:
     return x
 
 
-@_refuse_gradient.defjvp
+@_refused.defjvp
 def _(primals, tangents):
     raise NotImplementedError(
-        "this attention has no gradient: use implementation='reference' and a float32 KV cache"
+        "gradients pass through a KV cache only if it is float32: create it with dtype=jnp.float32"
     )
 
 
-def _kv_float(kv: jax.Array | QuantizedKV, kv_dtype: DTypeLike | None) -> jnp.dtype:
+def kv_float(kv: jax.Array | QuantizedKV, kv_dtype: DTypeLike | None) -> jnp.dtype:
     """Return the type of the numbers in `kv`, however they are stored."""
     if isinstance(kv, QuantizedKV):
         known, form = (*LARGEST, jnp.dtype(jnp.uint8)), "the data of a QuantizedKV"

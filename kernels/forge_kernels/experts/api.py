@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.derivatives import zero_from
 from forge_kernels.devices import current_gpu
 from forge_kernels.experts.activations import swiglu
+from forge_kernels.experts.backward import Mixture, experts_backward
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
 from forge_kernels.experts.xla import (
@@ -133,10 +135,11 @@ def mix_experts(  # noqa: PLR0913
       activation: SwiGLU with gates above ups, or another function of a row's products, such as
         `ClampedSwiGLU`. With another one, or with biases, plain XLA computes the experts, on GPUs
         all of them if there are many rows.
-      implementation: "reference" is differentiable.
+      implementation: "reference" computes every row with every expert, in float32.
 
     Returns:
-      [T, d] of x's type.
+      [T, d] of x's type. Its gradient is that of the reference in reverse mode, whatever the
+      implementation and the storage of the matrices. It leads to all floats, one expert at a time.
 
     Raises:
       TypeError: types do not match, or packed experts have biases or another activation.
@@ -147,10 +150,39 @@ def mix_experts(  # noqa: PLR0913
     gate_up, down = _of_experts(gate_up), _of_experts(down)
     _check(x, gate_up, down, experts, weights, total)
     _check_biases(gate_up, down, biases)
-    is_plain = biases is None and activation is swiglu
-    biases = jax.tree.map(lambda bias: bias.astype(jnp.float32), biases)
     if order is not None and not isinstance(gate_up, QuantizedWeight | PackedWeight):
         raise TypeError("order requires quantized experts")
+    mixture = Mixture(x, gate_up, down, weights, biases, experts, order, num_rows)
+
+    def mix(mixture: Mixture) -> jax.Array:
+        return _mix(mixture, total, activation, implementation)
+
+    is_plain = isinstance(gate_up, jax.Array) and isinstance(down, jax.Array)
+    if implementation == "reference" and is_plain:  # JAX differentiates it, also forward
+        return mix(mixture)
+
+    def forward(mixture: Mixture) -> tuple[jax.Array, Mixture]:
+        return zero_from(mix(mixture), mixture.num_rows), mixture
+
+    def backward(mixture: Mixture, slope: jax.Array) -> tuple[Mixture]:
+        return (experts_backward(slope, mixture, activation),)
+
+    differentiable = jax.custom_vjp(mix)
+    differentiable.defvjp(forward, backward)
+    return differentiable(mixture)
+
+
+def _mix(
+    mixture: Mixture,
+    total: int | None,
+    activation: Activation,
+    implementation: Implementation,
+) -> jax.Array:
+    """Compute `mix_experts`, without a derivative."""
+    x, gate_up, down, weights, biases, experts, order, num_rows = mixture
+    gate_up, down = cast(Matrices, gate_up), cast(Matrices, down)
+    is_plain = biases is None and activation is swiglu
+    biases = jax.tree.map(lambda bias: bias.astype(jnp.float32), biases)
     if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
         if not is_plain:

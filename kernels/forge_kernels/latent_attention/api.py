@@ -6,20 +6,18 @@ values of all heads follow, and a rotated key r that all heads share. The score 
 cache then are the keys and values of all heads, as in multi-query attention. The sum of the latents
 is multiplied by W_UV. No step computes the keys or values of tokens in the cache.
 
-An implementation for one device replaces `_attend_to_latents`.
-
 Letters of a step: T tokens, N blocks, bs tokens per block.
 Letters of a model: H heads, R numbers of a latent, V of a value, P and E of a head. E are rotated.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from forge_kernels.attention import ragged_paged_attention, write_vectors
+from forge_kernels.attention import ragged_paged_attention, write_then_attend, write_vectors
 
 Implementation = Literal["auto", "reference"]
 
@@ -52,8 +50,7 @@ def latent_attention(  # noqa: PLR0913
       sm_scale: the factor on the scores.
       kv_dtype: see `ragged_paged_attention`.
       max_q_len: see `ragged_paged_attention`.
-      implementation: `auto` is plain XLA on every device. `reference` is slow, and differentiable
-        for float32 `kv`.
+      implementation: `auto` is plain XLA on every device. `reference` is slow.
       uniform: see `ragged_paged_attention`.
 
     Returns:
@@ -65,24 +62,87 @@ def latent_attention(  # noqa: PLR0913
       NotImplementedError: as in `ragged_paged_attention`.
     """
     _check(q, kv, key_up, value_up)
-    plain, rank = key_up.shape[1], key_up.shape[2]
-    absorbed = _by_head(q[..., :plain], key_up, contract=1)
-    absorbed = jnp.concatenate([absorbed, q[..., plain:]], axis=-1)
-    latents = _attend_to_latents(
-        absorbed,
+    latents = ragged_paged_attention(
+        _absorbed(q, key_up),
         kv,
         block_tables,
         kv_lens,
         cu_q_lens,
         num_seqs,
-        rank=rank,
         sm_scale=sm_scale,
         kv_dtype=kv_dtype,
         max_q_len=max_q_len,
         implementation="reference" if implementation == "reference" else "xla",
         uniform=uniform,
     )
-    return _by_head(latents, value_up, contract=2)
+    return _values(latents, value_up)
+
+
+def write_latent_attention(  # noqa: PLR0913
+    q: jax.Array,
+    vectors: jax.Array,
+    kv: jax.Array,
+    key_up: jax.Array,
+    value_up: jax.Array,
+    slot_mapping: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    kv_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Write the vectors of T tokens, and attend to the cache.
+
+    The results are those of `write_latents` and `latent_attention`, whose arguments these are. The
+    gradient passes as in `forge_kernels.attention.rotate_write_attend`: to q, `vectors`, `key_up`,
+    `value_up`, and a float32 cache.
+
+    Returns:
+      (kv, [T, H, V] of q's type).
+
+    Raises:
+      ValueError: shapes do not match.
+      TypeError: types do not match, or the cache has 8 bits.
+      NotImplementedError: a gradient was requested with respect to `kv` that is not float32.
+    """
+    _check(q, kv, key_up, value_up)
+
+    def write(kv: jax.Array, slots: jax.Array, q: jax.Array, vectors: jax.Array, up: jax.Array):
+        with jax.named_scope("rope_write"):
+            kv = write_latents(kv, vectors, slots, kv_dtype=kv_dtype)
+        with jax.named_scope("attention"):
+            return kv, _absorbed(q, up)
+
+    def inputs_of(q: jax.Array, vectors: jax.Array, up: jax.Array):
+        return _absorbed(q, up), vectors[:, None, None]
+
+    batch = block_tables, kv_lens, cu_q_lens, num_seqs
+    form = "reference" if implementation == "reference" else "xla"
+    options |= {"kv_dtype": kv_dtype, "implementation": form}
+    arrays = q, vectors, key_up
+    kv, latents = write_then_attend(
+        write, inputs_of, arrays, kv, slot_mapping, batch, None, options
+    )
+    with jax.named_scope("attention"):
+        return kv, _values(latents, value_up)
+
+
+def _absorbed(q: jax.Array, key_up: jax.Array) -> jax.Array:
+    """Return the queries multiplied by W_UK, [T, H, R + E]."""
+    plain = key_up.shape[1]
+    absorbed = _by_head(q[..., :plain], key_up, contract=1)
+    return jnp.concatenate([absorbed, q[..., plain:]], axis=-1)
+
+
+def _values(latents: jax.Array, value_up: jax.Array) -> jax.Array:
+    """Return sums of latents multiplied by W_UV, [T, H, V].
+
+    The sums [T, H, R + E] include the rotated keys, E numbers, which are dropped.
+    """
+    return _by_head(latents[..., : value_up.shape[2]], value_up, contract=2)
 
 
 def _by_head(x: jax.Array, w: jax.Array, *, contract: int) -> jax.Array:
@@ -94,16 +154,6 @@ def _by_head(x: jax.Array, w: jax.Array, *, contract: int) -> jax.Array:
     dimensions = (((2,), (contract,)), ((0,), (0,)))
     y = lax.dot_general(x.swapaxes(0, 1), w, dimensions, preferred_element_type=jnp.float32)
     return y.swapaxes(0, 1).astype(x.dtype)
-
-
-def _attend_to_latents(
-    q: jax.Array, kv: jax.Array, *batch: jax.Array, rank: int, **options
-) -> jax.Array:
-    """Return the sums of latents for absorbed queries, [T, H, R].
-
-    The sums include the rotated keys, E of R + E numbers, which are dropped.
-    """
-    return ragged_paged_attention(q, kv, *batch, **options)[..., :rank]
 
 
 def write_latents(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.derivatives import with_derivative_of
 from forge_kernels.linear.operands import MatmulOptions, MatrixWeight
 from forge_kernels.linear.quantized import QuantizedWeight
 from forge_kernels.norm import rms_norm
@@ -67,6 +68,13 @@ jax.tree_util.register_dataclass(OrderedWeight, data_fields=["matrix", "order"],
 
 def _columns(x: jax.Array, order: jax.Array) -> jax.Array:
     """Return x[:, order], with 16-bit floats as bits because XLA:CPU would convert all of x."""
-    if x.dtype.itemsize != 2:
+
+    def as_bits(x: jax.Array, order: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[:, order], x.dtype)
+
+    def as_floats(x: jax.Array, order: jax.Array) -> jax.Array:
         return x[:, order]
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[:, order], x.dtype)
+
+    if x.dtype.itemsize != 2:
+        return as_floats(x, order)
+    return with_derivative_of(as_floats, as_bits)(x, order)

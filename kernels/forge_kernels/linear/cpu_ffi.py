@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from forge_kernels.derivatives import with_derivative_of, zero_from
 from forge_kernels.linear.blocks import BlockPacking
 from forge_kernels.linear.operands import MatmulOptions, Operands, check
 from forge_kernels.linear.packed import FORMATS, Packing
+from forge_kernels.linear.reference import reference_linear
+from forge_kernels.linear.unpacked import unpacked
 
 _STORE, _RESIDUAL, _SWIGLU = range(3)
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix in the kernels' layout, a pytree of the leaves `weight` and `scale`."""
+    """A matrix in the kernels' layout, a pytree of the leaves `weight` and `scale`.
 
-    weight: jax.Array  # see Packing.weight
+    Gradients pass through to the activations, and to the arrays that are floats: a scale, and a
+    `weight` of bfloat16 instead of its bits. They are those of the stored numbers in float32.
+    """
+
+    weight: jax.Array  # see Packing.weight; also bfloat16 instead of uint16
     scale: jax.Array | None  # see Packing.scale
     packing: Packing | BlockPacking
 
@@ -42,22 +50,11 @@ class PackedWeight:
             )
         if swiglu != packing.paired:
             raise ValueError("swiglu must be set if and only if the weight was packed as paired")
-        nothing = jnp.zeros(0, jnp.bfloat16)
-        columns = packing.outputs // 2 if swiglu else packing.outputs
-        weight, eps = (nothing, 0.0) if norm is None else norm
-        call = jax.ffi.ffi_call("forge_linear", jax.ShapeDtypeStruct((x.shape[0], columns), dtype))
-        return call(
-            x,
-            weight,
-            self.weight,
-            jnp.zeros(0) if self.scale is None else self.scale,
-            nothing if residual is None else residual,
-            _rows(x, given.num_rows),
-            epilogue=np.int64(_SWIGLU if swiglu else _STORE if residual is None else _RESIDUAL),
-            columns=np.int64(packing.outputs),
-            eps=np.float32(eps),
-            **format_attributes(packing, rounds_rows=True),
+        static = {"eps": 0.0 if norm is None else norm[1], "swiglu": swiglu, "dtype": dtype}
+        multiply = with_derivative_of(
+            partial(_multiply_unpacked, **static), partial(_multiply, **static), clean=_clean
         )
+        return multiply(x, self, None if norm is None else norm[0], residual, given.num_rows)
 
 
 jax.tree_util.register_dataclass(
@@ -65,17 +62,82 @@ jax.tree_util.register_dataclass(
 )
 
 
+def _multiply(
+    x: jax.Array,
+    w: PackedWeight,
+    norm: jax.Array | None,
+    residual: jax.Array | None,
+    num_rows: jax.Array | None,
+    *,
+    eps: float,
+    swiglu: bool,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Compute `PackedWeight.matmul` by the kernel."""
+    packing, nothing = w.packing, jnp.zeros(0, jnp.bfloat16)
+    columns = packing.outputs // 2 if swiglu else packing.outputs
+    call = jax.ffi.ffi_call("forge_linear", jax.ShapeDtypeStruct((x.shape[0], columns), dtype))
+    return call(
+        x,
+        nothing if norm is None else norm,
+        w.weight,
+        jnp.zeros(0) if w.scale is None else w.scale,
+        nothing if residual is None else residual,
+        _rows(x, num_rows),
+        epilogue=np.int64(_SWIGLU if swiglu else _STORE if residual is None else _RESIDUAL),
+        columns=np.int64(packing.outputs),
+        eps=np.float32(eps),
+        **format_attributes(packing, rounds_rows=True),
+    )
+
+
+def _multiply_unpacked(
+    x: jax.Array,
+    w: PackedWeight,
+    norm: jax.Array | None,
+    residual: jax.Array | None,
+    num_rows: jax.Array | None,
+    *,
+    eps: float,
+    swiglu: bool,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Compute the same with a matrix of floats, for derivatives."""
+    y = reference_linear(
+        zero_from(x, num_rows),
+        unpacked(w.weight, w.scale, w.packing),
+        norm=None if norm is None else (norm, eps),
+        residual=residual,
+        swiglu=swiglu,
+        out_dtype=dtype,
+    )
+    return zero_from(y, num_rows)
+
+
+def _clean(y: jax.Array, *arrays: Any) -> jax.Array:
+    *_, num_rows = arrays
+    return zero_from(y, num_rows)
+
+
 def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:
     """Return rows of a packed matrix, bf16[T, K_in], for i32[T]; tokens are clipped."""
     packing = w.packing
-    out = jax.ShapeDtypeStruct((tokens.shape[0], packing.inputs), jnp.bfloat16)
-    return jax.ffi.ffi_call("forge_embed", out)(
-        w.weight,
-        jnp.zeros(0) if w.scale is None else w.scale,
-        tokens,
-        columns=np.int64(packing.outputs),
-        **format_attributes(packing),
-    )
+
+    def kernel(w: PackedWeight, tokens: jax.Array) -> jax.Array:
+        out = jax.ShapeDtypeStruct((tokens.shape[0], packing.inputs), jnp.bfloat16)
+        return jax.ffi.ffi_call("forge_embed", out)(
+            w.weight,
+            jnp.zeros(0) if w.scale is None else w.scale,
+            tokens,
+            columns=np.int64(packing.outputs),
+            **format_attributes(packing),
+        )
+
+    def smooth(w: PackedWeight, tokens: jax.Array) -> jax.Array:
+        matrix = unpacked(w.weight, w.scale, packing)
+        return matrix.at[tokens].get(mode="clip").astype(jnp.bfloat16)
+
+    return with_derivative_of(smooth, kernel)(w, tokens)
 
 
 def format_attributes(

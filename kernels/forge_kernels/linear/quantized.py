@@ -22,6 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from forge_kernels.blocks import Blocks
+from forge_kernels.derivatives import with_derivative_of
 from forge_kernels.devices import current_gpu
 from forge_kernels.linear.blocks import MIDDLE, Read
 from forge_kernels.linear.few_rows import few_rows_linear, supports
@@ -206,9 +207,17 @@ class QuantizedWeight:
 
         gpu = current_gpu()
 
+        def smooth(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+            exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+            y = jnp.matmul(x.astype(jnp.float32), float_rows(w).T, precision=exact)
+            return y.astype(dtype)
+
         def plain(x: jax.Array, w: QuantizedWeight, residual: jax.Array | None) -> jax.Array:
-            def product(x: jax.Array) -> jax.Array:
+            def kernel(x: jax.Array, w: QuantizedWeight) -> jax.Array:
                 return quantized_product(x, w, dtype, fp8_cores=gpu is not None and gpu.has_fp8)
+
+            def product(x: jax.Array) -> jax.Array:
+                return with_derivative_of(smooth, kernel)(x, w)
 
             return around(x, product, given._replace(norm=None, residual=residual))
 
@@ -454,19 +463,43 @@ def _map_rows(w: QuantizedWeight, some: Callable[[jax.Array], jax.Array]) -> Qua
 
 def quantized_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return rows i32[T] of a matrix in blocks as dtype[T, K_in], rounded once."""
+    assert w.quantization.blocks is not None
+
+    def kernel(w: QuantizedWeight, rows: jax.Array) -> jax.Array:
+        return float_rows(_map_rows(w, lambda array: array.at[rows].get(mode="clip"))).astype(dtype)
+
+    def smooth(w: QuantizedWeight, rows: jax.Array) -> jax.Array:
+        taken = jax.tree.map(lambda array: array.at[rows].get(mode="clip"), w)
+        return float_rows(taken).astype(dtype)
+
+    return with_derivative_of(smooth, kernel)(w, rows)
+
+
+def float_rows(w: QuantizedWeight) -> jax.Array:
+    """Return some rows of a matrix as f32[n, K_in]."""
     quantization = w.quantization
-    assert quantization.blocks is not None
-    taken = _map_rows(w, lambda array: array.at[rows].get(mode="clip"))
-    scale, minimum = _scales(taken)
+    scale, minimum = _scales(w)
     if quantization.native:
-        values, minimum = taken.weight, _centered_minimum(taken, scale, minimum)
-    elif quantization.values == "int4":
-        halves = jnp.stack([taken.weight & 15, taken.weight >> 4], axis=-2)
-        split = halves.reshape(len(rows), 2, quantization.groups, -1).swapaxes(1, 2)
-        values = split.reshape(len(rows), -1).astype(jnp.float32) - _zero(taken)
+        values, minimum = w.weight, _centered_minimum(w, scale, minimum)
+    elif quantization.values in ("int4", "mxfp4"):
+        halves = jnp.stack([w.weight & 15, w.weight >> 4], axis=-2)
+        split = halves.reshape(len(scale), 2, quantization.groups, -1).swapaxes(1, 2)
+        bits = split.reshape(len(scale), -1)
+        if quantization.values == "mxfp4":
+            values = mxfp4_values(bits)
+        else:
+            values = bits.astype(jnp.float32) - (_zero(w) if w.zero is None else _zeros(w))
+    elif quantization.values == "fp8":
+        values = lax.bitcast_convert_type(w.weight, FP8)
     else:
-        values = taken.weight.astype(jnp.float32)
-    return _floats(values, scale, minimum, quantization.group).astype(dtype)
+        values = w.weight.astype(jnp.float32)
+    return _floats(values, scale, minimum, quantization.group)
+
+
+def _zeros(w: QuantizedWeight) -> jax.Array:
+    """Return f32[n, K], the zero of each value."""
+    assert w.zero is not None
+    return jnp.repeat(w.zero.astype(jnp.float32), w.quantization.group, axis=1)
 
 
 def convertible(w: QuantizedWeight) -> bool:
