@@ -2,7 +2,7 @@
 
     python examples/gradients.py [MODEL]
 
-`forward` is differentiable end to end if the cache is float32 and `implementation="reference"`. The
+The loss has the bits of the serving forward pass, with the attention kernel of the device. The
 gradient of a key weight passes through the write into the paged cache and the read from it.
 """
 
@@ -36,7 +36,7 @@ def paged_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
     _, hidden = forge_jax.forward(
         model,
         leaves,
-        forge_jax.new_kv(model, num_blocks, BLOCK_SIZE, dtype=jnp.float32),
+        forge_jax.new_kv(model, num_blocks, BLOCK_SIZE),
         tokens,
         positions,
         positions,
@@ -44,7 +44,6 @@ def paged_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
         jnp.asarray([T], jnp.int32),
         jnp.asarray([0, T], jnp.int32),
         jnp.int32(1),
-        implementation="reference",
     )
     return next_token_loss(forge_jax.logits(model, leaves, hidden), tokens)
 

@@ -18,8 +18,8 @@ def with_derivative_of(
 ) -> Callable[..., Any]:
     """Return `kernel` with the derivative of `smooth`, in both modes and of any order.
 
-    Without a gradient, the program is that of `kernel` alone. With one, `smooth` is computed again
-    in the backward pass, so that its intermediate arrays are not stored.
+    If no gradient is requested, the program is that of `kernel` alone. The backward pass computes
+    `smooth` again, so that its intermediate arrays are not stored.
 
     Args:
       smooth: a function that JAX differentiates, close to `kernel`. Where the kernel rounds, it

@@ -154,7 +154,8 @@ def test_chunks_with_strong_decay_and_equal_keys_stay_finite():
     close(found[1], run.expected(1)[:100])
 
 
-def test_scan_form_has_the_derivative_of_finite_differences():
+@pytest.mark.parametrize("form", FORMS)
+def test_derivative_is_that_of_finite_differences(form):
     run = Sequences(6, length=12)
     x, decay, beta = (jnp.asarray(each) for each in run.inputs[0])
     state = jax.tree.map(jnp.zeros_like, run.state)
@@ -163,7 +164,7 @@ def test_scan_form_has_the_derivative_of_finite_differences():
     def loss(x):
         _, out = ragged_delta_net(
             x, decay, beta, run.taps, state, i32([0]), jnp.arange(12), i32([0, 12]), i32(1),
-            heads=HEADS, form="scan",
+            heads=HEADS, form=form,
         )  # fmt: skip
         return (out**2).sum()
 

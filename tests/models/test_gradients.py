@@ -28,6 +28,7 @@ FAMILIES = {
     "qwen3_moe": "experts",
     "deepseek_v2_lite": "latent attention",
     "gemma4_shared": "layers that share a cache",
+    "qwen3_next": "gated DeltaNet",
 }
 
 

@@ -32,7 +32,7 @@ def test_gradient_through_the_cache_equals_the_one_without_it(capsys):
 
 
 @pytest.mark.slow
-def test_16_bit_weights_have_a_gradient_with_a_float32_cache():
+def test_16_bit_weights_have_a_gradient_through_a_16_bit_cache():
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype="bfloat16", progress=False)
     exact = forge_jax.load(str(FIXTURES / "goldens/llama2"), progress=False)
     gradients = example("gradients")

@@ -1,7 +1,7 @@
 """The gradient of paged attention, in plain XLA for every implementation.
 
 The scores are computed again, a tile of keys at a time (FlashAttention-2, Dao 2023,
-arXiv:2307.08691, section 3.1.2). Besides the results, memory is that of one tile. All sums are in
+arXiv:2307.08691, section 3.1.2). It needs memory for the results and one tile. All sums are in
 float32. Products of float32 queries have float32 precision on every device. With queries of 16
 bits, a GPU may round the other operands to TF32.
 
@@ -100,8 +100,8 @@ def _items(
 ) -> tuple[Items, jax.Array]:
     """Return the work items by number, and how many there are.
 
-    For i32[B] numbers, the function returns the sequences i32[B], the rows i32[B, Q_TILE] and their
-    numbers of visible keys i32[B, Q_TILE], 0 for rows that do not exist.
+    For i32[B] numbers, the function returns the sequences i32[B] and the rows i32[B, Q_TILE]. The
+    third result, i32[B, Q_TILE], is the number of visible keys, 0 for rows that do not exist.
     """
     seqs = len(kv_lens)
     q_lens = jnp.where(jnp.arange(seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
@@ -232,7 +232,7 @@ class _Tile(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """What the tiles of a row share."""
+    """The sums of a row over all of its tiles."""
 
     log_total: jax.Array  # f32[B, K, R], the logarithm of the sum of exponentials
     mean: jax.Array  # f32[B, K, R], the product of a row's result and its gradient

@@ -13,7 +13,8 @@ convolution, K its taps, H value heads, Dk and Dv dims of keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax import lax
 
 from forge_kernels.delta_rule.ragged import Rows, by_chunk, by_token
 from forge_kernels.delta_rule.recurrence import Tokens
+from forge_kernels.derivatives import with_derivative_of, zero_from
 from forge_kernels.norm import rms_norm
 
 Form = Literal["auto", "chunk", "token", "scan"]
@@ -95,12 +97,41 @@ def ragged_delta_net(  # noqa: PLR0913
       heads: the sizes.
       max_q_len: upper bound of the rows of a sequence.
       form: "chunk" computes matrix products. "token" computes token by token, so that a row's bits
-        do not depend on the other rows. "scan" is the same with a loop that can be differentiated.
+        do not depend on the other rows. "scan" is the same with a loop of known length.
         "auto" is "token" on CPUs, where XLA is slow at products of small matrices, else "chunk".
 
     Returns:
-      (state, f32[T, H, Dv]); rows that belong to no sequence are undefined.
+      (state, f32[T, H, Dv]); rows that belong to no sequence are undefined. The derivative of all
+      forms is that of "scan", which needs memory for the state of each token.
     """
+
+    def net(form: Form, *arrays: Any) -> tuple[DeltaState, jax.Array]:
+        return _delta_net(*arrays, heads=heads, max_q_len=max_q_len, form=form)
+
+    def clean(found: tuple[DeltaState, jax.Array], *arrays: Any) -> tuple[DeltaState, jax.Array]:
+        after, out = found
+        *_, cu_q_lens, num_seqs = arrays
+        return after, zero_from(out, cu_q_lens[num_seqs])
+
+    differentiable = with_derivative_of(partial(net, "scan"), partial(net, form), clean=clean)
+    return differentiable(x, log_decay, beta, taps, state, slots, positions, cu_q_lens, num_seqs)
+
+
+def _delta_net(  # noqa: PLR0913
+    x: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    taps: jax.Array,
+    state: DeltaState,
+    slots: jax.Array,
+    positions: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    heads: Heads,
+    max_q_len: int | None,
+    form: Form,
+) -> tuple[DeltaState, jax.Array]:
     rows = Rows.of(cu_q_lens, num_seqs, positions, state.base, slots, state.pending)
     held = rows.slots
     inputs = jnp.concatenate([state.tail[held], state.inputs[held]], axis=1)
