@@ -25,7 +25,7 @@ from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpr
 from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make, sinks_of, softmax
 
 from forge_jax.testing import random_leaves, tiny_model
-from forge_kernels.attention import mosaic_calls
+from forge_kernels.attention import mosaic_calls, rotate_write_attend
 from forge_kernels.attention.mosaic_gpu import jitted_attention
 from forge_kernels.attention.quantized import QuantizedKV, dequantize_rows, quantize_rows
 from forge_kernels.devices import HOPPER, Gpu, current_gpu, described
@@ -312,6 +312,37 @@ def check_same_bits_in_any_company(kv_dtype: str | None = None) -> None:
     assert not same(1, 0, multiprocessors=5), "the balanced form too: this shows nothing"
 
 
+def check_gradient() -> None:
+    """Check that a gradient leaves the kernel's bits, and is the one that plain XLA has."""
+    batch = replace(SMALL, seqs=((1, 25), (5, 9)), rows=7)
+    q, kv, *of_batch = inputs(make(batch))
+    qkv = jnp.concatenate([q, q[:, : 2 * batch.kv_heads]], axis=1)
+    qkv, kv = (jnp.where(jnp.isnan(x), 0, x).astype(jnp.bfloat16) for x in (qkv, kv))
+    cos, sin = (f(jnp.arange(7 * 32).reshape(7, 32) / 100) for f in (jnp.cos, jnp.sin))
+    tables = of_batch[0]
+    at = [(0, 24), *((1, position) for position in range(4, 9))]  # sequences and positions
+    slots = [int(tables[s, p // 16]) * 16 + p % 16 for s, p in at] + [kv.shape[0] * 16]
+
+    def attend(qkv, implementation):
+        options = {"sm_scale": 0.1, "implementation": implementation}
+        rest = cos, sin, jnp.asarray(slots, jnp.int32), *of_batch
+        return rotate_write_attend(qkv, kv, *rest, **options)[1][:6]
+
+    def loss(qkv, implementation):
+        out = attend(qkv, implementation)
+        return jnp.sum(
+            out.astype(jnp.float32) * jnp.sin(jnp.arange(out.size)).reshape(out.shape)
+        ), out
+
+    of_qkv = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    ours, out = of_qkv(qkv, "mosaic")
+    served = jax.jit(attend, static_argnums=1)(qkv, "mosaic")
+    np.testing.assert_array_equal(out.view(jnp.uint16), served.view(jnp.uint16))
+    theirs, _ = of_qkv(qkv, "xla")
+    assert float(jnp.abs(theirs.astype(jnp.float32)).max()) > 0.1
+    np.testing.assert_array_equal(ours, theirs)
+
+
 def check_forward() -> None:
     """Check a whole model with `implementation="mosaic"` against the reference."""
     model = tiny_model(head_dim=64, dtype="bfloat16")
@@ -491,6 +522,7 @@ def checks(kernel: str, group: str) -> dict[str, Callable[[], None]]:
                 "bits": check_same_bits_in_any_company,
                 "bits, float8": partial(check_same_bits_in_any_company, E4M3),
                 "forward": check_forward,
+                "gradient": check_gradient,
             }
         case "faults" | "some faults":
             found = FAULTS | FAULTS_OF[kernel]
