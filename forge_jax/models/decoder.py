@@ -39,7 +39,9 @@ from forge_jax.models.linear import (
     new_norm,
 )
 from forge_jax.models.lora import LayerLora, Lora
+from forge_jax.models.probe import Probe
 from forge_jax.models.spec import Activation, ExpertSpec, ModelSpec, RopeSpec
+from forge_jax.models.summary import summarize
 from forge_jax.weights.formats import (
     MatrixSpec,
     WeightFormat,
@@ -49,8 +51,10 @@ from forge_jax.weights.formats import (
 from forge_jax.weights.partition import AXIS, shard_spec, shard_vocab
 from forge_kernels.attention import (
     Implementation,
+    pattern_attention,
     ragged_paged_attention,
     refuse_gradient,
+    rotate_and_write,
     rotate_write_attend,
 )
 from forge_kernels.embed import embed
@@ -99,6 +103,30 @@ class Ragged(NamedTuple):
     lora: LayerLora | None = None  # of the current layer
     # i32[S], each sequence's index in the layers' state. None if no layer has state.
     state_slots: jax.Array | None = None
+    probe: Probe | None = None  # of activations, for research; None in a served step
+
+    def in_layer(self, layer: int) -> Ragged:
+        """Return the inputs of a layer, whose activations have its number in their names."""
+        if self.probe is None:
+            return self
+        return self._replace(probe=self.probe.in_layer(layer))
+
+    def tap(self, point: str, x: jax.Array) -> jax.Array:
+        """Return an activation, [T, ...], or what replaces it. `point`: such as "mlp.out"."""
+        return x if self.probe is None else self.probe.visit(point, x)
+
+    def wants(self, point: str) -> bool:
+        """Return True if this call returns or replaces an activation."""
+        return self.probe is not None and self.probe.wants(point)
+
+    def attention(self) -> Callable[..., jax.Array] | None:
+        """Return the attention that computes all softmax weights; None if they are not needed."""
+        if self.probe is None:
+            return None
+        tap = partial(self.tap, "attn.pattern") if self.wants("attn.pattern") else None
+        if tap is None and not self.probe.full_attention:
+            return None
+        return partial(pattern_attention, tap=tap)
 
     @property
     def batch(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -138,23 +166,26 @@ def attend(
       (kv, dtype[T, H * D]): the cache with the new keys and values, and the heads' outputs.
     """
     tables = ragged.ropes[rope]
+    qkv = _tapped_heads(qkv, kv.shape[2], ragged)
+    scoring = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    scoring |= {"kv_dtype": ragged.kv_dtype, "max_q_len": ragged.max_q_len}
+    rotation = tables.cos, tables.sin, ragged.slot_mapping
+    if (attention := ragged.attention()) is not None:
+        q, kv = rotate_and_write(
+            qkv, kv, *rotation, interleaved=tables.interleaved, kv_dtype=ragged.kv_dtype
+        )
+        out = attention(q, kv, *ragged.batch, **scoring)
+        return kv, out.reshape(len(out), -1)
     kv, out = rotate_write_attend(
         qkv,
         kv,
-        tables.cos,
-        tables.sin,
-        ragged.slot_mapping,
+        *rotation,
         *ragged.batch,
         interleaved=tables.interleaved,
         num_tokens=ragged.num_tokens,
-        kv_dtype=ragged.kv_dtype,
         implementation=ragged.implementation,
-        sm_scale=sm_scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        max_q_len=ragged.max_q_len,
         uniform=ragged.uniform,
+        **scoring,
     )
     return kv, out.reshape(len(out), -1)
 
@@ -187,10 +218,14 @@ def attend_to_written(
     tables = ragged.ropes[rope]
     if kv.dtype != jnp.float32:  # the gradient by way of the other layer's keys would be missing
         q = refuse_gradient(q)
+    q = ragged.tap("attn.q", q)
+    attention = ragged.attention() or partial(
+        ragged_paged_attention, implementation=ragged.implementation, uniform=ragged.uniform
+    )
     with jax.named_scope("rope"):
         q = apply_rope(q, tables.cos, tables.sin, interleaved=tables.interleaved)
     with jax.named_scope("attention"):
-        out = ragged_paged_attention(
+        out = attention(
             q,
             kv,
             *ragged.batch,
@@ -198,10 +233,18 @@ def attend_to_written(
             window=window,
             kv_dtype=ragged.kv_dtype,
             max_q_len=ragged.max_q_len,
-            implementation=ragged.implementation,
-            uniform=ragged.uniform,
         )
     return out.reshape(len(out), -1)
+
+
+def _tapped_heads(qkv: jax.Array, kv_heads: int, ragged: Ragged) -> jax.Array:
+    """Return qkv: dtype[T, H + 2 K, D], with the heads that replace those of queries and keys."""
+    points = ("attn.q", "attn.k", "attn.v")
+    if not any([ragged.wants(point) for point in points]):
+        return qkv
+    parts = jnp.split(qkv, (qkv.shape[1] - 2 * kv_heads, qkv.shape[1] - kv_heads), axis=1)
+    tapped = [ragged.tap(point, part) for point, part in zip(points, parts, strict=True)]
+    return jnp.concatenate(tapped, axis=1)
 
 
 class ResidualBlock(nnx.Module):
@@ -219,16 +262,20 @@ class ResidualBlock(nnx.Module):
     ) -> jax.Array:
         """Return x + last(inner), dtype[T, d]. `target` is the adapters' name of `last`."""
         rows, delta, axis = ragged.num_tokens, ragged.delta(target), ragged.axis
-        if self.post_norm is None and self.scale == 1.0:
+        point = "attn.out" if target == "o" else "mlp.out"
+        if self.post_norm is None and self.scale == 1.0 and not ragged.wants(point):
             return last(inner, residual=x, delta=delta, axis=axis, num_rows=rows)
-        return self.add_result(x, last(inner, delta=delta, axis=axis, num_rows=rows))
+        y = last(inner, delta=delta, axis=axis, num_rows=rows)
+        return self.add_result(x, y, ragged, point)
 
-    def add_result(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def add_result(
+        self, x: jax.Array, y: jax.Array, ragged: Ragged, point: str = "mlp.out"
+    ) -> jax.Array:
         """Return x + y, after the norm and the scale of y. x, y: dtype[T, d]."""
         if self.post_norm is not None:
             with jax.named_scope("post_norm"):
                 y = self.post_norm(y)
-        return x + (y if self.scale == 1.0 else y * self.scale)
+        return x + ragged.tap(point, y if self.scale == 1.0 else y * self.scale)
 
 
 class Attention(ResidualBlock):
@@ -338,7 +385,7 @@ class MLP(ResidualBlock):
     ) -> jax.Array:
         """Return the residual, by default x, plus the MLP of x. x, residual: dtype[T, d]."""
         with jax.named_scope("gate_up" if self.gated else "up"):
-            inner = self._inner(x, ragged)
+            inner = ragged.tap("mlp.inner", self._inner(x, ragged))
         with jax.named_scope("down"):
             return self.add(x if residual is None else residual, self.down, inner, ragged, "down")
 
@@ -400,7 +447,7 @@ class Experts(ResidualBlock):
         with jax.named_scope("experts"):
             if ragged.axis is not None:
                 y = add_up(y, ragged.axis)
-            return self.add_result(x if residual is None else residual, y)
+            return self.add_result(x if residual is None else residual, y, ragged)
 
     def routed(self, x: jax.Array, to_router: jax.Array, ragged: Ragged) -> jax.Array:
         """Return this device's part of the experts' weighted outputs for x, dtype[T, d].
@@ -411,7 +458,7 @@ class Experts(ResidualBlock):
           ragged: the step.
         """
         with jax.named_scope("router"):
-            logits = self.router(to_router, out_dtype=jnp.float32)
+            logits = ragged.tap("mlp.router.logits", self.router(to_router, out_dtype=jnp.float32))
             chosen, weights = choose_experts(
                 logits,
                 self.per_token,
@@ -423,7 +470,8 @@ class Experts(ResidualBlock):
                 best_of_group=self.route.best_of_group,
                 scale=self.route.scale,
             )
-            weights = self.scaled(weights, chosen)
+            chosen = ragged.tap("mlp.router.chosen", chosen)
+            weights = ragged.tap("mlp.router.weights", self.scaled(weights, chosen))
             divided = self.own < self.count
             if divided:
                 assert ragged.axis is not None
@@ -553,17 +601,19 @@ class Decoder(nnx.Module):
         """Return (kv, dtype[T, d] after the final norm, the residual stream, L + 1 arrays)."""
         ragged = ragged._replace(axis=self.axis)
         with jax.named_scope("embed"):
-            x = self.embed(tokens, ragged)
+            x = ragged.tap("embed", self.embed(tokens, ragged))
         stream, new_kv = [x], []
         for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{i}"):
+                ragged = ragged.in_layer(i)
                 if lora is not None:
                     ragged = ragged._replace(lora=lora(i))
                 layer_kv, x = layer(x, layer_kv, ragged)
+            x = ragged.tap("resid", x)
             new_kv.append(layer_kv)
             stream.append(x)
         with jax.named_scope("final_norm"):
-            return tuple(new_kv), self.norm(x), tuple(stream)
+            return tuple(new_kv), ragged.tap("final_norm", self.norm(x)), tuple(stream)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """Return f32[B, V] for hidden: dtype[B, d]."""
@@ -580,6 +630,12 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, ragged: Ragged) -> jax.Array:
         """Embed i32[T] as dtype[T, d], the first residual stream. For subclasses to extend."""
+        if ragged.probe is not None and ragged.probe.embeddings is not None:
+            return ragged.probe.embeddings.astype(self.dtype)
+        return self.embed_tokens(tokens)
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """Return the embeddings of i32[T] as dtype[T, d], without positions."""
         x = self._token_embedding(tokens)
         if self.embedding_scale == 1.0:
             return x
@@ -655,7 +711,7 @@ def _rope_tables(rope: RopeSpec | None, head_dim: int, positions: jax.Array) -> 
     return RopeTables(cos, sin, rope.interleaved)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A decoder without its weights: pure functions that take them as a flat tuple of arrays.
 
@@ -759,6 +815,7 @@ class Model:
         return_hidden_states: bool = False,
         lora: Lora | None = None,
         state_slots: jax.Array | None = None,
+        probe: Probe | None = None,
     ) -> Any:
         """Run one step over ragged rows: write their keys and values, then attend.
 
@@ -781,6 +838,7 @@ class Model:
           return_hidden_states: also return the residual stream.
           lora: the adapters, and the adapter of each token; for models with `WeightFormats.lora`.
           state_slots: i32[S], the slot of each sequence in layers with state. Default: its index.
+          probe: returns and replaces activations, for research. Its caller calls `finish`.
 
         Returns:
           (kv, hidden): hidden is dtype[T, d] after the final norm; rows that belong to no sequence
@@ -808,6 +866,7 @@ class Model:
             max_q_len=max_q_len,
             uniform=uniform,
             state_slots=_state_slots(kv, state_slots, num_seqs, len(kv_lens)),
+            probe=probe,
         )
         by_layer = None if lora is None else partial(lora.layer, self.spec)
         kv, hidden, stream = self.decoder(leaves).hidden(tokens, kv, ragged, by_layer)
@@ -831,9 +890,41 @@ class Model:
         """Apply the final norm to rows of the residual stream, dtype[B, d], for a logit lens."""
         return self.decoder(leaves).norm(stream)
 
+    def embed(self, leaves: Leaves, tokens: jax.Array) -> jax.Array:
+        """Return the embeddings of tokens, dtype[T, d] for i32[T], without positions.
+
+        Raises:
+          ValueError: the decoder of the family is not a `Decoder`.
+        """
+        decoder = self.decoder(leaves)
+        if not isinstance(decoder, Decoder):
+            raise ValueError(
+                f"{self.spec.architecture} has no embeddings by token: its decoder is not a "
+                "forge_jax.models.Decoder"
+            )
+        return decoder.embed_tokens(tokens)
+
     def decoder(self, leaves: Leaves) -> DecoderModule:
         """Return the modules with these weights: an instance of the class given to `build`."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def leaves_of(self, module: DecoderModule) -> Leaves:
+        """Return the weights of modules with this structure, as `decoder` returns them.
+
+        Raises:
+          ValueError: the modules have other parameters.
+        """
+        leaves, treedef = jax.tree.flatten(nnx.split(module)[1])
+        if treedef != self.treedef:
+            raise ValueError(
+                f"module: its parameters are not those of this {self.spec.architecture}: pass a "
+                "module that the model returned, with other values only"
+            )
+        return tuple(leaves)
+
+    def __repr__(self) -> str:
+        title = f"Model[{self.spec.architecture}, {self.dtype}]"
+        return summarize(title, self.spec, self.names, self.leaves)
 
 
 def _state_slots(

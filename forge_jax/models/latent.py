@@ -17,7 +17,11 @@ from forge_jax.models.kv import LayerLayout, PagedKV, PagedLayout
 from forge_jax.models.linear import Linear, MatrixBuilder, RMSNorm, new_bias
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import ExpertNames, RowsOfHeads, Tensor, WeightMap, decoder_weights
-from forge_kernels.latent_attention import write_latent_attention
+from forge_kernels.latent_attention import (
+    latent_attention,
+    write_latent_attention,
+    write_latents,
+)
 from forge_kernels.rope import apply_rope
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, which do not use `rms_norm_eps`
@@ -100,6 +104,7 @@ class LatentAttention(ResidualBlock):
         rope, plain = ragged.ropes[0], self.plain_dim
         with jax.named_scope("qkv"):
             q, latents, keys = self._queries_and_latents(x, ragged)
+            q, latents = ragged.tap("attn.q", q), ragged.tap("attn.latent", latents)
         with jax.named_scope("rope_write"):
             turned, keys = (
                 apply_rope(each, rope.cos, rope.sin, interleaved=rope.interleaved)
@@ -107,22 +112,34 @@ class LatentAttention(ResidualBlock):
             )
             q = jnp.concatenate([q[..., :plain], turned], axis=-1)
             vectors = jnp.concatenate([latents, keys[:, 0]], axis=-1)
-        kv, out = write_latent_attention(
+        kv, out = self._attend(q, vectors, kv, ragged)
+        with jax.named_scope("attention_out"):
+            return kv, self.add(x, self.out, out.reshape(len(out), -1), ragged, "o")
+
+    def _attend(
+        self, q: jax.Array, vectors: jax.Array, kv: jax.Array, ragged: Ragged
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write the vectors, and return (kv, the values of the heads [T, H, V])."""
+        up = [each[...].reshape(self.heads, -1, self.rank) for each in (self.key_up, self.value_up)]
+        scoring = {
+            "sm_scale": self.sm_scale,
+            "kv_dtype": ragged.kv_dtype,
+            "max_q_len": ragged.max_q_len,
+        }
+        if (attention := ragged.attention()) is not None:
+            kv = write_latents(kv, vectors, ragged.slot_mapping, kv_dtype=ragged.kv_dtype)
+            return kv, latent_attention(q, kv, *up, *ragged.batch, attention=attention, **scoring)
+        return write_latent_attention(
             q,
             vectors,
             kv,
-            self.key_up[...].reshape(self.heads, -1, self.rank),
-            self.value_up[...].reshape(self.heads, -1, self.rank),
+            *up,
             ragged.slot_mapping,
             *ragged.batch,
-            sm_scale=self.sm_scale,
-            kv_dtype=ragged.kv_dtype,
-            max_q_len=ragged.max_q_len,
             implementation="reference" if ragged.implementation == "reference" else "auto",
             uniform=ragged.uniform,
+            **scoring,
         )
-        with jax.named_scope("attention_out"):
-            return kv, self.add(x, self.out, out.reshape(len(out), -1), ragged, "o")
 
     def _queries_and_latents(
         self, x: jax.Array, ragged: Ragged

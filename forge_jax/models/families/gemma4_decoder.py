@@ -150,7 +150,7 @@ class Gemma4Experts(Experts):
                 )
         with jax.named_scope("post_norm"):
             both = self.shared_post_norm(dense) + self.routed_post_norm(routed)
-        return self.add_result(x, both)
+        return self.add_result(x, both, ragged)
 
     def scaled(self, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         return weights * self.expert_scale[...].astype(jnp.float32)[chosen]
@@ -232,18 +232,24 @@ class Gemma4Decoder(Decoder):
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         del lora  # not supported
         ragged = ragged._replace(axis=self.axis)
+        if self.inputs is not None and ragged.probe and ragged.probe.embeddings is not None:
+            raise ValueError(
+                "inputs_embeds is not supported by Gemma 4 models with per-layer inputs, which "
+                "depend on token ids: pass token ids, and change embeddings with edit"
+            )
         with jax.named_scope("embed"):
-            x = self.embed(tokens, ragged)
+            x = ragged.tap("embed", self.embed(tokens, ragged))
             inputs = None if self.inputs is None else self.inputs(tokens, x, ragged)
         stream, new_kv = [x], list(kv)
         for i, (layer, source) in enumerate(zip(self.layers, self.kv_sources, strict=True)):
             with jax.named_scope(f"layer_{i}"):
-                own = None if inputs is None else inputs[:, i]
+                ragged, own = ragged.in_layer(i), None if inputs is None else inputs[:, i]
                 # A layer that is not its own source returns the source's cache unchanged.
                 new_kv[source], x = layer(x, new_kv[source], ragged, own)
+            x = ragged.tap("resid", x)
             stream.append(x)
         with jax.named_scope("final_norm"):
-            return tuple(new_kv), self.norm(x), tuple(stream)
+            return tuple(new_kv), ragged.tap("final_norm", self.norm(x)), tuple(stream)
 
 
 def unit_norm(x: jax.Array, eps: float) -> jax.Array:

@@ -10,6 +10,8 @@ Letters of a step: T tokens, N blocks, bs tokens per block.
 Letters of a model: H heads, R numbers of a latent, V of a value, P and E of a head. E are rotated.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -37,6 +39,7 @@ def latent_attention(  # noqa: PLR0913
     max_q_len: int | None = None,
     implementation: Implementation = "auto",
     uniform: bool = False,
+    attention: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its latents.
 
@@ -52,6 +55,8 @@ def latent_attention(  # noqa: PLR0913
       max_q_len: see `ragged_paged_attention`.
       implementation: `auto` is plain XLA on every device. `reference` is slow.
       uniform: see `ragged_paged_attention`.
+      attention: replaces `ragged_paged_attention` with `implementation` and `uniform`, such as
+        `pattern_attention`.
 
     Returns:
       [T, H, V] of q's type. Rows from `cu_q_lens[num_seqs]` on are zero.
@@ -62,7 +67,13 @@ def latent_attention(  # noqa: PLR0913
       NotImplementedError: as in `ragged_paged_attention`.
     """
     _check(q, kv, key_up, value_up)
-    latents = ragged_paged_attention(
+    if attention is None:
+        attention = partial(
+            ragged_paged_attention,
+            implementation="reference" if implementation == "reference" else "xla",
+            uniform=uniform,
+        )
+    latents = attention(
         _absorbed(q, key_up),
         kv,
         block_tables,
@@ -72,8 +83,6 @@ def latent_attention(  # noqa: PLR0913
         sm_scale=sm_scale,
         kv_dtype=kv_dtype,
         max_q_len=max_q_len,
-        implementation="reference" if implementation == "reference" else "xla",
-        uniform=uniform,
     )
     return _values(latents, value_up)
 
