@@ -93,14 +93,15 @@ class TandemDecoder(Decoder):
         lora: Callable[[int], LayerLora] | None = None,
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """See `forge_jax.models.DecoderModule`."""
-        x = embedded = self.embed(tokens, ragged)
+        x = embedded = ragged.tap("embed", self.embed(tokens, ragged))
         stream, new_kv = [x], []
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+        for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
             x = x + embedded * jnp.asarray(self.shortcut, x.dtype)
-            layer_kv, x = layer(x, layer_kv, ragged)
+            layer_kv, x = layer(x, layer_kv, ragged.in_layer(i))
+            x = ragged.in_layer(i).tap("resid", x)
             new_kv.append(layer_kv)
             stream.append(x)
-        return tuple(new_kv), self.norm(x), tuple(stream)
+        return tuple(new_kv), ragged.tap("final_norm", self.norm(x)), tuple(stream)
 
 
 def weights(spec: ModelSpec) -> WeightMap:

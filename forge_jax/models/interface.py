@@ -48,7 +48,8 @@ class DecoderModule(Protocol):
           tokens: i32[T]; rows from `ragged.num_tokens` on are padding.
           kv: the cache of each layer, by default dtype[N, 2, K, bs, D]. A layer with state has
             its arrays by name, and a layer that shares another's cache has `()`.
-          ragged: the positions, blocks and lengths of the step's sequences.
+          ragged: the positions, blocks and lengths of the step's sequences. For research, pass
+            `ragged.in_layer(i)` to layer i, and activations to `ragged.tap`.
           lora: returns a layer's adapters, for `ragged._replace(lora=lora(i))`; None without
             adapters, and if the architecture does not support them.
 

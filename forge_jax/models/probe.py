@@ -94,10 +94,7 @@ class Probe:
           ValueError: a pattern matches no activation, or the model does not read `embeddings`.
         """
         if self.embeddings is not None and "embed" not in self.reached:
-            raise ValueError(
-                f"inputs_embeds is not supported by {architecture}, which does not read it: pass "
-                "token ids"
-            )
+            raise ValueError(f"inputs_embeds is not supported by {architecture}: pass token ids")
         for argument, patterns in (("taps", self.taps), ("edit", self.edit)):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in self.reached):

@@ -32,8 +32,8 @@ def dense_call(
 ) -> tuple[jax.Array, Taken]:
     """Return (logits, activations by name) of one sequence or of a batch.
 
-    Without `edit`, the call is compiled once per shape. New functions in `edit` would compile it
-    again in each call, so it then runs operation by operation, unless the caller compiles it.
+    The call is compiled once per shape. With `edit`, it runs operation by operation, unless the
+    caller compiles it, because new functions would compile it again in each call.
 
     Args:
       model: the model.

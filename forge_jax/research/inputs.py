@@ -192,7 +192,7 @@ def check_step(
       model: the model.
       leaves: its weights.
       kv: its cache.
-      arrays: the other arguments by name; those that are None are not used.
+      arrays: the other arguments by name, or None.
       least: the fewest new tokens of a sequence.
       checks: True to check unknown values in the compiled function.
 
