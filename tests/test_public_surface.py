@@ -66,7 +66,7 @@ def test_python_page_lists_exactly_the_public_names():
 
 
 def test_documents_and_examples_use_only_public_names():
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.py")]
     for file in files:
         text = file.read_text()
         used = ", ".join(re.findall(r"from forge_jax import ([\w, ]+)", text)).split(", ")

@@ -30,6 +30,7 @@ CONTENTS = {
     ],
     "Research": [
         "python",
+        "interpretability",
         "site/api",
         "engine",
         "continuous-batching",

@@ -12,8 +12,8 @@ import forge_jax
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 
-# Two sequences in a cache of four blocks of four tokens: a prompt of five tokens and a decode of
-# the third token, then two rows of padding.
+# Two sequences in a cache of four blocks of four tokens: a prompt and the decode of a third token.
+# Two rows of padding follow.
 STEP = {
     "tokens": [1, 2, 3, 4, 5, 6, -1, 999],
     "cu_q_lens": [0, 5, 6],
