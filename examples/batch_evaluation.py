@@ -25,13 +25,18 @@ def request(question: dict[str, Any]) -> dict[str, Any]:
     return {"id": question["id"], "messages": messages, "temperature": 0, "max_tokens": 32}
 
 
-def is_right(answer: dict[str, Any], expected: str) -> bool:
+def is_right(text: str, expected: str) -> bool:
     """Return True if the expected answer is the last number or one of the words of the output."""
-    words: list[str] = re.findall(r"[a-z]+|\d+", (answer.get("text") or "").lower())
+    words: list[str] = re.findall(r"[a-z]+|\d+", text.lower())
     words = [SYNONYMS.get(word) or word for word in words]
     if expected.isdecimal():
         return [word for word in words if word.isdecimal()][-1:] == [expected]
     return expected.lower() in words
+
+
+def process_results(question: dict[str, Any], outputs: list[str]) -> dict[str, float]:
+    """Return the score of one question for lm-evaluation-harness; see questions.yaml."""
+    return {"acc": float(is_right(outputs[0], question["answer"]))}
 
 
 def evaluate(
@@ -55,7 +60,7 @@ def main(model: str = "forge-tiny", out: str | None = None, *flags: str) -> floa
     asked, right = Counter[str](), Counter[str]()
     for question, answer in zip(questions, answers, strict=True):
         asked[question["kind"]] += 1
-        if is_right(answer, question["answer"]):
+        if is_right(answer.get("text") or "", question["answer"]):
             right[question["kind"]] += 1
         else:
             said = answer.get("text", answer.get("error"))

@@ -105,6 +105,11 @@ class LLM:
     def tokenizer(self) -> Any:
         return self._parts.tokenizer
 
+    @property
+    def chat_template(self) -> Any:
+        """The `ChatTemplate` of the model; None if it has no tokenizer."""
+        return self._parts.chat_template
+
     # ---- LoRA adapters ---------------------------------------------------------------------------
 
     @property

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ CLIENTS = (
     *("anthropic", "instructor", "langchain_openai", "litellm", "pydantic_ai"),
     *("ray", "schemathesis", "smg"),
 )
+collect_ignore = ["in_process"]  # require forge-jax; see `environment`
 if any(importlib.util.find_spec(name) is None for name in CLIENTS):
     collect_ignore_glob = ["test_*.py"]
 
@@ -86,6 +89,14 @@ def serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
     python = request.config.getoption("--server-python")
     with server_process.serving(python, *flags) as (url, model, process):
         yield Server(url=url, model=model, process=process)
+
+
+def environment(python: str) -> dict[str, str]:
+    """Return the environment of forge-jax's Python, with this one's packages behind its own."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    theirs = subprocess.check_output([python, "-c", code], text=True).strip()
+    path = [os.environ.get("PYTHONPATH", ""), theirs, sysconfig.get_path("purelib")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 @pytest.fixture(scope="session")

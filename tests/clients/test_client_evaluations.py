@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import environment, serving
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -96,7 +97,7 @@ def shown_commands() -> dict[str, list[str]]:
     ("model", "task", "least"),
     [
         ("local-completions", "forge_capitals", 0.99),
-        ("local-chat-completions", "forge_questions", 0.5),
+        ("local-chat-completions", "forge_questions", 0.99),
     ],
 )
 def test_lm_eval_runs_as_documented(server, tmp_path, model, task, least):
@@ -116,6 +117,36 @@ def test_lm_eval_runs_as_documented(server, tmp_path, model, task, least):
     [row] = [line for line in done.stdout.splitlines() if line.startswith(f"|{task}")]
     score = float(row.split("|")[7])
     assert least <= score <= 1, done.stdout
+
+
+def test_lm_eval_scores_over_http_equal_those_of_transformers(request):
+    pytest.importorskip("lm_eval")
+    folder = ROOT / "tests/fixtures/lm_eval"
+    expected = json.loads((folder / "scores.json").read_text())
+    with serving(request, "--dtype", "float32") as server:
+        command = [sys.executable, str(folder / "scores.py"), "local-completions", server.url]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert list(found) == ["forge-tiny, no BOS"]
+    for run, tasks in found.items():
+        assert tasks.keys() == expected[run].keys()
+        for task, scores in tasks.items():
+            assert scores["metrics"] == pytest.approx(expected[run][task]["metrics"], rel=1e-4)
+
+
+@pytest.mark.timeout(600)
+def test_lm_eval_runs_in_process(request):
+    """Run the tests of the environment that has both forge-jax and the harness."""
+    python = request.config.getoption("--server-python")
+    file = "tests/clients/in_process/test_lm_eval_model.py"
+    command = [python, "-m", "pytest", "--noconftest", "-c", "tests/clients/pytest.ini", file]
+    packages = environment(python)
+    path = os.pathsep.join([*(str(ROOT / part) for part in ("kernels", "serve")), str(ROOT)])
+    packages["PYTHONPATH"] = os.pathsep.join([path, packages["PYTHONPATH"]])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=packages)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
 def guidellm_lines(url: str, body: dict[str, Any]) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment
 
 ROWS = [
     {"id": 1, "prompt": "Once upon a time"},
@@ -18,26 +16,15 @@ ROWS = [
 ]
 
 
-def environment(python: str) -> dict[str, str]:
-    """Return the environment of forge-jax's Python, with this one's Ray behind its packages.
-
-    Ray starts the processes of its actors with the same path.
-    """
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    theirs = subprocess.check_output([python, "-c", code], text=True).strip()
-    ours = sysconfig.get_path("purelib")
-    path = [os.environ.get("PYTHONPATH", ""), theirs, ours]
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "RAY_USAGE_STATS_ENABLED": "0"}
-    return {**os.environ, **more}
-
-
 @pytest.mark.timeout(300)
 def test_ray_data_set_runs_through_an_engine_actor(request, tmp_path):
     python = request.config.getoption("--server-python")
     source, out = tmp_path / "in.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     command = [python, str(ROOT / "examples/ray_batch.py"), str(source), str(out), "forge-tiny"]
-    done = subprocess.run(command, env=environment(python), capture_output=True, text=True)
+    # Ray starts the processes of its actors with the same path.
+    env = {**environment(python), "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for file in Path(out).iterdir() for line in file.read_text().splitlines()]
     found = {row["id"]: row for row in map(json.loads, lines)}

@@ -519,4 +519,4 @@ def test_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
     ],
 )
 def test_example_recognizes_correct_answers(evaluation, text, expected, right):
-    assert evaluation.is_right({"text": text}, expected) is right
+    assert evaluation.is_right(text, expected) is right
