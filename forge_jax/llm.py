@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from forge_jax.config import EngineConfig, Pooling, python_names
 from forge_jax.engine.adapters import Adapters, LoadedAdapter
 from forge_jax.engine.builder import assemble
 from forge_jax.engine.parts import EngineParts
 from forge_jax.errors import RequestError
+from forge_jax.host.progress import progress_bar
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
 from forge_jax.schedule.plan import TokenLogprobs
@@ -302,7 +302,7 @@ class LLM:
     ) -> None:
         unfinished = sum(c.request.params.n for c in collected.values())
         tokens = 0
-        with tqdm(total=len(collected), unit="prompt", disable=not progress) as bar:
+        with progress_bar(total=len(collected), unit="prompt", disable=not progress) as bar:
             while unfinished:
                 for request_id, deltas in self._updates(mailbox):
                     for delta in deltas:

@@ -35,6 +35,7 @@ from forge_jax.checkpoint.readers.floats import QUANTIZED_TENSORS
 from forge_jax.checkpoint.readers.leaf import beside
 from forge_jax.checkpoint.text_side import text_tensors
 from forge_jax.errors import CheckpointError
+from forge_jax.host.progress import progress_bar
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.families.multimodal import TextSide
 from forge_jax.models.plugins import find_architecture
@@ -229,7 +230,7 @@ def _same_values(a: TensorSource, b: TensorSource) -> bool:
 
 
 def _bar(model: Model, progress: bool) -> tqdm:
-    return tqdm(
+    return progress_bar(
         total=model.param_bytes,
         desc="loading weights",
         unit="B",
