@@ -136,10 +136,11 @@ def test_lm_eval_scores_over_http_equal_those_of_transformers(request):
 
 
 @pytest.mark.timeout(600)
-def test_lm_eval_runs_in_process(request):
+@pytest.mark.parametrize("name", ["lm_eval_model", "inspect_provider"])
+def test_evaluations_run_in_process(request, name):
     """Run the tests of the environment that has both forge-jax and the harness."""
     python = request.config.getoption("--server-python")
-    file = "tests/clients/in_process/test_lm_eval_model.py"
+    file = f"tests/clients/in_process/test_{name}.py"
     command = [python, "-m", "pytest", "--noconftest", "-c", "tests/clients/pytest.ini", file]
     packages = environment(python)
     path = os.pathsep.join([*(str(ROOT / part) for part in ("kernels", "serve")), str(ROOT)])

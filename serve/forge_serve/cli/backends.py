@@ -34,6 +34,8 @@ from forge_serve.openai.serializers import ChatSerializer, CompletionSerializer,
 from forge_serve.server.process import load_engine
 from forge_serve.server.service import Service
 
+COMPILING_S = 0.05  # interval between checks that all executables are compiled
+
 Kind = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _REQUESTS = {"chat": ChatRequest, "completions": CompletionRequest}
@@ -75,6 +77,7 @@ class LocalBackend:
         self._numbers = itertools.count()
         self.compiling = False  # at close, in threads that cannot be stopped
         self.model = service.model_name
+        self.tokenizer = service.engine.tokenizer
 
     @classmethod
     def load(cls, engine: EngineConfig, server: ServerConfig) -> LocalBackend:
@@ -113,12 +116,21 @@ class LocalBackend:
         finally:
             generation.close()
 
-    async def _begin(
-        self, kind: Kind, body: dict[str, Any]
-    ) -> tuple[Generation, ResponseSerializer]:
+    async def finish_compiling(self) -> None:
+        """Wait until every executable is compiled, or the engine has failed."""
+        self._start()
+        while self._engine.stats().state == "serving":
+            await asyncio.sleep(COMPILING_S)
+
+    def _start(self) -> None:
         if not self._started:
             self._started = True
             self._engine.start()
+
+    async def _begin(
+        self, kind: Kind, body: dict[str, Any]
+    ) -> tuple[Generation, ResponseSerializer]:
+        self._start()
         return await operations.begin(
             self._service,
             operations.read(self._service, msgspec.json.encode(body), _REQUESTS[kind]),

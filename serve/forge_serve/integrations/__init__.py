@@ -1,0 +1,1 @@
+"""Adapters to other projects. Each imports its project, which forge-jax does not require."""
