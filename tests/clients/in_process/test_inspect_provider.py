@@ -204,6 +204,7 @@ def test_invalid_arguments_become_a_parse_error(arguments):
     assert call.arguments == {} and "weather" in call.parse_error
 
 
+@pytest.mark.timeout(300)
 def test_command_of_the_page_scores_all_questions(tmp_path):
     text = (ROOT / "docs/evaluation.md").read_text()
     [line] = [each for each in text.splitlines() if each.startswith("inspect eval")]

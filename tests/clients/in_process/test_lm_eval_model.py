@@ -52,6 +52,7 @@ def numbers(responses: Any) -> list[Any]:
     return list(chain.from_iterable(flat))
 
 
+@pytest.mark.timeout(300)
 def test_scores_equal_those_of_transformers():
     command = [sys.executable, str(SCORES / "scores.py"), "forge-jax"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -180,6 +181,7 @@ def test_invalid_options_are_named(llm):
         ForgeLM("forge-tiny", device="mps")
 
 
+@pytest.mark.timeout(300)
 def test_harness_command_runs_as_documented(tmp_path):
     text = (ROOT / "docs/evaluation.md").read_text()
     [line] = [each for each in text.splitlines() if "-m forge_jax.integrations.lm_eval" in each]
