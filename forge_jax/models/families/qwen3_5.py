@@ -1,6 +1,7 @@
 """Qwen3.5 (2026), dense and with experts: Qwen3-Next with its projections in other matrices.
 
-Published checkpoints also have a vision tower, see `forge_jax.models.families.multimodal`.
+These are text models saved alone. Published checkpoints also have a vision tower, see
+`forge_jax.models.families.multimodal`.
 """
 
 from functools import partial
@@ -41,7 +42,7 @@ MOE_DEFAULTS = {
 
 
 def _read_dense(config: HFConfig, generation: HFConfig) -> ModelSpec:
-    return hybrid_spec(config, generation, "Qwen3_5ForConditionalGeneration", grouped=False)
+    return hybrid_spec(config, generation, "Qwen3_5ForCausalLM", grouped=False)
 
 
 def _read_moe(config: HFConfig, generation: HFConfig) -> ModelSpec:
@@ -49,7 +50,7 @@ def _read_moe(config: HFConfig, generation: HFConfig) -> ModelSpec:
     return hybrid_spec(
         config.replaced(intermediate_size=inner),  # of no layer
         generation,
-        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
         grouped=False,
         experts=read_experts(
             config,
