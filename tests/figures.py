@@ -19,7 +19,10 @@ TESTS = (
     *("test_parity", "test_families", "test_gguf", "test_quantized", "test_quantized_experts"),
     *("test_quantization", "test_lora_models"),
 )
-PARALLEL = [f"tests/parallel/test_{name}.py" for name in ("tensor_parallel", "parallel_forms")]
+PARALLEL = [
+    f"tests/parallel/test_{name}.py"
+    for name in ("tensor_parallel", "parallel_forms", "parallel_state")
+]
 # By table: the title of its rows, and its columns.
 TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "families": (

@@ -57,14 +57,18 @@ class LatentSpec(ModelSpec):
     def attention_width(self) -> int:
         return self.num_attention_heads * self.cached_dim
 
-    @property
-    def dims_by_head(self) -> dict[str, int]:
-        return {
-            "attention.q.weight": self.qk_head_dim,
-            "attention.key_up": self.qk_nope_head_dim,
-            "attention.value_up": self.v_head_dim,
-            "attention.out.weight": self.v_head_dim,
+    def own_sections(self, leaf: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return how a leaf is split: by query heads, which have different dims in each leaf."""
+        dims = {
+            "attention.q.weight": (-2, self.qk_head_dim),
+            "attention.key_up": (-2, self.qk_nope_head_dim),
+            "attention.value_up": (-2, self.v_head_dim),
+            "attention.out.weight": (-1, self.v_head_dim),
         }
+        if leaf not in dims:
+            return None
+        axis, dim = dims[leaf]
+        return axis, (self.num_attention_heads * dim,)
 
 
 class LatentAttention(ResidualBlock):

@@ -222,9 +222,9 @@ class ModelSpec:
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
 
     @property
-    def dims_by_head(self) -> dict[str, int]:
-        """The rows or columns of a head in a leaf of a layer, where it is not `head_dim`."""
-        return {}
+    def query_parts(self) -> int:
+        """The vectors of a query head in the matrix of queries, keys and values."""
+        return 1
 
     @property
     def sm_scale(self) -> float:
@@ -244,6 +244,24 @@ class ModelSpec:
         """Return the fields of a subclass that tensor parallelism divides, of one shard."""
         del shards
         return {}
+
+    def own_counts(self) -> dict[str, int]:
+        """Return the numbers of a subclass that tensor parallelism divides evenly, by field."""
+        return {}
+
+    def own_sections(self, leaf: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return how tensor parallelism splits a leaf, if a subclass splits it in its own way.
+
+        Args:
+          leaf: of a layer, such as "delta.out.weight".
+
+        Returns:
+          The negative axis to split, and the sizes of the sections along it. Each device has an
+          equal part of every section. None for a leaf that is split as in `Attention`, `MLP` and
+          `Experts`, and for a leaf with another name that every device has whole.
+        """
+        del leaf
+        return None
 
     def projections(self, layer: int) -> str:
         """Return which of queries, keys and values ("qkv") this layer projects."""

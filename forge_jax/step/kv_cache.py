@@ -45,6 +45,7 @@ class KVShape:
         `forge_kernels.attention.kv_storage_dtype`).
       num_slots: sequences that have state at the same time.
       num_pending: W, the largest number of tokens of a verification step; 0 without drafts.
+      without_empty: True if `()` replaces arrays of pending tokens that have no elements.
     """
 
     layouts: tuple[LayerLayout, ...]
@@ -53,6 +54,7 @@ class KVShape:
     storage: np.dtype
     num_slots: int = 1
     num_pending: int = 0
+    without_empty: bool = False
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -67,7 +69,9 @@ class KVShape:
         shape = (self.num_blocks, layout.planes, layout.heads, self.block_size, layout.dim)
         return kv_shape_dtype(shape, self.storage)
 
-    def _state(self, array: StateArray) -> jax.ShapeDtypeStruct:
+    def _state(self, array: StateArray) -> jax.ShapeDtypeStruct | tuple[()]:
+        if self.without_empty and array.pending and not self.num_pending:
+            return ()
         pending = (self.num_pending,) * array.pending
         return jax.ShapeDtypeStruct((self.num_slots + 1, *pending, *array.shape), array.dtype)
 

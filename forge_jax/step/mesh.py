@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -96,9 +97,13 @@ class TensorMesh:
         return _joined(self.leaf(model, name), shards)
 
     def kv_shape(self, shard: KVShape) -> KVShape:
-        """Return the cache shape of all shards. Heads that several shards have count repeatedly."""
+        """Return the cache shape of all shards. Heads that several shards have count repeatedly.
+
+        Empty arrays are omitted, because XLA crashes while it compiles a program with manual
+        sharding that returns an empty array next to others (jaxlib 0.11.2).
+        """
         layouts = tuple(_layout_of_all(layout, self.shards) for layout in shard.layouts)
-        return dataclasses.replace(shard, layouts=layouts)
+        return dataclasses.replace(shard, layouts=layouts, without_empty=True)
 
     def stacks(self, model: Model, lora: LoraShape) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of all adapters' arrays (see `LoraShape.stacks`), of all shards."""
@@ -142,11 +147,12 @@ class TensorMesh:
         """
         leaves = tuple(leaf_spec(model, name) for name in model.names)
         leaves += stack_specs(model) if lora else ()
-        kv_spec = kv_specs(model)
+        kv_spec, layouts = kv_specs(model), cache_layouts(model)
 
-        def of_shard(*args: Any) -> Any:
-            kv, *results = step(*args)
-            return kv, tuple(results)
+        def of_shard(leaves: Any, kv: Any, *rest: Any) -> Any:
+            whole = tuple(map(_with_empty, layouts, kv))
+            new, *results = step(leaves, whole, *rest)
+            return tuple(map(_without_empty, new)), tuple(results)
 
         @functools.wraps(step)
         def on_all(*args: Any) -> Any:
@@ -167,8 +173,32 @@ def kv_specs(model: Model) -> Any:
     """Return the partitions of a model's cache, a prefix of its tree."""
     if model.shards == 1:
         return _WHOLE
-    layouts = find_architecture(model.spec.architecture).cache(shard_spec(model.spec, model.shards))
-    return tuple(map(_layer_spec, layouts))
+    return tuple(map(_layer_spec, cache_layouts(model)))
+
+
+def cache_layouts(model: Model) -> tuple[LayerLayout, ...]:
+    """Return the layouts of the layers' caches on one shard."""
+    return find_architecture(model.spec.architecture).cache(shard_spec(model.spec, model.shards))
+
+
+def _with_empty(layout: LayerLayout, layer: Any) -> Any:
+    """Return a layer's cache on one shard with the empty arrays that its storage omits."""
+    if not isinstance(layout, StateLayout):
+        return layer
+    slots = len(jax.tree.leaves(layer)[0])
+    empty = {
+        array.name: jnp.zeros((slots, 0, *array.shape), array.dtype)
+        for array in layout.arrays
+        if isinstance(layer[array.name], tuple)
+    }
+    return {**layer, **empty}
+
+
+def _without_empty(layer: Any) -> Any:
+    """Return a layer's cache as it is stored, see `TensorMesh.kv_shape`."""
+    if not isinstance(layer, dict):
+        return layer
+    return {name: array if array.size else () for name, array in layer.items()}
 
 
 def _layer_spec(layout: LayerLayout) -> Any:

@@ -13,6 +13,7 @@ This module depends on names and sizes only, not on files or devices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def _uneven(spec: ModelSpec, shards: int) -> list[str]:
     for kv_heads in dict.fromkeys(layer.num_key_value_heads for layer in layers):
         if shards % kv_heads:
             sizes.append(("num_key_value_heads", kv_heads))
-    sizes += _inner_sizes(spec)
+    sizes += [*spec.own_counts().items(), *_inner_sizes(spec)]
     return [f"{name} ({size})" for name, size in sizes if size % shards]
 
 
@@ -216,7 +217,6 @@ def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
 _AXES = {
     **{"attention.qkv.weight": -2, "attention.qkv.bias": -1, "attention.out.weight": -1},
     **{"attention.q_norm.weight": -1, "attention.k_norm.weight": -1},
-    **{"attention.q.weight": -2, "attention.key_up": -2, "attention.value_up": -2},
     **{"mlp.gate_up.weight": -2, "mlp.gate_up.bias": -1, "mlp.down.weight": -1},
     **{"mlp.up.weight": -2, "mlp.up.bias": -1},
     **{"mlp.shared.gate_up.weight": -2, "mlp.shared.down.weight": -1},
@@ -240,14 +240,15 @@ def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
     if experts is not None and experts.whole and leaf in _OF_EXPERTS:
         each = tuple((_split(experts.count, shards, i),) for i in range(shards))
         return _partition(EXPERTS, each)
+    own = spec.own_sections(leaf)
+    if own is not None:
+        axis, sections = own
+        return _partition(axis, tuple(_split_each(sections, shards, i) for i in range(shards)))
     axis = _AXES.get(leaf)
     if axis is None or (leaf.endswith("_norm.weight") and spec.qk_norm == "head"):
         return None
     if leaf.endswith("_norm.weight") and spec.qk_norm == "each_head":
         return _head_norms(leaf, spec, shards)
-    if leaf in spec.dims_by_head:
-        size = spec.num_attention_heads * spec.dims_by_head[leaf]
-        return _partition(axis, tuple((_split(size, shards, i),) for i in range(shards)))
     matrix, inner = leaf.rpartition(".")[0], _inner_size(spec, int(layer))
     if matrix.startswith("mlp.shared.") and experts is not None:
         matrix, inner = matrix.replace(".shared", ""), experts.shared_size
@@ -271,8 +272,9 @@ def _ranges(matrix: str, spec: ModelSpec, inner: int, shards: int, index: int) -
     queries, gates = _split(H * D, shards, index), _split(inner, shards, index)
     match matrix:
         case "attention.qkv":
-            keys, values = (_keys(spec, shards, index, start * D) for start in (H, H + K))
-            return queries, keys, values
+            Q = spec.query_parts * H
+            keys, values = (_keys(spec, shards, index, start * D) for start in (Q, Q + K))
+            return _split(Q * D, shards, index), keys, values
         case "attention.k_norm":
             return (_keys(spec, shards, index),)
         case "mlp.gate_up":
@@ -313,6 +315,14 @@ def _partition(axis: int, parts: tuple[tuple[Range, ...], ...]) -> Partition:
 def _split(size: int, shards: int, index: int, start: int = 0) -> Range:
     part = size // shards
     return start + index * part, start + (index + 1) * part
+
+
+def _split_each(sizes: Sequence[int], shards: int, index: int) -> tuple[Range, ...]:
+    """Return a shard's part of each of several sections, which follow each other."""
+    ends = itertools.accumulate(sizes)
+    return tuple(
+        _split(size, shards, index, end - size) for size, end in zip(sizes, ends, strict=True)
+    )
 
 
 def _keys(spec: ModelSpec, shards: int, index: int, start: int = 0) -> Range:

@@ -290,3 +290,5 @@ def test_mesh_divides_the_named_axis_of_states(made):
         "sum": (4, 64),
         "inputs": (4, 4, 64),
     }
+    without_drafts = mesh.kv_shape(shape_of(folder, num_slots=3, num_pending=0)).layers
+    assert without_drafts[0]["inputs"] == () and without_drafts[0]["sum"].shape == (4, 64)

@@ -24,7 +24,7 @@ from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.grammar import GrammarSpec
 from forge_jax.models import build_model
-from forge_jax.models.kv import element_dtype
+from forge_jax.models.kv import element_dtype, first_paged
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh
 from forge_jax.testing import core_of, drafts_always_pay, failing_steps
@@ -116,7 +116,8 @@ def run(
     if mesh is not None:
         step = mesh.shard_step(model, step)
         kv = jax.device_put(mesh.kv_shape(shape).empty(), mesh.kv(model))
-        parts = {part.data.shape[2] for part in jax.tree.leaves(kv)[0].addressable_shards}
+        paged = jax.tree.leaves(first_paged(kv))[0]
+        parts = {part.data.shape[2] for part in paged.addressable_shards}
         assert parts == {max(1, spec.num_key_value_heads // shards)}
     tokens = np.random.default_rng(0).integers(3, spec.vocab_size, 24).astype(np.int32)
     compiled = jax.jit(step).lower(leaves, kv, tokens[:12], jnp.int32(0)).compile()

@@ -34,8 +34,13 @@ def config(**options):
     return EngineConfig.from_options(backend="cpu", **options)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("shards", [2, 4])
+TWO_KEY_HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # of gated DeltaNet
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [(name, n) for name in FAMILIES for n in (2, 4) if n == 2 or name not in TWO_KEY_HEADS],
+)
 def test_shards_of_a_leaf_form_a_narrower_model(name, shards):
     spec = read_spec(GOLDENS / name)
     check_shards(spec, shards)
@@ -129,6 +134,47 @@ def test_query_shard_has_its_keys_and_values():
     assert (shard.num_attention_heads, shard.num_key_value_heads) == (2, 1)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
+def test_key_head_shard_has_its_value_heads_gates_and_channels(name):
+    spec = read_spec(GOLDENS / name)
+    layer = f"layers.{min(spec.delta_layers)}.delta"
+    K, H, Dk, Dv = spec.delta_heads
+    key, value = np.arange(K), np.arange(H) // (H // K)  # the key head of each head
+    of_keys, of_values = np.repeat(key, Dk), np.repeat(value, Dv)
+    channels = np.concatenate([of_keys, of_keys, of_values])
+    rows, gates = np.concatenate([channels, of_values]), np.concatenate([value, value])
+    if spec.grouped:
+        rows, gates = np.sort(rows), np.sort(gates)
+    expected = {
+        f"{layer}.qkvz.weight": rows[:, None],
+        f"{layer}.ba.weight": gates[:, None],
+        f"{layer}.out.weight": of_values[None],
+        f"{layer}.taps": channels[:, None],
+        f"{layer}.decay": value,
+        f"{layer}.decay_bias": value,
+    }
+    for leaf, heads in expected.items():
+        cut = partition_of(leaf, spec, 2)
+        assert cut is not None
+        for index in range(2):
+            own = cut.shard(heads, index)
+            assert own.size == heads.size // 2
+            assert set(own.flat) == set(range(index * K // 2, (index + 1) * K // 2)), leaf
+    for leaf in (f"{layer}.out_norm", f"{layer}.norm.weight"):
+        assert partition_of(leaf, spec, 2) is None
+
+
+def test_gated_query_shard_has_its_gates():
+    spec = read_spec(GOLDENS / "qwen3_5_text")
+    H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    assert (H, K) == (4, 2)
+    head = np.repeat(np.arange(2 * H + 2 * K), D)[:, None]  # queries and gates, keys, values
+    cut = partition_of("layers.1.attention.qkv.weight", spec, 2)
+    assert cut is not None
+    heads = [cut.shard(head, index)[::D, 0].tolist() for index in range(2)]
+    assert heads == [[0, 1, 2, 3, 8, 10], [4, 5, 6, 7, 9, 11]]
+
+
 def test_gate_shard_has_its_ups():
     spec = read_spec(GOLDENS / "mixtral")
     inner = spec.experts.intermediate_size
@@ -152,6 +198,11 @@ def test_indivisible_vocabulary_is_padded_with_zeros():
         ("llama31", 3, "num_attention_heads (8) and num_key_value_heads (2) and intermediate_size"),
         ("llama2", 8, "num_attention_heads (4) of this model: use --tensor-parallel 1 or 2 or 4"),
         ("mixtral", 5, "num_key_value_heads (2) and the experts' intermediate size (48) of this"),
+        (
+            "qwen3_next",
+            4,
+            "divide linear_num_key_heads (2) of this model: use --tensor-parallel 1 or 2",
+        ),
     ],
 )
 def test_device_count_that_does_not_divide_the_model_is_rejected(name, shards, error):
@@ -159,7 +210,8 @@ def test_device_count_that_does_not_divide_the_model_is_rejected(name, shards, e
     with pytest.raises(ConfigError, match=re.escape(error)) as raised:
         check_shards(spec, shards)
     fit = [int(n) for n in re.findall(r"\d+", str(raised.value).split("use ")[1])]
-    assert fit == [n for n in range(1, 9) if n in (1, 2, 4, spec.num_attention_heads)]
+    possible = (1, 2) if name in TWO_KEY_HEADS else (1, 2, 4, spec.num_attention_heads)
+    assert fit == sorted(set(possible))
     for n in fit:
         check_shards(spec, n)
 

@@ -35,8 +35,9 @@ class Architecture:
       cache: the layout of each layer's cache, for the spec of one shard.
       lora: True if adapters can change the matrices of attention and MLP, as in `Attention` and
         `MLP`.
-      tensor_parallel: True if the decoder can be one shard. Its leaves must have the names and
-        shapes of `Attention`, `MLP`, `Experts` and `Decoder`, which define how they are split.
+      tensor_parallel: True if the decoder can be one shard. Leaves with the names and shapes of
+        `Attention`, `MLP`, `Experts` and `Decoder` are split. `ModelSpec.own_sections` defines how
+        others are.
     """
 
     read_spec: Callable[[HFConfig, HFConfig], ModelSpec]

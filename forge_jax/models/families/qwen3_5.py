@@ -71,7 +71,6 @@ DENSE = Architecture(
     decoder=HybridDecoder,
     cache=hybrid_cache,
     lora=False,
-    tensor_parallel=False,
 )
 MOE = Architecture(
     read_spec=_read_moe,
@@ -82,5 +81,4 @@ MOE = Architecture(
     decoder=HybridDecoder,
     cache=hybrid_cache,
     lora=False,
-    tensor_parallel=False,
 )

@@ -93,7 +93,7 @@ MAX_TAPS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetSpec(ModelSpec):
-    """A decoder with gated DeltaNet in some layers.
+    """A decoder with gated DeltaNet in some layers, and gated attention in the others.
 
     Attributes:
       delta_layers: the layers with gated DeltaNet in place of attention.
@@ -107,6 +107,36 @@ class DeltaNetSpec(ModelSpec):
     delta_heads: Heads
     conv_taps: int
     grouped: bool
+
+    @property
+    def query_parts(self) -> int:
+        return 2  # each head's query is followed by its gate
+
+    def own_sizes_of_shard(self, shards: int) -> dict[str, Any]:
+        keys, values = (n // shards for n in (self.delta_heads.keys, self.delta_heads.values))
+        return {"delta_heads": self.delta_heads._replace(keys=keys, values=values)}
+
+    def own_counts(self) -> dict[str, int]:
+        # The number of value heads is a multiple of it.
+        return {"linear_num_key_heads": self.delta_heads.keys}
+
+    def own_sections(self, leaf: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return how a leaf is split: a device has some key heads and all of their value heads."""
+        heads = self.delta_heads
+        H, keys, inner = heads.values, heads.keys * heads.key_dim, heads.values * heads.value_dim
+        match leaf:
+            case "delta.qkvz.weight":  # if grouped, the rows of each key head are together
+                rows = (keys, keys, inner, inner)
+                return -2, ((sum(rows),) if self.grouped else rows)
+            case "delta.ba.weight":
+                return -2, ((2 * H,) if self.grouped else (H, H))
+            case "delta.out.weight":
+                return -1, (inner,)
+            case "delta.taps":
+                return -2, (keys, keys, inner)
+            case "delta.decay" | "delta.decay_bias":
+                return -1, (H,)
+        return None
 
 
 # ---- config.json -------------------------------------------------------------------------------
@@ -245,7 +275,7 @@ class GatedDeltaNet(ResidualBlock):
         self.qkvz = Linear(matrix(f"{name}.qkvz.weight", self.heads.channels + inner, d))
         self.ba = Linear(matrix(f"{name}.ba.weight", 2 * H, d))
         self.out = Linear(matrix(f"{name}.out.weight", d, inner))
-        self.taps = nnx.Param(jnp.zeros((self.heads.channels, 1, spec.conv_taps), dtype))
+        self.taps = nnx.Param(jnp.zeros((self.heads.channels, spec.conv_taps), dtype))
         self.decay = nnx.Param(jnp.zeros(H, jnp.float32))
         self.decay_bias = nnx.Param(jnp.zeros(H, jnp.float32))
         self.out_norm = nnx.Param(jnp.zeros(self.heads.value_dim, dtype))
@@ -266,7 +296,7 @@ class GatedDeltaNet(ResidualBlock):
             qkv,
             log_decay,
             jax.nn.sigmoid(b),
-            self.taps[...][:, 0],
+            self.taps[...],
             DeltaState(**kv),
             ragged.state_slots,
             ragged.positions,
@@ -334,11 +364,11 @@ def hybrid_cache(spec: ModelSpec) -> tuple[LayerLayout, ...]:
     H, channels = heads.values, heads.channels
     state = StateLayout(
         arrays=(
-            StateArray(name="state", shape=(H, heads.key_dim, heads.value_dim)),
+            StateArray(name="state", shape=(H, heads.key_dim, heads.value_dim), axis=0),
             StateArray(name="base", shape=(), dtype="int32"),
-            StateArray(name="tail", shape=(spec.conv_taps - 1, channels)),
-            StateArray(name="inputs", shape=(channels,), pending=True),
-            StateArray(name="gates", shape=(2, H), pending=True),
+            StateArray(name="tail", shape=(spec.conv_taps - 1, channels), axis=1),
+            StateArray(name="inputs", shape=(channels,), pending=True, axis=0),
+            StateArray(name="gates", shape=(2, H), pending=True, axis=1),
         )
     )
     paged = PagedLayout(heads=spec.num_key_value_heads, dim=spec.head_dim)
@@ -400,5 +430,4 @@ ARCHITECTURE = Architecture(
     decoder=HybridDecoder,
     cache=hybrid_cache,
     lora=False,
-    tensor_parallel=False,
 )

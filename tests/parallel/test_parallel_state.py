@@ -1,0 +1,64 @@
+"""Models with gated DeltaNet on several devices, compared with one and with transformers."""
+
+import pytest
+from test_tensor_parallel import expected_collectives, run_child
+
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_child("logits", "packed", "plain", "drafted", "converted", child="state_child.py")
+
+
+def test_logits_match_one_device(found, figure):
+    assert len(found["logits"]) == 5
+    for name, one in found["logits"].items():
+        if name in ("qwen3_5_text", "qwen3_5_moe_text"):  # on four devices
+            figure("families", name, "devices", one["difference"])
+        assert one["difference"] < 2e-4, (name, one)
+        assert one["scale"] > 1.0 and one["same_choice"] == 1.0, (name, one)
+
+
+def test_step_reduces_twice_per_layer_and_gathers_once(found):
+    mixers = {
+        "qwen3_next": ("delta_out",) * 3 + ("attention_out",),
+        "qwen3_5_text": ("delta_out", "attention_out", "delta_out"),
+        "qwen3_5_moe_text": ("delta_out",) * 3 + ("attention_out",),
+    }
+    ends = {
+        "qwen3_next": ("experts", "down", "experts", "experts"),
+        "qwen3_5_text": ("down",) * 3,
+        "qwen3_5_moe_text": ("experts",) * 4,
+    }
+    for name, one in found["logits"].items():
+        family = name.split(" ")[0]
+        expected = expected_collectives(len(ends[family]), ends=ends[family])
+        for layer, mixer in enumerate(mixers[family]):
+            expected[1 + 2 * layer] = f"all-reduce layer_{layer}/{mixer}"
+        assert one["collectives"] == expected, name
+
+
+def test_matrices_packed_per_shard_are_as_accurate_as_packed_whole(found):
+    if found["packed"] is None:
+        pytest.skip("no CPU kernels on this machine")
+    far_on_one, far_on_several, scale = found["packed"]
+    assert 0.0 < far_on_one < 0.3 * scale and far_on_several < 1.15 * far_on_one
+
+
+def test_engine_without_drafts_preempts_and_recovers(found):
+    plain = found["plain"]
+    assert plain["same"] and plain["preemptions"] and plain["recoveries"] > 2
+    assert plain["steps"] == ["decode[3]", "mixed[32]"]
+
+
+def test_drafts_and_preemption_change_no_bit_of_deterministic_engines(found):
+    assert set(found["drafted"]) == {"qwen3_next", "qwen3_5_text"}
+    for name, one in found["drafted"].items():
+        assert one["same"] and one["same bits"] and one["preemptions"], name
+        assert 0.2 < one["accepted"] < 1.0, name
+    assert found["drafted"]["qwen3_next"]["collectives"] == {"mixed[32]": 10}
+
+
+def test_converted_folders_have_the_models_bits_on_each_device(found):
+    assert found["converted"] == {"split": 33, "of 1": True, "of 2": True}
