@@ -21,7 +21,7 @@ TESTS = (
 )
 PARALLEL = [
     f"tests/parallel/test_{name}.py"
-    for name in ("tensor_parallel", "parallel_forms", "parallel_state")
+    for name in ("tensor_parallel", "parallel_forms", "parallel_families", "parallel_state")
 ]
 # By table: the title of its rows, and its columns.
 TABLES: dict[str, tuple[str, dict[str, str]]] = {

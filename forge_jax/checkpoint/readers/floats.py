@@ -71,8 +71,11 @@ class FloatReader(LeafReader):
         shape = stored.shape
         if experts is not None:
             shape = (experts, shape[0] // experts, *shape[1:])
-        packed = float_packing(self.model, self.name) is not None
-        dtype = self.model.dtype if packed else self.model.leaf(self.name).dtype
+        leaf, dtype = self.model.leaf(self.name), self.model.dtype
+        if float_packing(self.model, self.name) is None:
+            dtype = leaf.dtype
+            if self.partition is None:
+                shape = leaf.shape  # the tensor may have an axis of one element more
         whole = stored.read(shape, dtype)
         yield from float_shards(self.model, self.name, whole, self.partition, indices)
 
