@@ -1,4 +1,4 @@
-"""Families on several devices, compared with transformers: those that no other test compares."""
+"""The families that no other test compares: several devices against transformers."""
 
 import child
 import pytest
