@@ -231,4 +231,6 @@ class WeightFormats:
                 return float_format(self.embedding)
             case "router" | "gate":
                 return PLAIN
+            case "ba" if self.layers is not None:  # gates of states, which are not rounded
+                return float_format("bf16")
         return float_format(self.layers)

@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 INT4_GROUPS = (128, 32, 16)  # columns; the first that divides a matrix is used
 CHUNK = 2**20  # values per thread and call
 NOT_ROUNDED = ("embedding.weight", "head.weight")  # rounding is too coarse for the vocabulary
+# Errors in the decays of gated DeltaNet accumulate over the tokens, and the matrix is small.
+# Published FP8 checkpoints have it in floats, too.
+STATE_GATES = ".delta.ba.weight"
 
 
 def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFormat]:
-    """Return the leaves to round, which are those of every layer except routers, and formats.
+    """Return the leaves to round, which are those of layers except routers and gates, and formats.
 
     Raises:
       UnsupportedModelError: no group size divides a matrix.
     """
     formats = {}
     for leaf, parts in weights.items():
-        if not is_matrix(leaf, parts) or leaf in NOT_ROUNDED or leaf.endswith(ROUTERS):
+        excluded = leaf in NOT_ROUNDED or leaf.endswith((*ROUTERS, STATE_GATES))
+        if excluded or not is_matrix(leaf, parts):
             continue
         name, inputs = parts[0].name, parts[0].columns
         group = None

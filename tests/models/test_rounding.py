@@ -16,7 +16,7 @@ from forge_jax.models.plugins import find_architecture
 from forge_jax.models.weight_map import Tensor
 from forge_jax.research import LoadedModel
 from forge_jax.weights import rounding
-from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.formats import PackedFormat, PlainFormat, WeightFormats
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.rounding import round_matrix, rounded_formats
 from forge_jax.weights.tensors import PLAIN, Scheme
@@ -118,6 +118,20 @@ def test_experts_in_one_tensor_are_rounded_equally(goldens):
         np.testing.assert_array_equal(values, matrix.values.reshape(source.shape))
         scale = model.leaf(f"layers.0.mlp.{leaf}.scale")
         np.testing.assert_array_equal(scale, matrix.scale.reshape(scale.shape))
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [*(WeightFormats(rounded=kind) for kind in KINDS), WeightFormats(layers="int8", head="int8")],
+)
+def test_gates_of_states_are_not_rounded(formats, goldens):
+    spec = read_spec(goldens / "qwen3_5_moe_text")
+    found = set()
+    for leaf, (format, _) in build_model(spec, "bfloat16", formats).matrices.items():
+        in_floats = isinstance(format, PlainFormat) or format == PackedFormat("bf16")
+        if leaf.startswith("layers.") and in_floats:
+            found.add(leaf.split(".", 2)[2])
+    assert found == {"delta.ba.weight", "mlp.router.weight", "mlp.shared.gate.weight"}
 
 
 def test_unroundable_weights_are_named():

@@ -61,4 +61,4 @@ def test_drafts_and_preemption_change_no_bit_of_deterministic_engines(found):
 
 
 def test_converted_folders_have_the_models_bits_on_each_device(found):
-    assert found["converted"] == {"split": 33, "of 1": True, "of 2": True}
+    assert found["converted"] == {"split": 30, "of 1": True, "of 2": True}
