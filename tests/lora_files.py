@@ -26,7 +26,7 @@ def projections(model: Path, names: Sequence[str] = PROJECTIONS) -> list[str]:
     return [
         name.removesuffix(".weight")
         for name in weights_of(model)
-        if name.endswith(ends) and ".experts." not in name
+        if name.endswith(ends) and ".experts." not in name and ".shared_expert" not in name
     ]
 
 

@@ -34,13 +34,14 @@ class Target(NamedTuple):
 def lora_targets(spec: ModelSpec) -> dict[str, Target]:
     """Return the targets by name, in the order of the stacks; matrices of experts are excluded."""
     d, inner = spec.hidden_size, spec.intermediate_size
-    q_rows = spec.num_attention_heads * spec.head_dim
+    heads = spec.num_attention_heads * spec.head_dim
+    q_rows = spec.query_parts * heads
     kv_rows = spec.num_key_value_heads * spec.head_dim
     targets = {
         "q": Target("attention.qkv", 0, q_rows, d),
         "k": Target("attention.qkv", q_rows, kv_rows, d),
         "v": Target("attention.qkv", q_rows + kv_rows, kv_rows, d),
-        "o": Target("attention.out", 0, d, q_rows),
+        "o": Target("attention.out", 0, d, heads),
     }
     if any(spec.experts_of(layer) is None for layer in range(spec.num_hidden_layers)):
         if spec.mlp_gated:

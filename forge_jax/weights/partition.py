@@ -296,7 +296,8 @@ def adapter_partition(target: str, part: str, spec: ModelSpec, shards: int) -> P
     inner = spec.intermediate_size
     match target, part:
         case "q", "b":
-            return _partition(-2, tuple((_split(H * D, shards, i),) for i in each))
+            rows = spec.query_parts * H * D
+            return _partition(-2, tuple((_split(rows, shards, i),) for i in each))
         case (("k" | "v"), "b"):
             return _partition(-2, tuple((_keys(spec, shards, i),) for i in each))
         case (("gate" | "up"), "b"):

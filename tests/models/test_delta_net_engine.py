@@ -8,13 +8,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from lora_files import write_adapter
 
 from forge_jax import LLM, EngineConfig, SamplingParams
+from forge_jax.checkpoint.adapter import check_adapter
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.engine.sizes import Residents
-from forge_jax.errors import ConfigError
+from forge_jax.errors import UnsupportedModelError
 from forge_jax.models import build_model
+from forge_jax.models.lora import LoraShape
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.testing import core_of, drafts_always_pay
 from forge_jax.weights.formats import WeightFormats
@@ -93,9 +96,13 @@ def test_deterministic_logprobs_have_the_same_bits_in_every_batch(model):
     assert alone == together
 
 
-def test_adapters_are_rejected():
-    with pytest.raises(ConfigError, match="LoRA adapters are not supported for Qwen3Next"):
-        build_model(read_spec(GOLDENS / "qwen3_next"), formats=WeightFormats(lora=True))
+def test_adapter_of_gated_delta_net_is_rejected(tmp_path):
+    folder = GOLDENS / "qwen3_5_text"
+    module = "model.layers.0.linear_attn.out_proj"
+    adapter = write_adapter(tmp_path / "adapter", folder, seed=1, modules=[module])
+    model = build_model(read_spec(folder), formats=WeightFormats(lora=True))
+    with pytest.raises(UnsupportedModelError, match=r"linear_attn\.out_proj"):
+        check_adapter(adapter, model, LoraShape(places=1, rank=4))
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

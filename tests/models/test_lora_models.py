@@ -63,9 +63,9 @@ def logits_of(model):
         at, seq = jnp.tile(jnp.arange(LENGTH), seqs), jnp.repeat(jnp.arange(seqs), LENGTH)
         chosen = None if stacks is None else Lora(stacks, places[seq])
         _, hidden = model.forward(
-            leaves, new_kv(model, seqs, BLOCK), ids.reshape(-1), at, seq * BLOCK + at,
-            jnp.arange(seqs)[:, None], jnp.full(seqs, LENGTH), jnp.arange(seqs + 1) * LENGTH,
-            jnp.int32(seqs), lora=chosen,
+            leaves, new_kv(model, seqs, BLOCK, num_slots=seqs), ids.reshape(-1), at,
+            seq * BLOCK + at, jnp.arange(seqs)[:, None], jnp.full(seqs, LENGTH),
+            jnp.arange(seqs + 1) * LENGTH, jnp.int32(seqs), lora=chosen,
         )  # fmt: skip
         return model.logits(leaves, hidden).reshape(seqs, LENGTH, -1)
 
@@ -84,6 +84,7 @@ def logits_of(model):
     [
         *("phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"),
         *("gpt_neox", "phi", "cohere", "starcoder2"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_text"),
     ],
 )
 @pytest.mark.quick_cases(1)

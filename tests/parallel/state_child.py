@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from child import GOLDENS, SHARDS, collectives, compare, run
 from forms_child import as_served, bits
+from lora_files import write_adapter
 from test_delta_net_engine import GREEDY, Oracle
 
 from forge_jax import LLM, SamplingParams
@@ -84,6 +85,20 @@ def scores_of(outputs):
     return [[each.logprob for each in output.outputs[0].logprobs] for output in outputs]
 
 
+def adapted():
+    """Return the tokens of a prompt with an adapter and without, on one device and on four."""
+    folder = GOLDENS / "qwen3_5_text"
+    adapter = write_adapter(Path(tempfile.mkdtemp()) / "adapter", folder, seed=1)
+    prompts, _ = read_golden("qwen3_5_text")
+    found = {}
+    for shards in (1, SHARDS):
+        options = {**OPTIONS, "deterministic": True, "lora": (f"adapter={adapter}",)}
+        with LLM(str(folder), tensor_parallel=shards, **options) as llm:
+            outputs = llm.generate(prompts[:1] * 2, GREEDY, lora=[None, "adapter"])
+            found[shards] = tokens_of(outputs)
+    return found
+
+
 def drafted():
     """Return the results of deterministic engines that verify drafts."""
     return {name: drafted_on(name, shards) for name, shards in SHARDS_OF.items()}
@@ -135,5 +150,5 @@ def converted():
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     assert len(jax.devices()) == SHARDS
-    parts = {each.__name__: each for each in (logits, packed, plain, drafted, converted)}
+    parts = {each.__name__: each for each in (logits, packed, plain, adapted, drafted, converted)}
     print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

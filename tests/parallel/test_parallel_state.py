@@ -8,7 +8,8 @@ pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def found():
-    return run_child("logits", "packed", "plain", "drafted", "converted", child="state_child.py")
+    parts = ("logits", "packed", "plain", "adapted", "drafted", "converted")
+    return run_child(*parts, child="state_child.py")
 
 
 def test_logits_match_one_device(found, figure):
@@ -50,6 +51,11 @@ def test_engine_without_drafts_preempts_and_recovers(found):
     plain = found["plain"]
     assert plain["same"] and plain["preemptions"] and plain["recoveries"] > 2
     assert plain["steps"] == ["decode[3]", "mixed[32]"]
+
+
+def test_adapters_change_the_same_tokens_on_all_devices(found):
+    one, four = found["adapted"]["1"], found["adapted"]["4"]
+    assert one == four and one[0] != one[1]
 
 
 def test_drafts_and_preemption_change_no_bit_of_deterministic_engines(found):

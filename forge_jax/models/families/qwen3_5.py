@@ -70,7 +70,6 @@ DENSE = Architecture(
     weights=hybrid_weights,
     decoder=HybridDecoder,
     cache=hybrid_cache,
-    lora=False,
 )
 MOE = Architecture(
     read_spec=_read_moe,
@@ -80,5 +79,4 @@ MOE = Architecture(
     other_weights=partial(hybrid_weights, experts=FUSED_NAMES),
     decoder=HybridDecoder,
     cache=hybrid_cache,
-    lora=False,
 )

@@ -254,7 +254,8 @@ class GatedAttention(Attention):
         """Return (kv, x plus the attention). x: dtype[T, d]; kv: one layer's."""
         H, D = self.heads, self.head_dim
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x, norm=self.norm, num_rows=ragged.num_tokens)
+            delta = ragged.delta("q", "k", "v")
+            qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_tokens)
             qkv = qkv.reshape(len(x), -1, D)
             q, gate = jnp.split(qkv[:, : 2 * H].reshape(len(x), H, 2 * D), 2, axis=2)
             qkv = self._normed(jnp.concatenate([q, qkv[:, 2 * H :]], axis=1), ragged.axis)
@@ -284,6 +285,7 @@ class GatedDeltaNet(ResidualBlock):
         self, x: jax.Array, kv: StateArrays, ragged: Ragged
     ) -> tuple[StateArrays, jax.Array]:
         """Return (state, x plus the layer's output). x: dtype[T, d]."""
+        ragged = ragged._replace(lora=None)  # adapters change attention and MLPs only
         assert self.norm is not None and ragged.state_slots is not None
         rows = ragged.num_tokens
         with jax.named_scope("delta_in"):
@@ -429,5 +431,4 @@ ARCHITECTURE = Architecture(
     other_weights=partial(hybrid_weights, experts=FUSED_NAMES),
     decoder=HybridDecoder,
     cache=hybrid_cache,
-    lora=False,
 )
