@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from forge_jax.errors import RequestError
 from forge_jax.grammar.spec import GrammarSpec
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+LOGPROBS_MODES: tuple[str, ...] = get_args(LogprobsMode)
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
@@ -69,7 +72,9 @@ class SamplingParams:
 
     The filters apply to the temperature-scaled distribution in this order: top_k, top_p
     (arXiv:1904.09751), min_p (arXiv:2407.01082). `logprobs` describe the model's own distribution,
-    before penalties, bias, temperature and filters.
+    before penalties, bias, temperature and filters, unless `logprobs_mode` is "processed_logprobs".
+    They then describe the distribution that the token was drawn from, and tokens of probability 0
+    are left out. At temperature 0, neither scaling nor filters apply.
 
     Raises:
       RequestError: if a value is out of range. `param` names the field.
@@ -92,6 +97,8 @@ class SamplingParams:
     logprobs: int | None = None
     # The same for each prompt token. The completions API sets it from `echo` and `logprobs`.
     prompt_logprobs: int | None = None
+    # Of the output's logprobs. Prompt logprobs are always raw. The names are vLLM's.
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
@@ -112,6 +119,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 allowed.check(name, value)
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise RequestError(
+                f"logprobs_mode must be {' or '.join(LOGPROBS_MODES)}", param="logprobs_mode"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
@@ -168,6 +179,11 @@ class SamplingParams:
     def needs_host_token(self) -> bool:
         """True if the mask depends on earlier output tokens, which the host must read first."""
         return self.constrained or bool(self.bad_words)
+
+    @property
+    def processed(self) -> bool:
+        """True if logprobs of the processed distribution are requested."""
+        return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
     def held_tokens(self) -> int:

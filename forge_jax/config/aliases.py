@@ -246,7 +246,7 @@ REFUSED: Mapping[str, str] = {
     "max_num_scheduled_tokens": "use --max-num-batched-tokens",
     "max_num_partial_prefills": "see --max-num-batched-tokens and --prefill-chunk-size",
     "max_logprobs": "the limit is fixed: omit this flag",
-    "logprobs_mode": "logprobs are always computed before temperature and penalties",
+    "logprobs_mode": "requests choose: set their field logprobs_mode",
     "logits_processors": "custom code is not loaded: use logit_bias in requests",
     "prefix_caching_hash_algo": "the hash is fixed: omit this flag",
     "runner": "see --pooling",

@@ -15,7 +15,7 @@ from forge_jax.schedule.plan import FED_BACK, ScheduledSequence, StepPlan
 from forge_jax.step.slots import PADDING
 
 # Bits of the header's flags: work that at least one row of the step needs.
-RANDOM, FILTER, BIAS, PENALTIES, MIN_TOKENS, LOGPROBS, MASKS = (1 << i for i in range(7))
+RANDOM, FILTER, BIAS, PENALTIES, MIN_TOKENS, LOGPROBS, MASKS, PROCESSED = (1 << i for i in range(8))
 
 
 class StepInputs(NamedTuple):
@@ -215,6 +215,8 @@ class SlotFlags:
             flags |= PENALTIES
         if params.logprobs is not None:
             flags |= LOGPROBS
+        if params.processed:
+            flags |= PROCESSED
         self._flags[slot] = flags
         self._min_tokens.pop(slot, None)
         if params.held_tokens:

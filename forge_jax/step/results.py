@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,8 +70,10 @@ class _RowLogprobs(NamedTuple):
     top: np.ndarray  # f32[R, 20]
 
     def at(self, row: int, token_id: int, count: int) -> TokenLogprobs:
-        top = zip(self.top_ids[row, :count].tolist(), self.top[row, :count].tolist(), strict=True)
-        return TokenLogprobs(token_id, float(self.chosen[row]), tuple(top), int(self.rank[row]))
+        pairs = zip(self.top_ids[row, :count].tolist(), self.top[row, :count].tolist(), strict=True)
+        # A filter or a mask leaves some tokens out of the processed distribution.
+        top = tuple(pair for pair in pairs if pair[1] > -math.inf)
+        return TokenLogprobs(token_id, float(self.chosen[row]), top, int(self.rank[row]))
 
 
 def _take_pooled(result: SequenceResult, s: ScheduledSequence, pooled: Pooled, row: int) -> None:

@@ -37,7 +37,8 @@ class Column(enum.IntEnum):
     MIN_TOKENS = 9
     BIASED = 10
     PENALIZED = 11
-    STOP_IDS = 12  # and the following columns
+    PROCESSED = 12  # 1 if logprobs are of the processed distribution
+    STOP_IDS = 13  # and the following columns
 
 
 MAX_END_TOKENS = 16  # per model
@@ -111,6 +112,7 @@ def pack_admissions(
         columns[Column.MIN_TOKENS] = p.held_tokens
         columns[Column.BIASED] = bool(p.logit_bias)
         columns[Column.PENALIZED] = p.penalized
+        columns[Column.PROCESSED] = p.processed
         columns[Column.STOP_IDS :] = PADDING
         stop_ids = admission.stop_ids
         columns[Column.STOP_IDS : Column.STOP_IDS + len(stop_ids)] = stop_ids

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Sampler = Literal["xla", "cpu"]
 
+# Flags of steps that change logits before the temperature.
+CHANGE = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS | meta_bits.MASKS
+
 
 class Pooled(NamedTuple):
     """The additional results of a step with `StepShape.pools`."""
@@ -220,61 +223,89 @@ def _sample_rows(
     rows = _Rows(m.row_seq < shape.num_seqs, seq, m.slot[seq], in_seq)
     with jax.named_scope("fault"):
         fault = rows.valid & ~jnp.isfinite(logits).all(axis=1)
-    sampled = _sample(shape, slots, m, batch, rows, logits, masks, sampler, drafts)
+    given = _Given(shape, slots, m, batch, rows, logits, masks)
+    sampled = _sample(given, sampler, drafts)
     sampled = jnp.where(rows.valid & ~fault, sampled, 0)
+    scores = _logprobs(given, sampled)
+    # The scores read the counts that `_feed_back` updates in place.
+    sampled, scores = jax.lax.optimization_barrier((sampled, scores))
     accepted = _count_accepted(shape, m, batch, rows, sampled)
     slots = _feed_back(shape, slots, m, rows, sampled, accepted)
-    scores = _logprobs(shape, m, logits, sampled)
     packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
     return slots, StepOut(packed, *scores)
 
 
-def _sample(
-    shape: StepShape,
-    slots: Slots,
-    m: StepInputs,
-    batch: _Batch,
-    rows: _Rows,
-    logits: jax.Array,
-    masks: jax.Array,
-    sampler: Sampler,
-    drafts: sampling.Drafts | None,
-) -> jax.Array:  # i32[R]
+class _Given(NamedTuple):
+    """Everything that the distributions of a step's rows follow from."""
+
+    shape: StepShape
+    slots: Slots
+    m: StepInputs
+    batch: _Batch
+    rows: _Rows
+    logits: jax.Array  # f32[R, V]
+    masks: jax.Array  # i32[R, mask_width(V)]
+
+    @property
+    def params(self) -> jax.Array:  # i32[R, NUM_COLUMNS]
+        return self.slots.params[self.rows.slot]
+
+    def filters(self) -> dict[str, jax.Array]:
+        """Return temperature and filters of each row, as arguments of `sampling`."""
+        params = self.params
+        return {
+            "temperature": float_column(params, Column.TEMPERATURE),
+            "top_k": params[:, Column.TOP_K],
+            "top_p": float_column(params, Column.TOP_P),
+            "min_p": float_column(params, Column.MIN_P),
+        }
+
+    def changed(self) -> jax.Array:
+        """Return the logits after bias, penalties, min_tokens and masks: f32[R, V]."""
+        m, rows, flags = self.m, self.rows, self.m.header[3]
+        # Drafts before a row are output if they are accepted. Scored tokens belong to the prompt.
+        num_before = jnp.where(m.scoring[rows.seq] > 0, 0, rows.in_seq)
+        num_output = m.num_output[rows.seq] + num_before
+        before = _drafts_before(self.shape, m, self.batch.tokens, num_before)
+        return jax.lax.cond(
+            _has(flags, CHANGE),
+            lambda: _process(
+                self.slots,
+                self.params,
+                rows.slot,
+                num_output,
+                before,
+                self.logits,
+                self.masks,
+                flags,
+            ),
+            lambda: self.logits,
+        )
+
+
+def _sample(given: _Given, sampler: Sampler, drafts: sampling.Drafts | None) -> jax.Array:  # i32[R]
+    m, logits, params = given.m, given.logits, given.params
     flags = m.header[3]
-    params = slots.params[rows.slot]  # [R, NUM_COLUMNS]
-    # Drafts before a row are output if they are accepted. Scored tokens belong to the prompt.
-    num_before = jnp.where(m.scoring[rows.seq] > 0, 0, rows.in_seq)
-    num_output = m.num_output[rows.seq] + num_before
-    before = _drafts_before(shape, m, batch.tokens, num_before)
     sample = partial(
         sampling.sample,
-        temperature=float_column(params, Column.TEMPERATURE),
-        top_k=params[:, Column.TOP_K],
-        top_p=float_column(params, Column.TOP_P),
-        min_p=float_column(params, Column.MIN_P),
+        **given.filters(),
         seed=params[:, :2].view(jnp.uint32),
-        position=batch.positions[m.row_token] + 1,
+        position=given.batch.positions[m.row_token] + 1,
         any_random=_has(flags, meta_bits.RANDOM),
         num_rows=m.header[2],
         drafts=drafts,
         implementation=sampler,
     )
-    change = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS | meta_bits.MASKS
 
     @jax.named_scope("changed")
     def sample_changed() -> jax.Array:
-        changed = jax.lax.cond(
-            _has(flags, change),
-            lambda: _process(slots, params, rows.slot, num_output, before, logits, masks, flags),
-            lambda: logits,
-        )
-        return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
+        return sample(given.changed(), any_filter=_has(flags, meta_bits.FILTER))
 
     if sampler == "cpu":  # traced once: a CPU's start time matters more than a copy of a few rows
         return sample_changed()
     # The common case is separate, because a branch that may change logits copies them.
     return jax.lax.cond(
-        _has(flags, change | meta_bits.FILTER),
+        _has(flags, CHANGE | meta_bits.FILTER),
         sample_changed,
         lambda: sample(logits, any_filter=False),
     )
@@ -318,23 +349,37 @@ def _feed_back(
     return slots._replace(last_token=last_token, counts=counts)
 
 
-def _logprobs(
-    shape: StepShape, m: StepInputs, logits: jax.Array, sampled: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Score each row's target, or its sampled token, if any row needs it. Otherwise return 0."""
+def _logprobs(given: _Given, sampled: jax.Array) -> tuple[jax.Array, ...]:
+    """Score each row's target, or its sampled token, if any row needs it. Otherwise return 0.
+
+    Sampled tokens of sequences with PROCESSED get the logprobs of the distribution that they were
+    drawn from.
+    """
+    m, flags = given.m, given.m.header[3]
     wanted = jnp.where(m.row_target < 0, sampled, m.row_target)
-    num_top = min(MAX_LOGPROBS, logits.shape[1])
+    num_rows, vocab_size = given.logits.shape
+    num_top = min(MAX_LOGPROBS, vocab_size)
+
+    def processed(logits: jax.Array) -> jax.Array:
+        scaled = sampling.processed_logits(
+            given.changed(), sampled, **given.filters(), any_filter=_has(flags, meta_bits.FILTER)
+        )
+        own = (given.params[:, Column.PROCESSED] > 0) & (m.row_target < 0)
+        return jnp.where(own[:, None], scaled, logits)
 
     def logprobs(logits: jax.Array):
-        return sampling.token_logprobs(logits, wanted, num_top)
+        scored = jax.lax.cond(
+            _has(flags, meta_bits.PROCESSED), processed, lambda logits: logits, logits
+        )
+        return sampling.token_logprobs(scored, wanted, num_top)
 
-    def nothing(logits: jax.Array):
-        top = (shape.num_rows, num_top)
-        rank = jnp.zeros(shape.num_rows, jnp.int32)
-        return jnp.zeros(shape.num_rows), rank, jnp.zeros(top, jnp.int32), jnp.zeros(top)
+    def nothing(_: jax.Array):
+        top = (num_rows, num_top)
+        rank = jnp.zeros(num_rows, jnp.int32)
+        return jnp.zeros(num_rows), rank, jnp.zeros(top, jnp.int32), jnp.zeros(top)
 
     with jax.named_scope("logprobs"):
-        return jax.lax.cond(_has(m.header[3], meta_bits.LOGPROBS), logprobs, nothing, logits)
+        return jax.lax.cond(_has(flags, meta_bits.LOGPROBS), logprobs, nothing, given.logits)
 
 
 def _drafts(

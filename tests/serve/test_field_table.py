@@ -64,6 +64,7 @@ IN_COMPLETIONS: dict[str, Any] = {
     "no_stop_trim": True,
     "prompt_logprobs": 1,
     "logprob_token_ids": [5],
+    "logprobs_mode": "processed_logprobs",
     "allowed_token_ids": [5, 6],
     "bad_words": ["dog"],
     "suffix": "the end",

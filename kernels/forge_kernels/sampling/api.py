@@ -105,6 +105,43 @@ def filter_threshold(
     return jnp.maximum(from_order_key(jnp.maximum(by_k, by_p)), by_min_p)
 
 
+def processed_logits(
+    logits: jax.Array,
+    sampled: jax.Array,
+    *,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    any_filter: jax.Array | bool = True,
+) -> jax.Array:
+    """Return logits of the distribution that `sample` draws from: scaled, and -inf if filtered.
+
+    Rows at temperature 0 are neither scaled nor filtered, because their token is the argmax.
+
+    Args:
+      logits: f32[R, V], after penalties and bias.
+      sampled: i32[R], the token of each row. It is never filtered: another implementation of
+        `sample` may have rounded the threshold differently.
+      temperature, top_p, min_p: f32[R].
+      top_k: i32[R].
+      any_filter: bool[], false if no row has a filter.
+
+    Returns:
+      f32[R, V].
+    """
+    random = temperature > 0
+    scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
+
+    def find() -> jax.Array:
+        return filter_threshold(scaled, top_k=top_k, top_p=top_p, min_p=min_p)
+
+    lowest = where_needed(any_filter, find, jnp.full(temperature.shape, -jnp.inf, jnp.float32))
+    own = jnp.take_along_axis(scaled, sampled[:, None], axis=1)[:, 0]
+    lowest = jnp.where(random, jnp.minimum(lowest, own), -jnp.inf)
+    return jnp.where(scaled >= lowest[:, None], scaled, -jnp.inf)
+
+
 def sample(  # noqa: PLR0913
     logits: jax.Array,
     *,

@@ -18,7 +18,7 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.host.files import short_repr
-from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, SamplingParams
+from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, LogprobsMode, SamplingParams
 from forge_serve.openai.structured import FIELD_SCHEMAS, asks_for_something, demand
 from forge_serve.openai.tools import CHOICE_SCHEMA, TOOL_SCHEMA, ToolChoice, tool_choice
 from forge_serve.openapi.schema import (
@@ -53,6 +53,7 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "logprobs_mode",
     "stop_token_ids",
     "allowed_token_ids",
     "bad_words",
@@ -235,6 +236,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         int | None,
         rule("Cannot be combined with `stream: true`.", limits=up_to("logprobs")),
     ] = None
+    logprobs_mode: LogprobsMode | None = None  # of the output; prompt logprobs are raw
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # applies to the logprobs
     stream: bool | None = None
