@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
     from forge_jax.schedule.plan import TokenLogprobs
     from forge_jax.schedule.request import FinishReason
+    from forge_jax.scoring import ScoreOptions, score
     from forge_jax.speculate.speculator import SpeculationStats
 
 __version__ = "0.1.0"  # The only definition: pyproject.toml reads it from here.
@@ -85,6 +86,7 @@ _MODULES = {
     "forge_jax.sampling_params": ("SamplingParams",),
     "forge_jax.schedule.plan": ("TokenLogprobs",),
     "forge_jax.schedule.request": ("FinishReason",),
+    "forge_jax.scoring": ("ScoreOptions", "score"),
     "forge_jax.speculate.speculator": ("SpeculationStats",),
     "forge_jax.engine.async_engine": ("EngineStats",),
     "forge_jax.engine.streams": ("QueueLimits", "Stream"),
@@ -122,6 +124,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOptions",
     "SpeculationConfig",
     "SpeculationStats",
     "StepError",
@@ -135,6 +138,7 @@ __all__ = [
     "logits",
     "new_kv",
     "register",
+    "score",
 ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,13 +16,18 @@ from forge_jax.config import EngineConfig, Pooling, python_names
 from forge_jax.engine.adapters import Adapters, LoadedAdapter
 from forge_jax.engine.builder import assemble
 from forge_jax.engine.parts import EngineParts
-from forge_jax.errors import RequestError
+from forge_jax.errors import ModelError, RequestError
 from forge_jax.host.progress import progress_bar
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.pooled import normalized, stacked
 from forge_jax.schedule.request import LoraRef, Request, TokenIds
+
+if TYPE_CHECKING:
+    from forge_jax.engine.weights import EngineWeights
+    from forge_jax.models import Leaves, Model
+    from forge_jax.scoring import ScoreOptions
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
@@ -109,6 +114,34 @@ class LLM:
     def chat_template(self) -> Any:
         """The `ChatTemplate` of the model; None if it has no tokenizer."""
         return self._parts.chat_template
+
+    # ---- weights, for training -------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        """The architecture, for `forge_jax.score` and other pure functions."""
+        return self._weights.model
+
+    @property
+    def leaves(self) -> Leaves:
+        """The current weights on the device, in the order of `model.names`."""
+        return self._weights.leaves
+
+    @property
+    def score_options(self) -> ScoreOptions:
+        """The options with which `forge_jax.score` returns this engine's bits.
+
+        Raises:
+          ModelError: if the engine is not deterministic.
+        """
+        return self._weights.score_options
+
+    @property
+    def _weights(self) -> EngineWeights:
+        weights = self._parts.weights
+        if weights is None:
+            raise ModelError("this engine runs on a fake device, which has no weights")
+        return weights
 
     # ---- LoRA adapters ---------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ CONTENTS = {
     "Research": [
         "python",
         "interpretability",
+        "rollouts",
         "site/api",
         "engine",
         "continuous-batching",

@@ -38,6 +38,7 @@ from forge_jax.engine.draft import Draft
 from forge_jax.engine.fingerprint import system_fingerprint
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small, max_drafts
+from forge_jax.engine.weights import EngineWeights
 from forge_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -176,6 +177,7 @@ def assemble(
         pooler=runner,
         adapters=adapters,
         steps=runner,
+        weights=EngineWeights(runner),
         startup=startup,
         system_fingerprint=fingerprint,
         architecture=design.spec.architecture,

@@ -37,7 +37,7 @@ from forge_jax.engine.lifecycle import Lifecycle
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.preparation import Preparation
 from forge_jax.engine.streams import QueueLimits, last_deltas, samples_of
-from forge_jax.errors import EngineError, ForgeError
+from forge_jax.errors import EngineError, ForgeError, ModelError
 from forge_jax.host import supervise
 from forge_jax.host.panics import is_panic
 from forge_jax.sampling_params import SamplingParams
@@ -47,6 +47,9 @@ from forge_jax.telemetry.spans import span
 from forge_jax.telemetry.startup import StartupTimes
 
 if TYPE_CHECKING:
+    from forge_jax.engine.weights import EngineWeights
+    from forge_jax.models import Leaves, Model
+    from forge_jax.scoring import ScoreOptions
     from forge_jax.step.executables import BackgroundCompile
     from forge_jax.telemetry.trace_recorder import Recorder
 
@@ -252,6 +255,32 @@ class Engine(AsyncEngine):
     def _add(self, request: Request) -> None:
         self._thread.check_alive()
         self._preparation.submit(request)
+
+    @property
+    def model(self) -> Model:
+        """The architecture, for `forge_jax.score` and other pure functions."""
+        return self._weights.model
+
+    @property
+    def leaves(self) -> Leaves:
+        """The current weights on the device, in the order of `model.names`."""
+        return self._weights.leaves
+
+    @property
+    def score_options(self) -> ScoreOptions:
+        """The options with which `forge_jax.score` returns this engine's bits.
+
+        Raises:
+          ModelError: if the engine is not deterministic.
+        """
+        return self._weights.score_options
+
+    @property
+    def _weights(self) -> EngineWeights:
+        weights = self._parts.weights
+        if weights is None:
+            raise ModelError("this engine runs on a fake device, which has no weights")
+        return weights
 
     def _capture(self) -> Capture:
         return self._core.watcher.capture()

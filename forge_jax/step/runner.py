@@ -87,6 +87,11 @@ class Runner:
         return step_limits(self._ready)
 
     @property
+    def leaves(self) -> tuple[jax.Array, ...]:
+        """The weights, without the LoRA adapters."""
+        return self.state.weights
+
+    @property
     def resident_bytes(self) -> int:
         return self._builder.resident_bytes
 

@@ -44,11 +44,16 @@ class StepState:
         self._num_weights = len(leaves)
         self.leaves = (*leaves, *stacks)
 
+    @property
+    def weights(self) -> tuple[jax.Array, ...]:
+        """The weights without the adapters."""
+        return self.leaves[: self._num_weights]
+
     def set_adapter(self, place: int, adapter: tuple[Any, ...]) -> None:
         """Write a LoRA adapter to its slot. If it raises, the adapters are unchanged."""
-        weights, stacks = self.leaves[: self._num_weights], self.leaves[self._num_weights :]
+        stacks = self.leaves[self._num_weights :]
         new = self.compiled["set_adapter"](stacks, np.int32(place), adapter)
-        self.leaves = (*weights, *jax.block_until_ready(new))
+        self.leaves = (*self.weights, *jax.block_until_ready(new))
 
     def new_sums(self) -> None:
         zeros = np.zeros(self._builder.sums.shape, np.float32)

@@ -1,0 +1,340 @@
+"""`score`: log-probabilities of given tokens, with the bits of the deterministic tier.
+
+    llm = LLM("forge-tiny", deterministic=True)
+    score = jax.jit(partial(forge_jax.score, llm.model, options=llm.score_options))
+    logprobs = score(llm.leaves, tokens, lengths)
+
+A trainer recomputes the log-probabilities of the tokens that an engine has sampled. `score` runs
+the engine's operations in the engine's shapes, so the results are equal bit by bit, and the ratio
+of the two probabilities is exactly 1.
+"""
+
+# JAX's annotations are partially unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from forge_jax.errors import ModelError
+from forge_jax.models import KV, Leaves, Model
+from forge_jax.models.kv import first_paged
+from forge_jax.step.kv_cache import KVShape, kv_shape
+from forge_jax.step.placement import Placement
+from forge_kernels import sampling
+from forge_kernels.attention import Implementation
+from forge_kernels.embed import embed
+
+if TYPE_CHECKING:
+    from forge_jax.research import LoadedModel
+    from forge_jax.step.options import CompilerOptions, RunnerOptions
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """The shapes and choices of `score`, which determine its bits.
+
+    `LLM.score_options` and `Engine.score_options` return those of an engine.
+
+    Attributes:
+      num_tokens: T, tokens per step.
+      num_seqs: S, the most sequences of a step.
+      num_rows: R, rows of logits that are computed together.
+      kv: the KV cache of one shard. Its number of blocks is not used.
+      max_blocks: blocks of the longest sequence.
+      placement: the device, or the mesh that shares the model.
+      implementation: of attention.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_rows: int
+    kv: KVShape
+    max_blocks: int
+    placement: Placement
+    implementation: Implementation = "auto"
+    # Pass it to `jax.jit` as `compiler_options`. Empty on a CPU.
+    compiler_options: CompilerOptions = dataclasses.field(
+        default_factory=dict[str, str | bool | int], compare=False
+    )
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_blocks * self.kv.block_size
+
+    @classmethod
+    def of_engine(cls, options: RunnerOptions) -> ScoreOptions:
+        """Return the options of an engine's largest step.
+
+        Raises:
+          ModelError: if the engine is not deterministic, because its bits depend on the schedule.
+        """
+        if not options.deterministic:
+            raise ModelError(
+                "score_options: the engine's log-probabilities depend on the schedule: "
+                "create it with deterministic=True"
+            )
+        shape = options.shapes[-1]
+        return cls(
+            num_tokens=shape.num_tokens,
+            num_seqs=shape.num_seqs,
+            num_rows=shape.num_rows,
+            kv=options.kv_shape,
+            max_blocks=options.max_blocks,
+            placement=options.placement,
+            implementation=options.implementation,
+            compiler_options=options.compiler_options,
+        )
+
+    @classmethod
+    def default(cls, model: Model, max_len: int) -> ScoreOptions:
+        """Return options for sequences of up to `max_len` tokens, without an engine."""
+        device = jax.devices()[0]
+        num_tokens, block_size = (64 if device.platform == "cpu" else 256), 16
+        shape = kv_shape(
+            model.spec,
+            num_blocks=1,
+            block_size=block_size,
+            dtype=model.dtype,
+            platform=device.platform,
+        )
+        return cls(
+            num_tokens=num_tokens,
+            num_seqs=num_tokens,
+            num_rows=64,
+            kv=shape,
+            max_blocks=-(-max_len // block_size),
+            placement=Placement(device),
+        )
+
+
+def score(
+    model: LoadedModel | Model,
+    leaves: Leaves,
+    tokens: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    temperature: jax.Array | float | None = None,
+    options: ScoreOptions | None = None,
+) -> jax.Array:
+    """Return the log-probability of each token, given the tokens before it.
+
+    Pure and jittable. With the options of a deterministic engine and equal weights, the jitted
+    function returns the bits of the logprobs that the engine returns for these tokens.
+    The gradient with respect to `leaves` is that of a dense forward pass in plain XLA
+    (`implementation="reference"`). It requires weights that are plain floats.
+
+    Args:
+      model: the architecture. Its own weights are ignored in favor of `leaves`.
+      leaves: the weights, for example `LLM.leaves`.
+      tokens: i32[T] or i32[B, T], padded at the end with any token.
+      lengths: i32[] or i32[B], tokens of each sequence without padding. Default: T.
+      temperature: f32[] or f32[B], above 0. The result then equals the logprobs of
+        `logprobs_mode="processed_logprobs"` with this temperature and no filters. Default: raw.
+      options: shapes and kernels. Default: those of this device, which no engine need share.
+
+    Returns:
+      f32 of the shape of `tokens`: 0 for the first token and for padding.
+
+    Raises:
+      ValueError: `tokens` has another rank, or more tokens than `options.max_len`.
+      ModelError: a gradient is requested with respect to quantized or packed weights.
+    """
+    built = model if isinstance(model, Model) else model.model
+    if tokens.ndim not in (1, 2):
+        raise ValueError(f"tokens must be i32[T] or i32[B, T], not of shape {tokens.shape}")
+    if options is None:
+        options = ScoreOptions.default(built, tokens.shape[-1])
+    rows = jnp.atleast_2d(tokens).astype(jnp.int32)
+    batch, longest = rows.shape
+    if longest > options.max_len:
+        raise ValueError(
+            f"tokens: {longest} per sequence, but the options allow {options.max_len}: "
+            "raise max_model_len"
+        )
+    lengths = jnp.broadcast_to(longest if lengths is None else lengths, (batch,))
+    scale = jnp.broadcast_to(1.0 if temperature is None else temperature, (batch,))
+    # Division by a constant would become a multiplication, which rounds differently.
+    scale = jax.lax.optimization_barrier(scale.astype(jnp.float32))
+    scores: Any = _scores(built, options, leaves, rows, scale)
+    place = jnp.arange(longest)[None]
+    scores = jnp.where((place > 0) & (place < lengths[:, None]), scores, 0.0)
+    return scores.reshape(tokens.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores(
+    model: Model,
+    options: ScoreOptions,
+    leaves: Leaves,
+    tokens: jax.Array,  # i32[B, T]
+    temperature: jax.Array,  # f32[B]
+) -> jax.Array:  # f32[B, T], with any value for the first token
+    """Score sequences in steps, as many at once as one step has room for."""
+    batch, longest = tokens.shape
+    together = max(1, min(options.num_tokens // longest, options.num_seqs, batch))
+    groups = -(-batch // together)
+    padding = groups * together - batch
+    tokens = jnp.pad(tokens, ((0, padding), (0, 0)))
+    temperature = jnp.pad(temperature, (0, padding), constant_values=1.0)
+    grouped = tokens.reshape(groups, together, longest)
+    step = options.placement.shard_step(model, partial(_step, model, options, longest))
+    num_chunks = -(-longest // options.num_tokens)
+
+    def of_group(kv: KV, group: tuple[jax.Array, jax.Array]) -> tuple[KV, jax.Array]:
+        def of_chunk(kv: KV, chunk: jax.Array) -> tuple[KV, jax.Array]:
+            kv, scores = step(leaves, kv, *group, chunk)
+            return kv, scores
+
+        kv, scores = jax.lax.scan(of_chunk, kv, jnp.arange(num_chunks))
+        return kv, scores
+
+    blocks = together * -(-longest // options.kv.block_size)
+    whole = options.placement.whole_kv(
+        model, dataclasses.replace(options.kv, num_blocks=blocks, num_slots=options.num_seqs)
+    )
+    _, scores = jax.lax.scan(
+        of_group, whole.empty(), (grouped, temperature.reshape(groups, together))
+    )
+    # [groups, chunks, T]: the rows of several sequences, or chunks of one.
+    scores = scores.reshape(groups, -1)[:, : together * longest]
+    scores = scores.reshape(groups * together, longest)[:batch]
+    return jnp.roll(scores, 1, axis=1)  # a row scores the token after its own
+
+
+def _step(
+    model: Model,
+    options: ScoreOptions,
+    longest: int,
+    leaves: Leaves,
+    kv: KV,
+    tokens: jax.Array,  # i32[n, longest]
+    temperature: jax.Array,  # f32[n]
+    chunk: jax.Array,  # i32[]
+) -> tuple[KV, jax.Array]:
+    """Compute a chunk of each sequence as the engine does. Return (kv, f32[T])."""
+    n, size, most = len(tokens), options.num_tokens, options.num_seqs
+    block_size = options.kv.block_size
+    q_len = jnp.minimum(longest - chunk * size, size) if n == 1 else jnp.int32(longest)
+    index = jnp.arange(size)
+    seq = jnp.minimum(index // q_len, n - 1)
+    exists = index < n * q_len
+    positions = jnp.where(exists, chunk * size + index - seq * q_len, 0)
+    after = jnp.minimum(positions + 1, longest - 1)
+    of_seq = -(-longest // block_size)
+    tables = jnp.arange(n)[:, None] * of_seq + jnp.arange(of_seq)[None]
+    tables = jnp.pad(tables, ((0, most - n), (0, options.max_blocks - of_seq)))
+    num_kv = first_paged(kv).shape[0] * block_size
+    slot_mapping = tables[seq, positions // block_size] * block_size + positions % block_size
+    slot_mapping = jnp.where(exists, slot_mapping, num_kv)
+    runs = jnp.arange(most) < n
+    kv, hidden = model.forward(
+        leaves,
+        kv,
+        jnp.where(exists, tokens[seq, positions], 0),
+        positions,
+        jax.lax.optimization_barrier(slot_mapping),
+        tables,
+        jnp.where(runs, chunk * size + q_len, 0),
+        jnp.minimum(jnp.arange(most + 1), n) * q_len,
+        jnp.int32(n),
+        implementation=options.implementation,
+        max_q_len=size,
+        uniform=True,
+        state_slots=jnp.arange(most, dtype=jnp.int32),
+    )
+    groups = -(-size // options.num_rows)
+    row = jnp.minimum(jnp.arange(groups * options.num_rows), size - 1)
+
+    def of_rows(row: jax.Array) -> jax.Array:
+        rows = model.logits(leaves, embed(hidden, row), jnp.int32(options.num_rows))
+        return _logprobs(rows, tokens[seq[row], after[row]], temperature[seq[row]])
+
+    scores = jax.lax.map(of_rows, row.reshape(groups, options.num_rows))
+    return kv, scores.reshape(-1)[:size]
+
+
+def _logprobs(
+    logits: jax.Array,  # f32[R, V]
+    wanted: jax.Array,  # i32[R]
+    temperature: jax.Array,  # f32[R]
+) -> jax.Array:  # f32[R]
+    scaled = logits / temperature[:, None]
+    return sampling.token_logprobs(scaled, wanted, 1)[0]
+
+
+def _scores_forward(
+    model: Model,
+    options: ScoreOptions,
+    leaves: Leaves,
+    tokens: jax.Array,
+    temperature: jax.Array,
+) -> tuple[jax.Array, Any]:
+    if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves) or model.formats:
+        raise ModelError(
+            f"score: gradients require plain float weights, but some are {sorted(model.formats)}: "
+            'use dtype="float32" or kernels="xla", and gguf_weights="decoded"'
+        )
+    return _scores(model, options, leaves, tokens, temperature), (leaves, tokens, temperature)
+
+
+def _scores_backward(
+    model: Model, options: ScoreOptions, saved: Any, cotangent: jax.Array
+) -> tuple[Any, None, jax.Array]:
+    leaves, tokens, temperature = saved
+    dense = partial(_dense_scores, model, options, tokens)
+    _, pull = jax.vjp(dense, leaves, temperature)
+    to_leaves, to_temperature = pull(cotangent)
+    return to_leaves, None, to_temperature
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _dense_scores(
+    model: Model,
+    options: ScoreOptions,
+    tokens: jax.Array,  # i32[B, T]
+    leaves: Leaves,
+    temperature: jax.Array,  # f32[B]
+) -> jax.Array:  # f32[B, T]
+    """Score all sequences in one differentiable step. Equal to `_scores` up to rounding."""
+    batch, longest = tokens.shape
+    block_size = options.kv.block_size
+    blocks = -(-longest // block_size)
+    shape = kv_shape(
+        model.spec,
+        num_blocks=batch * blocks,
+        block_size=block_size,
+        dtype=jnp.float32,
+        platform=options.placement.device.platform,
+        num_slots=batch,
+    )
+    tables = jnp.arange(batch * blocks).reshape(batch, blocks)
+    position = jnp.arange(longest)
+    slot_mapping = tables[:, position // block_size] * block_size + (position % block_size)[None]
+    _, hidden = model.forward(
+        leaves,
+        shape.empty(),
+        tokens.reshape(-1),
+        jnp.tile(position, batch),
+        slot_mapping.reshape(-1),
+        tables,
+        jnp.full(batch, longest),
+        jnp.arange(batch + 1) * longest,
+        jnp.int32(batch),
+        implementation="reference",
+    )
+    logits = model.logits(leaves, hidden).reshape(batch, longest, -1)
+    logprobs = jax.nn.log_softmax(logits / temperature[:, None, None])
+    after = jnp.roll(tokens, -1, axis=1)
+    scores = jnp.take_along_axis(logprobs, after[:, :, None], axis=2)[:, :, 0]
+    return jnp.roll(scores, 1, axis=1)
