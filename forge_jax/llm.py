@@ -16,6 +16,7 @@ from forge_jax.config import EngineConfig, Pooling, python_names
 from forge_jax.engine.adapters import Adapters, LoadedAdapter
 from forge_jax.engine.builder import assemble
 from forge_jax.engine.parts import EngineParts
+from forge_jax.engine.validation import check_in_flight, versioned
 from forge_jax.errors import ModelError, RequestError
 from forge_jax.host.progress import progress_bar
 from forge_jax.sampling_params import SamplingParams
@@ -25,7 +26,8 @@ from forge_jax.schedule.pooled import normalized, stacked
 from forge_jax.schedule.request import LoraRef, Request, TokenIds
 
 if TYPE_CHECKING:
-    from forge_jax.engine.weights import EngineWeights
+    from forge_jax.engine.validation import InFlightRequests
+    from forge_jax.engine.weights import EngineWeights, NewWeights
     from forge_jax.models import Leaves, Model
     from forge_jax.scoring import ScoreOptions
 
@@ -104,7 +106,7 @@ class LLM:
     @property
     def system_fingerprint(self) -> str | None:
         """Hash of everything that determines the logits' bits; None unless `deterministic=True`."""
-        return self._parts.system_fingerprint
+        return versioned(self._parts.system_fingerprint, self.weight_version)
 
     @property
     def tokenizer(self) -> Any:
@@ -135,6 +137,44 @@ class LLM:
           ModelError: if the engine is not deterministic.
         """
         return self._weights.score_options
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the current weights; 0 until `update_weights`."""
+        return self._core.weight_version
+
+    def update_weights(
+        self,
+        weights: NewWeights,
+        version: int | None = None,
+        *,
+        in_flight: InFlightRequests = "keep",
+    ) -> None:
+        """Replace the weights between two steps, without compiling anything.
+
+        The arrays are copied. The prefix cache is emptied, and LoRA adapters stay. Tokens carry the
+        version of the weights that they were sampled with: see `Completion.weight_versions`.
+
+        Args:
+          weights: the leaves in the order of `model.names`, or a mapping of arrays by name. Names
+            are those of `model.names`, with floats as in an unpacked model, or those of the
+            checkpoint. Arrays in a mapping are cast and packed as in loading.
+          version: of the new weights, above the current one. Default: the next number.
+          in_flight: "keep" continues unfinished requests with the new weights, after computing
+            the keys and values of their tokens again. "restart" drops their output and starts them
+            again with the same seeds. "abort" ends them.
+
+        Raises:
+          ModelError: if a leaf or tensor is missing or unknown, or has the wrong shape or type.
+            Nothing has changed then.
+          RequestError: if `version` or `in_flight` is invalid.
+        """
+        with python_names():
+            check_in_flight(in_flight)
+            leaves = self._weights.prepare(weights)
+            self._between_steps(
+                lambda: self._weights.update(self._core, leaves, version, in_flight)
+            )
 
     @property
     def _weights(self) -> EngineWeights:
@@ -482,6 +522,7 @@ class _Sample:
     text: list[str] = field(default_factory=list[str])
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    versions: dict[int, int] = field(default_factory=dict[int, int])  # tokens by weight version
     last: Delta | None = None
 
 
@@ -496,12 +537,17 @@ class _Collected:
 
     def take(self, delta: Delta) -> bool:
         """Add a delta. Return True once the request is complete."""
+        if delta.restarted:
+            self._samples[delta.index] = _Sample()
         sample = self._samples[delta.index]
+        if delta.token_ids:
+            version = delta.weight_version
+            sample.versions[version] = sample.versions.get(version, 0) + len(delta.token_ids)
         sample.text.append(delta.text)
         sample.token_ids.extend(delta.token_ids)
         sample.logprobs.extend(delta.logprobs or ())
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = (self._prompt_logprobs or ()) + delta.prompt_logprobs
+            self._prompt_logprobs = delta.prompt_logprobs
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         if delta.finish_reason is not None:
             sample.last = delta
@@ -533,6 +579,7 @@ class _Collected:
                     error=s.last.error,
                     num_draft_tokens=s.last.num_draft_tokens,
                     num_accepted_tokens=s.last.num_accepted_tokens,
+                    weight_versions=tuple(s.versions.items()),
                 )
             )
         return RequestOutput(

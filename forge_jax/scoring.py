@@ -5,8 +5,8 @@
     logprobs = score(llm.leaves, tokens, lengths)
 
 A trainer recomputes the log-probabilities of the tokens that an engine has sampled. `score` runs
-the engine's operations in the engine's shapes, so the results are equal bit by bit, and the ratio
-of the two probabilities is exactly 1.
+the engine's operations in the engine's shapes, so the results are equal bit by bit. The ratio of
+the two probabilities is then exactly 1.
 """
 
 # JAX's annotations are partially unknown.
@@ -127,8 +127,8 @@ def score(
 ) -> jax.Array:
     """Return the log-probability of each token, given the tokens before it.
 
-    Pure and jittable. With the options of a deterministic engine and equal weights, the jitted
-    function returns the bits of the logprobs that the engine returns for these tokens.
+    Pure and jittable. With the options and weights of a deterministic engine, the jitted function
+    returns the bits of the engine's logprobs for these tokens.
     The gradient with respect to `leaves` is that of a dense forward pass in plain XLA
     (`implementation="reference"`). It requires weights that are plain floats.
 
@@ -139,7 +139,8 @@ def score(
       lengths: i32[] or i32[B], tokens of each sequence without padding. Default: T.
       temperature: f32[] or f32[B], above 0. The result then equals the logprobs of
         `logprobs_mode="processed_logprobs"` with this temperature and no filters. Default: raw.
-      options: shapes and kernels. Default: those of this device, which no engine need share.
+      options: shapes and kernels. Default: suitable ones for this device, which
+        need not be an engine's.
 
     Returns:
       f32 of the shape of `tokens`: 0 for the first token and for padding.

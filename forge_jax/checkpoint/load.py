@@ -43,7 +43,7 @@ from forge_jax.models.weight_map import Tensor, WeightMap
 from forge_jax.weights.formats import tensors_by_piece
 from forge_jax.weights.partition import BESIDE
 from forge_jax.weights.quantized import module_of
-from forge_jax.weights.stored import TensorSource, shorter
+from forge_jax.weights.stored import ArrayTensor, TensorSource, shorter
 from forge_kernels import cpu
 from forge_kernels.linear.files import PackedInFiles, PlainInFiles, ShortFileError, read_files
 
@@ -80,10 +80,22 @@ def check_weights(model: Model, folder: Path) -> Checked:
     record = read_record(folder)
     if record is not None:
         return ConvertedReader.open(model, folder, record)
-    stored = open_checkpoint(folder)
+    return _check_tensors(
+        model, open_checkpoint(folder), folder, f"{folder} does not match its config.json"
+    )
+
+
+def _check_tensors(
+    model: Model, stored: Mapping[str, TensorSource], where: Path, complaint: str
+) -> TensorReader:
     if isinstance(find_architecture(model.spec.architecture), TextSide):
-        stored = text_tensors(stored, folder)
-    parts = _weight_map(model, stored)
+        stored = text_tensors(stored, where)
+    return _check_parts(model, _weight_map(model, stored), stored, complaint)
+
+
+def _check_parts(
+    model: Model, parts: WeightMap, stored: Mapping[str, TensorSource], complaint: str
+) -> TensorReader:
     with_floats, faults = with_decoded(model, parts, stored)
     tensors = Tensors(parts, with_floats)
     readers = leaf_readers(model, tensors)
@@ -92,9 +104,7 @@ def check_weights(model: Model, folder: Path) -> Checked:
         faults += undescribed_module("lm_head", stored)
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
-        raise CheckpointError(
-            f"{folder} does not match its config.json: " + "; ".join(faults[:5]) + more
-        )
+        raise CheckpointError(f"{complaint}: " + "; ".join(faults[:5]) + more)
     return TensorReader(tensors, readers)
 
 
@@ -157,6 +167,57 @@ def load_weights(
     assert model.shards == (1 if mesh is None else mesh.shards)
     checked = check_weights(model, folder)
     _check_tied_head(model, folder, checked)
+    return _read(model, checked, device=device, mesh=mesh, mapped=mapped, progress=progress)
+
+
+IN_MEMORY = Path("the new weights")
+
+
+def load_tensors(
+    model: Model, tensors: Mapping[str, np.ndarray], *, device: Any, mesh: TensorMesh | None
+) -> Leaves:
+    """Make the leaves of `model` of tensors in memory, as `load_weights` does of files.
+
+    Args:
+      tensors: by the names of a checkpoint. Floats are cast to the leaf's type, and packed.
+      device, mesh: as in `load_weights`.
+
+    Raises:
+      CheckpointError: a tensor is missing, or has the wrong shape or type.
+    """
+    stored = {name: ArrayTensor(array) for name, array in tensors.items()}
+    checked = _check_tensors(model, stored, IN_MEMORY, f"{IN_MEMORY} do not match the model")
+    _check_tied_head(model, IN_MEMORY, checked)
+    return _read(model, checked, device=device, mesh=mesh, mapped=False, progress=False)
+
+
+def load_floats(
+    model: Model, floats: Mapping[str, np.ndarray], *, device: Any, mesh: TensorMesh | None
+) -> Leaves:
+    """Make the leaves of `model` of whole leaves in the plain layout, by the model's names.
+
+    Args:
+      floats: one array for each leaf of an unpacked model on one device, cast and packed as needed.
+      device, mesh: as in `load_weights`.
+
+    Raises:
+      CheckpointError: an array is not of floats.
+    """
+    stored = {name: ArrayTensor(array) for name, array in floats.items()}
+    parts = {name: (Tensor(name, array.shape),) for name, array in floats.items()}
+    checked = _check_parts(model, parts, stored, f"{IN_MEMORY} do not match the model")
+    return _read(model, checked, device=device, mesh=mesh, mapped=False, progress=False)
+
+
+def _read(
+    model: Model,
+    checked: Checked,
+    *,
+    device: Any,
+    mesh: TensorMesh | None,
+    mapped: bool,
+    progress: bool,
+) -> Leaves:
     leaves: dict[str, jax.Array] = {}
     with _bar(model, progress) as bar:
         if mesh is None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.models.weight_map import Tensor
-from forge_jax.weights.stored import StoredTensor, TensorSource
+from forge_jax.weights.stored import ArrayTensor, StoredTensor, TensorSource
 from forge_kernels.linear.files import TYPES, Stretch
 from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
@@ -57,7 +57,8 @@ class StoredMatrix:
         for part in parts:
             source = stored[part.name]
             if part.transpose:
-                assert isinstance(source, StoredTensor) and len(source.shape) > 1, part
+                assert isinstance(source, StoredTensor | ArrayTensor), part
+                assert len(source.shape) > 1, part
                 source = source.transposed()
             order = part.stored_rows()
             if order is not None:

@@ -20,7 +20,8 @@ from forge_jax.engine.adapters import Adapters, LoadedAdapter
 from forge_jax.engine.core import Limits, check_request
 from forge_jax.engine.lifecycle import Lifecycle, State
 from forge_jax.engine.streams import QueueLimits, Stream, StreamTable
-from forge_jax.errors import EngineError, RequestError
+from forge_jax.engine.validation import InFlightRequests
+from forge_jax.errors import EngineError, ModelError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.request import Request, TokenIds
@@ -29,6 +30,7 @@ from forge_jax.telemetry.engine_state import EngineState
 from forge_jax.telemetry.phases import Phase, PhaseTotals, TokenTotals
 
 if TYPE_CHECKING:
+    from forge_jax.engine.weights import NewWeights
     from forge_jax.grammar import GrammarCompiler
     from forge_jax.text import ChatTemplate, Tokenizer
 
@@ -176,6 +178,31 @@ class AsyncEngine(ABC):
     @abstractmethod
     def _fail(self, error: BaseException) -> None:
         """Fail the engine, and end every stream with an error. Call it on the event loop."""
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    async def update_weights(
+        self,
+        weights: NewWeights,
+        version: int | None = None,
+        *,
+        in_flight: InFlightRequests = "keep",
+    ) -> None:
+        """Replace the weights between two steps, without compiling anything.
+
+        The arguments are those of `LLM.update_weights`. If `in_flight` is "restart", a stream
+        continues after a delta with `restarted`, which voids the sample's earlier deltas.
+
+        Raises:
+          ModelError: if the weights do not fit the model, or the engine runs in another process.
+          RequestError: if `version` or `in_flight` is invalid.
+          EngineError: if the engine is not running.
+        """
+        del weights, version, in_flight
+        raise ModelError(
+            "update_weights: the weights are in another process, which would load the old ones "
+            "after a restart: use Engine or LLM"
+        )
 
     # ---- LoRA adapters -------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ def assemble(
         pooler=runner,
         adapters=adapters,
         steps=runner,
-        weights=EngineWeights(runner),
+        weights=EngineWeights(runner, design.draft, draft_model),
         startup=startup,
         system_fingerprint=fingerprint,
         architecture=design.spec.architecture,

@@ -40,6 +40,7 @@ from forge_jax.telemetry.phases import PhaseTimes, StepTokens
 from forge_jax.telemetry.spans import span, step_span
 
 if TYPE_CHECKING:
+    from forge_jax.engine.validation import InFlightRequests
     from forge_jax.grammar import Grammar, GrammarCompiler
     from forge_jax.text import Tokenizer
 
@@ -283,6 +284,80 @@ class EngineCore:
         self._tick = _Tick()  # drop references to sequences that may have ended
         self._failed = False
         return outputs
+
+    # ---- new weights -----------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that the next step uses. It is 0 at first."""
+        return self._texts.weight_version
+
+    def update_weights(
+        self, install: Callable[[], None], version: int, in_flight: InFlightRequests
+    ) -> None:
+        """Read the step in flight, call `install`, and continue with the new weights.
+
+        All keys and values are void afterwards, and so is the prefix cache. The next ticks compute
+        them again. If `install` raises, nothing has changed.
+
+        Args:
+          install: replaces the weights.
+          version: of the new weights.
+          in_flight: see `LLM.update_weights`.
+
+        Raises:
+          EngineError: if an earlier tick failed.
+        """
+        if self._failed:
+            raise EngineError("an earlier step failed: create a new engine")
+        self._failed = True  # until the step in flight has been read
+        self._settle()
+        self._failed = False
+        install()
+        self._texts.weight_version = version
+        if in_flight == "abort":
+            for request_id in self.scheduler.request_ids():
+                self.abort(request_id)
+        elif in_flight == "restart":
+            for request in self.scheduler.requests():
+                self._restart(request)
+        for seq in self.scheduler.unread_prompts():
+            seq.num_scored = 0  # all logprobs of a prompt are of one version
+            self._texts.forget_prompt(seq)
+        if self.speculator is not None:
+            self.speculator.reset()
+        self.scheduler.recover()
+
+    def _settle(self) -> None:
+        """Read and commit the step in flight, if any. The next tick returns its deltas."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        self._tick = _Tick()
+        self.phases.begin()
+        try:
+            self._commit(step, self._read(step))
+        except _StepFailed as failure:
+            self._immediate = self._recover(failure.plan, failure.error)
+        else:
+            self._add_deltas(self._tick.updates or [], self._immediate)
+        self._tick = _Tick()
+
+    def _restart(self, request: Request) -> None:
+        """Queue the unfinished samples of a request again, without their output."""
+        dropped = self.scheduler.abort(request.request_id)
+        for seq in dropped:
+            self._texts.forget(seq)
+            if self.speculator is not None:
+                self.speculator.end(seq)
+            if seq.num_output:
+                self._immediate.setdefault(seq.request_id, []).append(
+                    Delta(seq.index, weight_version=self.weight_version, restarted=True)
+                )
+        if self._bisection.drop(dropped):
+            self.scheduler.restrict(self._bisection.only)
+        self.add(replace(request, outputs={seq.index: () for seq in dropped}))
+        self.prompt_tokens -= len(request.prompt_token_ids)
 
     # ---- the parts of a step, shared by the modes ------------------------------------------------
 

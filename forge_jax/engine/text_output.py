@@ -84,6 +84,7 @@ class TextOutput:
         self._constraints = constraints
         self._texts: dict[Sequence, SequenceText] = {}
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
+        self.weight_version = 0  # of the tokens in the next updates
 
     def new_texts(self, request: Request) -> list[SequenceText]:
         """Return the text of each sample; empty without a tokenizer or `detokenize`."""
@@ -114,12 +115,17 @@ class TextOutput:
         self._texts.pop(seq, None)
         self._prompt_logprobs.pop(seq, None)
 
+    def forget_prompt(self, seq: Sequence) -> None:
+        """Drop the logprobs of a prompt that is scored again."""
+        self._prompt_logprobs.pop(seq, None)
+
     def add_deltas(self, updates: list[SequenceUpdate], outputs: Outputs) -> int:
         """Add each sequence's delta to `outputs`. Return the number of generated tokens.
 
         An error in the text of one sequence ends only that sequence.
         """
         texts, prompt_logprobs = self._texts, self._prompt_logprobs
+        version = self.weight_version
         num_tokens = 0
         for seq, got in updates:
             token_ids = got.token_ids
@@ -146,6 +152,7 @@ class TextOutput:
                 delta = self._without_text(seq)
             if delta is None:
                 continue
+            delta.weight_version = version
             request_id = seq.key[0]
             if request_id in outputs:
                 outputs[request_id].append(delta)

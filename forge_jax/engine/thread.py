@@ -37,6 +37,7 @@ from forge_jax.engine.lifecycle import Lifecycle
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.preparation import Preparation
 from forge_jax.engine.streams import QueueLimits, last_deltas, samples_of
+from forge_jax.engine.validation import check_in_flight, versioned
 from forge_jax.errors import EngineError, ForgeError, ModelError
 from forge_jax.host import supervise
 from forge_jax.host.panics import is_panic
@@ -47,7 +48,8 @@ from forge_jax.telemetry.spans import span
 from forge_jax.telemetry.startup import StartupTimes
 
 if TYPE_CHECKING:
-    from forge_jax.engine.weights import EngineWeights
+    from forge_jax.engine.validation import InFlightRequests
+    from forge_jax.engine.weights import EngineWeights, NewWeights
     from forge_jax.models import Leaves, Model
     from forge_jax.scoring import ScoreOptions
     from forge_jax.step.executables import BackgroundCompile
@@ -274,6 +276,31 @@ class Engine(AsyncEngine):
           ModelError: if the engine is not deterministic.
         """
         return self._weights.score_options
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the current weights; 0 until `update_weights`."""
+        return self._core.weight_version
+
+    async def update_weights(
+        self,
+        weights: NewWeights,
+        version: int | None = None,
+        *,
+        in_flight: InFlightRequests = "keep",
+    ) -> None:
+        await asyncio.to_thread(self._update_weights, weights, version, in_flight)
+
+    def _update_weights(
+        self, weights: NewWeights, version: int | None, in_flight: InFlightRequests
+    ) -> None:
+        check_in_flight(in_flight)
+        leaves = self._weights.prepare(weights)
+        self._thread.between_steps(
+            lambda: self._weights.update(self._core, leaves, version, in_flight)
+        )
+        fingerprint = self._parts.system_fingerprint
+        self.system_fingerprint = versioned(fingerprint, self.weight_version)
 
     @property
     def _weights(self) -> EngineWeights:

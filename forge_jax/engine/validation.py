@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from forge_jax.config import Pooling
 from forge_jax.errors import RequestError
@@ -115,3 +115,20 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
                 f"{name}: token ID {token} is outside the model's vocabulary (0..{vocab_size - 1})",
                 param=name,
             )
+
+
+InFlightRequests = Literal["keep", "restart", "abort"]  # for new weights: see `LLM.update_weights`
+
+
+def check_in_flight(in_flight: str) -> None:
+    """Raise `RequestError` if this is no way to treat requests in flight."""
+    allowed: tuple[str, ...] = get_args(InFlightRequests)
+    if in_flight not in allowed:
+        raise RequestError(f"in_flight must be {', '.join(allowed)}", param="in_flight")
+
+
+def versioned(fingerprint: str | None, weight_version: int) -> str | None:
+    """Return a system fingerprint that also identifies the version of the weights."""
+    if fingerprint is None or not weight_version:
+        return fingerprint
+    return f"{fingerprint}-w{weight_version}"

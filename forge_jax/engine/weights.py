@@ -1,21 +1,39 @@
-"""The weights of a running engine, for a trainer: read them, and score tokens with them."""
+"""The weights of a running engine, for a trainer: read them, score with them, replace them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
+from forge_jax.checkpoint.load import load_floats, load_tensors
+from forge_jax.errors import ModelError, RequestError
+from forge_jax.models.registry import build_model
 from forge_jax.scoring import ScoreOptions
+from forge_jax.weights.formats import WeightFormats
 
 if TYPE_CHECKING:
+    from forge_jax.engine.core import EngineCore
+    from forge_jax.engine.draft import Draft
+    from forge_jax.engine.validation import InFlightRequests
     from forge_jax.models import Leaves, Model
+    from forge_jax.speculate.draft_model import DraftModel
     from forge_jax.step.runner import Runner
+
+# The leaves in the order of `Model.names`, or arrays by name: the model's, or the checkpoint's.
+NewWeights = Sequence[Any] | Mapping[str, Any]
 
 
 class EngineWeights:
-    """The weights of one engine."""
+    """The weights of one engine, and of its draft model if that is a part of the model."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Runner, draft: Draft | None, draft_model: DraftModel | None):
         self._runner = runner
+        self._draft = draft
+        self._draft_model = draft_model
 
     @property
     def model(self) -> Model:
@@ -34,3 +52,110 @@ class EngineWeights:
           ModelError: if the engine is not deterministic.
         """
         return ScoreOptions.of_engine(self._runner.options)
+
+    def prepare(self, weights: NewWeights) -> Leaves:
+        """Return copies of new weights in the layout and placement of the current ones.
+
+        Blocks until they are on the device. Thread-safe.
+
+        Raises:
+          ModelError: if a leaf or tensor is missing or unknown, or has the wrong shape or type. The
+            message names it.
+        """
+        if not isinstance(weights, Mapping):
+            names = self.model.names
+            if len(weights) != len(names):
+                raise ModelError(
+                    f"the new weights have {len(weights)} leaves, but the model has {len(names)}"
+                )
+            return self._copies(dict(zip(names, weights, strict=True)))
+        given = set(weights)
+        own, plain = set(self.model.names), self._plain_shapes
+        if given == own and not self._differing(weights):
+            return self._copies(weights)
+        options = self._runner.options
+        place: dict[str, Any] = {"device": options.device, "mesh": options.mesh}
+        if not given & (own | set(plain)):
+            self._reject_blocks("by checkpoint name")
+            return load_tensors(self.model, _on_host(weights), **place)
+        self._reject_blocks("as floats")
+        _check_names(given, set(plain))
+        for name, shape in plain.items():
+            if np.shape(weights[name]) != shape:
+                raise ModelError(
+                    f"leaf {name} of the new weights has shape {np.shape(weights[name])}, "
+                    f"but the model's has {shape}"
+                )
+        return load_floats(self.model, _on_host(weights), **place)
+
+    def install(self, leaves: Leaves) -> None:
+        """Use prepared weights from the next step on. Call it while no step is in flight."""
+        self._runner.replace_weights(leaves)
+        if self._draft is not None and self._draft_model is not None and self._draft.folder is None:
+            named = dict(zip(self.model.names, leaves, strict=True))
+            self._draft_model.replace_weights(tuple(named[n] for n in self._draft.model.names))
+
+    def update(
+        self,
+        core: EngineCore,
+        leaves: Leaves,
+        version: int | None,
+        in_flight: InFlightRequests,
+    ) -> None:
+        """Install prepared weights between two ticks of `core`, as `LLM.update_weights`."""
+        version = core.weight_version + 1 if version is None else version
+        if version <= core.weight_version:
+            raise RequestError(
+                f"version must be above {core.weight_version}, the current one, not {version}",
+                param="version",
+            )
+        core.update_weights(lambda: self.install(leaves), version, in_flight)
+
+    @cached_property
+    def _plain_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the leaves of an unpacked model on one device, by name."""
+        spec = self.model.spec
+        if spec.ggml_types is not None or spec.quantization is not None:
+            return {}
+        plain = build_model(spec, str(self.model.dtype), WeightFormats())
+        return {n: leaf.shape for n, leaf in zip(plain.names, plain.leaves, strict=True)}
+
+    def _reject_blocks(self, how: str) -> None:
+        if self.model.spec.ggml_types is not None:
+            raise ModelError(
+                f"GGUF matrices in blocks cannot be updated {how}: pass all leaves in their own "
+                'layout, or load the model with gguf_weights="decoded"'
+            )
+
+    def _differing(self, weights: Mapping[str, Any]) -> str | None:
+        """Return why an array cannot replace its leaf as it is; None if all can."""
+        for name, leaf in zip(self.model.names, self.leaves, strict=True):
+            new = weights[name]
+            found = np.shape(new), getattr(new, "dtype", None)
+            if found != (leaf.shape, leaf.dtype):
+                return (
+                    f"leaf {name} of the new weights is {found[1]}{list(found[0])}, "
+                    f"but the model's is {leaf.dtype}{list(leaf.shape)}"
+                )
+        return None
+
+    def _copies(self, weights: Mapping[str, Any]) -> Leaves:
+        """Return copies, because a trainer may donate its arrays to its next step."""
+        differing = self._differing(weights)
+        if differing is not None:
+            raise ModelError(differing)
+        return tuple(
+            jax.block_until_ready(jax.device_put(weights[name], leaf.sharding, may_alias=False))
+            for name, leaf in zip(self.model.names, self.leaves, strict=True)
+        )
+
+
+def _check_names(given: set[str], wanted: set[str]) -> None:
+    for what, names in (("lack", wanted - given), ("have the unknown", given - wanted)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(f"the new weights {what} leaf {min(names)}{more}")
+
+
+def _on_host(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in weights.items()}

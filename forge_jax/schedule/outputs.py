@@ -37,6 +37,8 @@ class Delta:
     pooled: bytes | None = None  # f32[d], of a request with `pooling`; not normalized
     queue_s: float | None = None
     num_preemptions: int = 0
+    weight_version: int = 0  # the weights that `token_ids` were sampled with
+    restarted: bool = False  # all earlier deltas of this sample are void (`update_weights`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class Completion:
     error: ForgeError | None = None
     num_draft_tokens: int = 0  # draft tokens that were verified
     num_accepted_tokens: int = 0  # draft tokens that were accepted; they are in `token_ids`
+    # Runs of tokens that were sampled with the same weights: (version, number of tokens).
+    weight_versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,6 +161,10 @@ class Scheduler:
         """Return the unfinished requests, in order of arrival."""
         return [seqs[0].request for seqs in self._requests.by_id.values()]
 
+    def unread_prompts(self) -> list[Sequence]:
+        """Return the sequences whose prompts are scored and that have no output yet."""
+        return [s for s in self._requests.sequences() if s.scores_prompt and not s.num_output]
+
     def waiting(self) -> Iterator[Sequence]:
         """Yield unfinished sequences without a slot, in order of arrival."""
         return self._requests.waiting()

@@ -193,6 +193,10 @@ class DraftModel:
         self.reset()
         self._executables.resume()
 
+    def replace_weights(self, leaves: tuple[jax.Array, ...]) -> None:
+        """Use other weights. Call `reset` afterwards, because the KV cache is of the old ones."""
+        self._leaves = leaves
+
     def reset(self) -> None:
         """Replace the KV cache with an empty one, and drop all drafts."""
         if self._draft_probs is not None:

@@ -157,6 +157,13 @@ class Runner:
         adapter = arrays if mesh is None else mesh.cut_adapter(self.model, arrays)
         self.state.set_adapter(place, adapter)
 
+    def replace_weights(self, leaves: tuple[jax.Array, ...]) -> None:
+        """Use other weights from the next step on. The LoRA adapters stay.
+
+        Call it in the thread that dispatches, while no step is in flight.
+        """
+        self.state.replace_weights(leaves)
+
     @property
     def can_pool(self) -> bool:
         return bool(self._pooling.ready)

@@ -44,6 +44,11 @@ class StepState:
         self._num_weights = len(leaves)
         self.leaves = (*leaves, *stacks)
 
+    def replace_weights(self, leaves: tuple[jax.Array, ...]) -> None:
+        """Replace the weights by arrays of the same shapes, and keep the LoRA adapters."""
+        assert len(leaves) == self._num_weights
+        self.leaves = (*leaves, *self.leaves[self._num_weights :])
+
     @property
     def weights(self) -> tuple[jax.Array, ...]:
         """The weights without the adapters."""

@@ -116,6 +116,31 @@ class StoredTensor:
             done += len(rows)
 
 
+@dataclass(frozen=True, eq=False)
+class ArrayTensor:
+    """A tensor that is in memory."""
+
+    array: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def read_rows(self, out: np.ndarray, first: int) -> None:
+        values = self.array
+        if values.ndim > 2:
+            values = values.reshape(-1, values.shape[-1])
+        np.copyto(out, values[first : first + len(out)], casting="unsafe")
+
+    def transposed(self) -> ArrayTensor:
+        """Return the tensor with its last two axes exchanged."""
+        return ArrayTensor(np.ascontiguousarray(self.array.swapaxes(-1, -2)))
+
+
 def shorter(file: Path) -> CheckpointError:
     """Return the error for a file that was truncated after it was checked."""
     return CheckpointError(f"{file} is shorter than when it was checked: download it again")

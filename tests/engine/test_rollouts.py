@@ -176,6 +176,7 @@ def test_score_has_the_bits_of_every_rollout(short_stories, name):
 TWO_DEVICES = """
 import sys
 import numpy as np
+from safetensors.numpy import load_file
 from test_rollouts import SIZES, jitted, num_differing, rollouts
 from forge_jax import LLM
 
@@ -183,6 +184,14 @@ with LLM(sys.argv[1], **SIZES, dtype=sys.argv[2], tensor_parallel=2) as llm:
     runs = rollouts(llm, 0)
     scores = jitted(llm)(llm.leaves, runs.tokens, runs.lengths, runs.temperature)
     print(sum(map(len, runs.logprobs)), num_differing(runs, scores))
+    tensors = load_file(sys.argv[1] + "/model.safetensors")
+    before = [np.asarray(leaf) for leaf in llm.leaves]
+    llm.update_weights({name: 2 * tensor for name, tensor in tensors.items()})
+    doubled = rollouts(llm, 0)
+    scores = jitted(llm)(llm.leaves, doubled.tokens, doubled.lengths, doubled.temperature)
+    print(num_differing(doubled, scores), doubled.logprobs != runs.logprobs)
+    llm.update_weights(tensors)
+    print(all(map(np.array_equal, before, llm.leaves)))
 """
 
 
@@ -193,8 +202,8 @@ def test_score_has_the_bits_of_two_devices(short_stories, dtype):
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")])
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    compared, differing = map(int, done.stdout.split())
-    assert compared > 20 * 84 and differing == 0
+    compared, *rest = done.stdout.split()
+    assert int(compared) > 20 * 84 and rest == ["0", "0", "True", "True"]
 
 
 @pytest.fixture(scope="module")
