@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
     "Glm4ForCausalLM": "glm4",
     "Ernie4_5ForCausalLM": "ernie4_5",
+    "Glm4MoeForCausalLM": "glm4moe",
 }
 PAIRED_ROWS = ("llama", "granite", "minicpm", "smollm3")
 WINDOWS = {"gemma2", "gemma3", "phi3", "llama", "cohere2", "exaone4", "olmo2"}  # written to files
@@ -89,6 +90,26 @@ def merged(tensors):
         yield name, np.stack([matrices[number] for number in range(len(matrices))])
 
 
+def add_glm4_moe(writer, config):
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+    unused = config["num_hidden_layers"]  # the number of a layer for multi-token prediction
+    for name, width in (("nextn.eh_proj", 2 * config["hidden_size"]), ("attn_output", 7)):
+        values = np.zeros((config["hidden_size"], width), np.float32)
+        writer.add_tensor(f"blk.{unused}.{name}.weight", values)
+
+
+# The metadata of routers with options of their own, and what depends on them.
+ROUTERS = {"glm4moe": add_glm4_moe}
+
+
 def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
     """Write a GGUF file; matrices whose rows fit have the type `kind`, `more` adds metadata."""
     config = json.loads((folder / "config.json").read_text())
@@ -103,7 +124,8 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     writer = gguf.GGUFWriter(target, arch)
     writer.add_context_length(positions)
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    unused = config.get("num_nextn_predict_layers", 0)  # layers for multi-token prediction
+    writer.add_block_count(config["num_hidden_layers"] + unused)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
@@ -162,13 +184,16 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
     if "num_experts_per_tok" in config:
-        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        counts = "num_local_experts", "num_experts", "n_routed_experts"
+        writer.add_expert_count(next(config[name] for name in counts if config.get(name)))
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if arch in ("qwen3moe", "qwen2moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen2moe":
         shared = config["shared_expert_intermediate_size"]
         writer.add_expert_shared_feed_forward_length(shared)
+    if arch in ROUTERS:
+        ROUTERS[arch](writer, config)
     more(writer)
 
     names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], config["num_hidden_layers"])
@@ -186,6 +211,7 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
             values = values + 1
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if values.ndim < 2 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(theirs, values)

@@ -30,6 +30,7 @@ SAME = (
     *("mixtral", "qwen2_yarn"),
     *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
     *("gpt_neox", "exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
+    "glm4_moe",
 )
 # Models of which a GGUF file can hold only a variant: the fields to change first.
 VARIANTS = {
@@ -143,7 +144,10 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4", "gpt_neox"],
+    [
+        *("llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4"),
+        *("gpt_neox", "glm4_moe"),
+    ],
 )
 @pytest.mark.quick_cases(1)
 def test_logits_match_hugging_face(name, goldens, tmp_path):
@@ -240,6 +244,11 @@ def test_every_eos_token_is_read(goldens, tmp_path):
     assert read_spec(file).eos_token_ids == (2, 7, 3)
 
 
+def with_gating(writer, function):
+    del writer.kv_data[0]["glm4moe.expert_gating_func"]
+    writer.add_expert_gating_func(function)
+
+
 @pytest.mark.parametrize(
     ("name", "more", "match"),
     [
@@ -247,6 +256,11 @@ def test_every_eos_token_is_read(goldens, tmp_path):
         ("qwen3", lambda w: w.add_expert_count(8), "qwen3.expert_count"),
         ("mixtral", lambda w: w.add_expert_shared_count(1), "llama.expert_shared_count is 1"),
         ("mixtral", lambda w: w.add_expert_gating_func(GATING.SIGMOID), "expert_gating_func is 2"),
+        (
+            "glm4_moe",
+            lambda w: with_gating(w, GATING.SOFTMAX),
+            "glm4moe.expert_gating_func is 1, which is not supported; supported: 2",
+        ),
         ("llama2", lambda w: w.add_uint16("split.count", 2), "split.count"),
         (
             "llama2",

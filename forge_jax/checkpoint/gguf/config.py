@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.checkpoint.gguf.experts import MOE, expert_fields
 from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile
 from forge_jax.checkpoint.gguf.weights import (
-    MAX_EXPERTS,
     ROPE_FREQS,
     ROPE_LONG,
     ROPE_SHORT,
@@ -52,11 +52,11 @@ ARCHITECTURES = {
     "minicpm": "MiniCPMForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
 }
-_MOE = ("qwen3moe", "olmoe", "qwen2moe")  # have experts in every layer
 # Every Nth layer has full attention.
 _PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4}
-_PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4", "gptneox")
+_PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4", "glm4moe", "gptneox")
 # The model with this many layers has an attention scale of its own.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).
@@ -85,7 +85,7 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         raise metadata.unsupported(
             "split files (split.count above 1) are not supported: merge them with llama-gguf-split"
         )
-    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", *_MOE):
+    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", *MOE):
         raise metadata.unsupported(f"{arch}.expert_count: {arch} with experts is not supported")
     return _Reader(gguf, metadata, arch).config(), {"eos_token_id": _end_ids(metadata)}
 
@@ -93,7 +93,8 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
 class _Reader:
     def __init__(self, gguf: GGUFFile, metadata: Metadata, arch: str):
         self.gguf, self.metadata, self.arch = gguf, metadata, arch
-        self.layers = self.integer("block_count", low=1, high=MAX_LAYERS)
+        unused = self.integer("nextn_predict_layers", 0)  # for multi-token prediction
+        self.layers = self.integer("block_count", low=1 + unused, high=MAX_LAYERS) - unused
         last = f"blk.{self.layers - 1}.attn_output.weight"
         if last not in gguf.tensors:  # checked before a model of so many layers is made
             raise metadata.error(
@@ -109,6 +110,9 @@ class _Reader:
 
     def number(self, name: str, default: float | None = None) -> float:
         return self.metadata.number(f"{self.arch}.{name}", default)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        return self.metadata.boolean(f"{self.arch}.{name}", default)
 
     def has(self, name: str) -> bool:
         return self.metadata.has(f"{self.arch}.{name}")
@@ -154,7 +158,7 @@ class _Reader:
             "eos_token_id": _token_id(self.metadata, "eos"),
             **self.windows(),
             **self.gemma(),
-            **self.experts(),
+            **expert_fields(self.arch, self),
             **own_fields(self.arch, self),
         }
 
@@ -301,34 +305,6 @@ class _Reader:
             return pattern.tolist()
         period = self.metadata.integer(key, _PERIODS[self.arch], low=1)
         return [layer % period < period - 1 for layer in range(self.layers)]
-
-    # ---- experts ---------------------------------------------------------------------------------
-
-    def experts(self) -> dict[str, Any]:
-        count = self.integer("expert_count", 0, high=MAX_EXPERTS)
-        if not count:
-            if self.arch in _MOE:
-                raise self.metadata.error(f"{self.arch}.expert_count", "1 or more")
-            return {}
-        for name, usual in (("expert_shared_count", (0,)), ("expert_gating_func", (0, 1))):
-            if self.integer(name, 0) not in usual:
-                raise self.metadata.unsupported(
-                    f"{self.arch}.{name} is {self.integer(name)}, which is not supported"
-                )
-        if self.number("expert_weights_scale", 1.0) not in (0.0, 1.0):
-            raise self.metadata.unsupported(f"{self.arch}.expert_weights_scale is not supported")
-        found: dict[str, Any] = {
-            "num_local_experts": count,
-            "num_experts_per_tok": self.integer("expert_used_count", low=1, high=count),
-        }
-        if self.arch == "llama":
-            return found | {"architectures": ["MixtralForCausalLM"]}
-        if self.arch == "olmoe":
-            return found
-        return found | {
-            "moe_intermediate_size": self.integer("expert_feed_forward_length", low=1),
-            "norm_topk_prob": True,  # hard-coded in llama.cpp
-        }
 
     # ---- Gemma -----------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ class Fields(Protocol):
 
     def number(self, name: str, default: float | None = None) -> float: ...
 
+    def boolean(self, name: str, default: bool) -> bool: ...
+
     def partial_rotation(self) -> dict[str, float]: ...
 
 
@@ -61,7 +63,7 @@ def _gpt_neox(fields: Fields) -> dict[str, Any]:
         "rotary_emb_base": fields.number("rope.freq_base", 10000.0),
         "rotary_pct": fields.partial_rotation()["partial_rotary_factor"],
         "attention_bias": _has(fields, "blk.0.attn_qkv.bias"),
-        "use_parallel_residual": fields.metadata.boolean("gptneox.use_parallel_residual", True),
+        "use_parallel_residual": fields.boolean("use_parallel_residual", True),
     }
 
 
@@ -85,6 +87,10 @@ def _stablelm(fields: Fields) -> dict[str, Any]:
 def _starcoder2(fields: Fields) -> dict[str, Any]:
     bias = _has(fields, "blk.0.attn_q.bias")
     return {"norm_epsilon": fields.number(_EPS), "use_bias": bias}
+
+
+def _glm4_moe(fields: Fields) -> dict[str, Any]:
+    return {"use_qk_norm": _has(fields, "blk.0.attn_q_norm.weight")}
 
 
 def _granite(fields: Fields) -> dict[str, Any]:
@@ -138,6 +144,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "cohere2": _cohere,
     "command-r": _cohere,
     "ernie4_5": _ernie,
+    "glm4moe": _glm4_moe,
     "gptneox": _gpt_neox,
     "granite": _granite,
     "minicpm": _minicpm,

@@ -12,13 +12,14 @@ module reverses:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor, read_gguf
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.host.files import short_repr
@@ -54,8 +55,10 @@ _USUAL_EXPERTS = (
 )
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
-    **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe"), _USUAL_EXPERTS),
+    **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
 }
+# By architecture: the tensor that corrects the scores of experts.
+_CORRECTIONS = {"glm4moe": "mlp.gate.e_score_correction_bias"}
 _SHARED_GATE = "mlp.shared_expert_gate"
 MAX_EXPERTS = 4096
 _GEMMA = {
@@ -68,6 +71,11 @@ _NORMS_AFTER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _OWN_NAMES = {
     **{"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3},
     **{"exaone4": _NORMS_AFTER, "olmo2": _NORMS_AFTER},
@@ -77,6 +85,7 @@ _OWN_NAMES = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm", **_SHARED_EXPERTS},
     "phi2": {
         "attn_output": "self_attn.dense",
         "ffn_up": "mlp.fc1",
@@ -204,49 +213,85 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
     """Return the weights of a header as `open_gguf` does."""
     metadata = gguf.view
     arch = metadata.string("general.architecture")
-    heads = kv_heads = 0
-    if arch in _PAIRED_ROWS:
-        heads = metadata.integer(f"{arch}.attention.head_count", low=1)
-        kv_heads = metadata.integer(f"{arch}.attention.head_count_kv", heads, low=1)
-    gemma = arch.startswith("gemma")
+    heads = _paired_heads(metadata, arch)
+    layers = _num_layers(metadata, arch)
     weights: dict[str, GGUFWeight] = {}
     for name, stored in gguf.tensors.items():
-        if name in _NO_WEIGHTS or name.endswith("attn_rot_embd.weight"):
+        if _is_unused(name, layers):
             continue
         fused = _experts_name(name, arch)
-        if fused is not None:
-            count = metadata.integer(f"{arch}.expert_count", 0, high=MAX_EXPERTS)
-            if len(stored.shape) != 3 or stored.shape[0] != count:
-                raise CheckpointError(
-                    f"{gguf.file}: the tensor {short_repr(name)} must have a matrix for each of "
-                    f"{count} experts, got shape {stored.shape}"
-                )
-            for expert in range(count):
-                theirs = fused.format(expert)
-                weights[theirs] = GGUFWeight(theirs, stored.part(expert))
+        if fused is None:
+            found = _weight(gguf, arch, stored, heads)
+            weights[found.name] = found
             continue
-        theirs = _name(name, arch)
-        if theirs is None:
-            raise UnsupportedModelError(
-                f"{gguf.file}: the tensor {short_repr(name)} is not part of any supported model "
-                f"of architecture {short_repr(arch)}"
-            )
-        paired = {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0)
-        if paired and stored.shape[0] % (2 * paired):
+        count = metadata.integer(f"{arch}.expert_count", 0, high=MAX_EXPERTS)
+        if len(stored.shape) != 3 or stored.shape[0] != count:
             raise CheckpointError(
-                f"{gguf.file}: the tensor {short_repr(name)} has {stored.shape[0]} rows, which "
-                f"cannot be split into pairs in {paired} heads"
+                f"{gguf.file}: the tensor {short_repr(name)} must have a matrix for each of "
+                f"{count} experts, got shape {stored.shape}"
             )
-        offset = 1.0 if gemma and theirs.endswith("norm.weight") else 0.0
-        if offset and len(stored.shape) != 1:
-            raise CheckpointError(f"{gguf.file}: the tensor {short_repr(name)} is not a vector")
-        if _SHARED_GATE in theirs and len(stored.shape) == 1:
-            stored = replace(stored, shape=(1, *stored.shape))  # a matrix of one row
-        stacked = 0
-        if arch == "gptneox" and ".attn_qkv." in name:
-            stacked = _stacked_heads(gguf, name, stored)
-        weights[theirs] = GGUFWeight(theirs, stored, paired, stacked, offset)
+        for expert in range(count):
+            theirs = fused.format(expert)
+            weights[theirs] = GGUFWeight(theirs, stored.part(expert))
     return weights
+
+
+def _weight(gguf: GGUFFile, arch: str, stored: GGUFTensor, heads: Mapping[str, int]) -> GGUFWeight:
+    """Return the weight of a tensor that holds only one.
+
+    Args:
+      gguf: the header.
+      arch: the architecture.
+      stored: the tensor.
+      heads: the number of heads of each part whose rows are stored in pairs.
+    """
+    name = stored.name
+    theirs = _name(name, arch)
+    if theirs is None:
+        raise UnsupportedModelError(
+            f"{gguf.file}: the tensor {short_repr(name)} is not part of any supported model "
+            f"of architecture {short_repr(arch)}"
+        )
+    paired = heads.get(name.split(".")[-2], 0)
+    if paired and stored.shape[0] % (2 * paired):
+        raise CheckpointError(
+            f"{gguf.file}: the tensor {short_repr(name)} has {stored.shape[0]} rows, which "
+            f"cannot be split into pairs in {paired} heads"
+        )
+    offset = 1.0 if arch.startswith("gemma") and theirs.endswith("norm.weight") else 0.0
+    if offset and len(stored.shape) != 1:
+        raise CheckpointError(f"{gguf.file}: the tensor {short_repr(name)} is not a vector")
+    if _SHARED_GATE in theirs and len(stored.shape) == 1:
+        stored = replace(stored, shape=(1, *stored.shape))  # a matrix of one row
+    stacked = 0
+    if arch == "gptneox" and ".attn_qkv." in name:
+        stacked = _stacked_heads(gguf, name, stored)
+    return GGUFWeight(theirs, stored, paired, stacked, offset)
+
+
+def _paired_heads(metadata: Metadata, arch: str) -> dict[str, int]:
+    """Return the number of heads of the parts whose rows are stored in pairs."""
+    if arch not in _PAIRED_ROWS:
+        return {}
+    heads = metadata.integer(f"{arch}.attention.head_count", low=1)
+    kv_heads = metadata.integer(f"{arch}.attention.head_count_kv", heads, low=1)
+    return {"attn_q": heads, "attn_k": kv_heads}
+
+
+def _num_layers(metadata: Metadata, arch: str) -> int | None:
+    """Return the number of layers if the file also has layers for multi-token prediction."""
+    unused = metadata.integer(f"{arch}.nextn_predict_layers", 0)
+    return metadata.integer(f"{arch}.block_count", low=unused) - unused if unused else None
+
+
+def _is_unused(name: str, layers: int | None) -> bool:
+    """Return True for a tensor that no layer has: `layers` or more are not computed."""
+    if name in _NO_WEIGHTS or name.endswith("attn_rot_embd.weight"):
+        return True
+    match name.split("."):
+        case ["blk", str(layer), *_] if _is_number(layer):
+            return layers is not None and int(layer) >= layers
+    return False
 
 
 def _stacked_heads(gguf: GGUFFile, name: str, stored: GGUFTensor) -> int:
@@ -264,6 +309,9 @@ def _name(name: str, arch: str) -> str | None:
     """Return Hugging Face's name of a tensor, or None if it is unknown."""
     own = _OWN_NAMES.get(arch, {})
     match name.split("."):
+        case ["blk", str(layer), "exp_probs_b", "bias"] if _is_number(layer):
+            found = _CORRECTIONS.get(arch)
+            return None if found is None else f"model.layers.{layer}.{found}"
         case ["blk", str(layer), str(part), "weight" | "bias" as kind] if _is_number(layer):
             if part == "ffn_gate_inp" and arch in _EXPERTS and kind == "weight":
                 return f"model.layers.{layer}.{_EXPERTS[arch][0]}.gate.weight"

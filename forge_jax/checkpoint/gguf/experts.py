@@ -1,0 +1,90 @@
+"""The fields of `config.json` about experts, from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forge_jax.checkpoint.gguf.families import Fields
+from forge_jax.checkpoint.gguf.weights import MAX_EXPERTS
+
+_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`; 0: the architecture's own
+_GATING = "expert_gating_func"
+
+
+def expert_fields(arch: str, fields: Fields) -> dict[str, Any]:
+    """Return the fields about experts; none if the model has none.
+
+    Raises:
+      UnsupportedModelError: an option is not implemented for the architecture.
+      CheckpointError: a key is missing or wrong.
+    """
+    count = fields.integer("expert_count", 0, high=MAX_EXPERTS)
+    if not count:
+        if arch in MOE:
+            raise fields.metadata.error(f"{arch}.expert_count", "1 or more")
+        return {}
+    used = {"num_experts_per_tok": fields.integer("expert_used_count", low=1, high=count)}
+    if arch in _ROUTED:
+        return used | _ROUTED[arch](fields)
+    _check_plain(arch, fields)
+    found = {"num_local_experts": count, **used}
+    if arch == "llama":
+        return found | {"architectures": ["MixtralForCausalLM"]}
+    if arch == "olmoe":
+        return found
+    return found | {
+        **_inner_size(fields),
+        "norm_topk_prob": True,  # hard-coded in llama.cpp
+    }
+
+
+def _check_plain(arch: str, fields: Fields) -> None:
+    """Reject routers other than a softmax over the experts that are used."""
+    for name, usual in (("expert_shared_count", (0,)), (_GATING, (0, _SOFTMAX))):
+        if fields.integer(name, 0) not in usual:
+            raise fields.metadata.unsupported(
+                f"{arch}.{name} is {fields.integer(name)}, which is not supported"
+            )
+    if _scale(fields) != 1:
+        raise fields.metadata.unsupported(f"{arch}.expert_weights_scale is not supported")
+
+
+def _inner_size(fields: Fields) -> dict[str, int]:
+    return {"moe_intermediate_size": fields.integer("expert_feed_forward_length", low=1)}
+
+
+def _scale(fields: Fields) -> float:
+    """Return the factor of the experts' sum; llama.cpp reads 0 as no factor."""
+    return fields.number("expert_weights_scale", 1.0) or 1.0
+
+
+def _glm4_moe(fields: Fields) -> dict[str, Any]:
+    gating = fields.integer(_GATING, _SIGMOID)
+    if gating not in (0, _SIGMOID):
+        raise fields.metadata.unsupported(
+            f"glm4moe.{_GATING} is {gating}, which is not supported; supported: {_SIGMOID}"
+        )
+    return {
+        **_inner_size(fields),
+        **_groups(fields),
+        "n_routed_experts": fields.integer("expert_count"),
+        "n_shared_experts": fields.integer("expert_shared_count"),
+        "first_k_dense_replace": fields.integer("leading_dense_block_count", 0),
+        "routed_scaling_factor": _scale(fields),
+        "norm_topk_prob": fields.boolean("expert_weights_norm", False),
+    }
+
+
+def _groups(fields: Fields) -> dict[str, int]:
+    """Return the groups that experts are chosen from; llama.cpp has one if the file has none."""
+    return {
+        "n_group": fields.integer("expert_group_count", 0) or 1,
+        "topk_group": fields.integer("expert_group_used_count", 0) or 1,
+    }
+
+
+# Architectures whose routers have options of their own.
+_ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {"glm4moe": _glm4_moe}
+# Architectures that always have experts.
+MOE = ("qwen3moe", "olmoe", "qwen2moe", *_ROUTED)
