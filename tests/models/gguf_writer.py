@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "glm4",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Glm4MoeForCausalLM": "glm4moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
 }
 PAIRED_ROWS = ("llama", "granite", "minicpm", "smollm3")
 WINDOWS = {"gemma2", "gemma3", "phi3", "llama", "cohere2", "exaone4", "olmo2"}  # written to files
@@ -106,8 +107,17 @@ def add_glm4_moe(writer, config):
         writer.add_tensor(f"blk.{unused}.{name}.weight", values)
 
 
+def add_ernie_moe(writer, config):
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    shared = config["intermediate_size"] // config["num_key_value_heads"]  # as the converter does
+    writer.add_expert_shared_feed_forward_length(shared)
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+
+
 # The metadata of routers with options of their own, and what depends on them.
-ROUTERS = {"glm4moe": add_glm4_moe}
+ROUTERS = {"glm4moe": add_glm4_moe, "ernie4_5-moe": add_ernie_moe}
 
 
 def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
@@ -183,10 +193,10 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
-    if "num_experts_per_tok" in config:
-        counts = "num_local_experts", "num_experts", "n_routed_experts"
-        writer.add_expert_count(next(config[name] for name in counts if config.get(name)))
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+    counts = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
+    for count in [config[name] for name in counts if config.get(name)][:1]:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
     if arch in ("qwen3moe", "qwen2moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen2moe":

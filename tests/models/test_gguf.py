@@ -30,7 +30,7 @@ SAME = (
     *("mixtral", "qwen2_yarn"),
     *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
     *("gpt_neox", "exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
-    "glm4_moe",
+    *("glm4_moe", "ernie4_5_moe"),
 )
 # Models of which a GGUF file can hold only a variant: the fields to change first.
 VARIANTS = {
@@ -104,6 +104,19 @@ def test_scales_of_minicpm_follow_from_the_file(goldens, tmp_path):
     assert_same_weights(got, expected)
 
 
+def test_correction_of_ernie_may_be_a_vector(goldens, tmp_path, monkeypatch):
+    add_tensor = gguf.GGUFWriter.add_tensor
+
+    def add(self, name, tensor, *args, **options):
+        is_correction = name.endswith("exp_probs_b.bias")
+        add_tensor(self, name, tensor[0] if is_correction else tensor, *args, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
+    file = write_gguf(goldens / "ernie4_5_moe", tmp_path / "m.gguf")
+    assert read_gguf(file).tensors["blk.1.exp_probs_b.bias"].shape == (8,)
+    assert_same_weights(load(file), load(goldens / "ernie4_5_moe"))
+
+
 def test_logit_scale_that_cannot_divide_is_rejected(goldens, tmp_path):
     def wrong(writer):
         del writer.kv_data[0]["minicpm.logit_scale"]
@@ -146,7 +159,7 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     "name",
     [
         *("llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4"),
-        *("gpt_neox", "glm4_moe"),
+        *("gpt_neox", "glm4_moe", "ernie4_5_moe"),
     ],
 )
 @pytest.mark.quick_cases(1)

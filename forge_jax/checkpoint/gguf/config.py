@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }
 # Every Nth layer has full attention.
 _PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4}

@@ -76,6 +76,17 @@ def _glm4_moe(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _ernie(fields: Fields) -> dict[str, Any]:
+    return {
+        **_inner_size(fields),
+        "moe_num_experts": fields.integer("expert_count"),
+        "moe_k": fields.integer("expert_used_count"),
+        "moe_num_shared_experts": fields.integer("expert_shared_count", 0),
+        "moe_layer_start_index": fields.integer("leading_dense_block_count"),
+        "moe_layer_interval": fields.integer("interleave_moe_layer_step", low=1),
+    }
+
+
 def _groups(fields: Fields) -> dict[str, int]:
     """Return the groups that experts are chosen from; llama.cpp has one if the file has none."""
     return {
@@ -85,6 +96,9 @@ def _groups(fields: Fields) -> dict[str, int]:
 
 
 # Architectures whose routers have options of their own.
-_ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {"glm4moe": _glm4_moe}
+_ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
+    "ernie4_5-moe": _ernie,
+    "glm4moe": _glm4_moe,
+}
 # Architectures that always have experts.
 MOE = ("qwen3moe", "olmoe", "qwen2moe", *_ROUTED)

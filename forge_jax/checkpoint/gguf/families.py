@@ -144,6 +144,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "cohere2": _cohere,
     "command-r": _cohere,
     "ernie4_5": _ernie,
+    "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
     "gptneox": _gpt_neox,
     "granite": _granite,

@@ -56,10 +56,16 @@ _USUAL_EXPERTS = (
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
     **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
+    **dict.fromkeys(("ernie4_5-moe",), _USUAL_EXPERTS),
 }
-# By architecture: the tensor that corrects the scores of experts.
-_CORRECTIONS = {"glm4moe": "mlp.gate.e_score_correction_bias"}
 _SHARED_GATE = "mlp.shared_expert_gate"
+# By architecture: the tensor that corrects the scores of experts.
+_CORRECTIONS = {
+    "glm4moe": "mlp.gate.e_score_correction_bias",
+    "ernie4_5-moe": "mlp.moe_statics.e_score_correction_bias",
+}
+# Vectors that are matrices of one row in Hugging Face's checkpoints.
+_ONE_ROW = (_SHARED_GATE, _CORRECTIONS["ernie4_5-moe"])
 MAX_EXPERTS = 4096
 _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
@@ -85,6 +91,7 @@ _OWN_NAMES = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
+    "ernie4_5-moe": _SHARED_EXPERTS,
     "glm4moe": {"post_attention_norm": "post_attention_layernorm", **_SHARED_EXPERTS},
     "phi2": {
         "attn_output": "self_attn.dense",
@@ -261,8 +268,8 @@ def _weight(gguf: GGUFFile, arch: str, stored: GGUFTensor, heads: Mapping[str, i
     offset = 1.0 if arch.startswith("gemma") and theirs.endswith("norm.weight") else 0.0
     if offset and len(stored.shape) != 1:
         raise CheckpointError(f"{gguf.file}: the tensor {short_repr(name)} is not a vector")
-    if _SHARED_GATE in theirs and len(stored.shape) == 1:
-        stored = replace(stored, shape=(1, *stored.shape))  # a matrix of one row
+    if len(stored.shape) == 1 and any(part in theirs for part in _ONE_ROW):
+        stored = replace(stored, shape=(1, *stored.shape))
     stacked = 0
     if arch == "gptneox" and ".attn_qkv." in name:
         stacked = _stacked_heads(gguf, name, stored)
