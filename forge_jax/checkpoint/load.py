@@ -111,14 +111,14 @@ def _check_parts(
 def _weight_map(model: Model, stored: Mapping[str, TensorSource]) -> WeightMap:
     """Return the tensors of each leaf, in the layout with the fewest missing tensors."""
     architecture = find_architecture(model.spec.architecture)
-    parts = tensors_by_piece(architecture.weights(model.spec), model.matrices)
+    layouts = [
+        tensors_by_piece(layout(model.spec), model.matrices)
+        for layout in architecture.layouts(model.spec)
+    ]
     others = {beside(leaf, each) for leaf in model.pieces for each in BESIDE}
-    unmapped = (set(parts) ^ set(model.names)) - others
+    unmapped = (set(layouts[0]) ^ set(model.names)) - others
     assert not unmapped, f"no map: {unmapped}"
-    if architecture.other_weights is None:
-        return parts
-    other = tensors_by_piece(architecture.other_weights(model.spec), model.matrices)
-    return min(parts, other, key=lambda parts: _num_missing(parts, stored))
+    return min(layouts, key=lambda parts: _num_missing(parts, stored))
 
 
 def _num_missing(parts: WeightMap, stored: Mapping[str, TensorSource]) -> int:

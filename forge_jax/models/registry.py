@@ -61,9 +61,10 @@ def build_model(
             f"LoRA adapters are not supported for {spec.architecture}: remove --lora and "
             "--max-loras, and serve a model that the adapter is merged into"
         )
-    leaves = _leaf_formats(spec, architecture.weights(spec), formats, shards)
+    weights = architecture.layouts(spec)[0](spec)
+    leaves = _leaf_formats(spec, weights, formats, shards)
     if not architecture.plain_swiglu:
-        leaves = _other_experts(spec, architecture.weights(spec), formats) | leaves
+        leaves = _other_experts(spec, weights, formats) | leaves
     for both in expert_leaves(spec):  # either both are packed or neither
         if not leaves.keys().isdisjoint(both):
             leaves = dict.fromkeys(both, PLAIN) | leaves

@@ -39,8 +39,9 @@ ARCHITECTURES = {
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Glm4MoeForCausalLM": "glm4moe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "GraniteMoeForCausalLM": "granitemoe",
 }
-PAIRED_ROWS = ("llama", "granite", "minicpm", "smollm3")
+PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
 WINDOWS = {"gemma2", "gemma3", "phi3", "llama", "cohere2", "exaone4", "olmo2"}  # written to files
 Q = gguf.GGMLQuantizationType
 MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -74,6 +75,13 @@ def merged(tensors):
     """Merge the experts of a layer into one tensor, like the converters of Mixtral and Qwen."""
     experts = {}
     for name, values in tensors.items():
+        if name.endswith(".block_sparse_moe.input_linear.weight"):  # Granite's
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield (
+                    name.replace("block_sparse_moe.input_linear", f"mlp.experts.{part}_proj"),
+                    half,
+                )
+            continue
         if name.endswith(".experts.gate_up_proj"):  # saved by transformers 5
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
@@ -166,7 +174,7 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     if arch in ("command-r", "cohere2"):
         writer.add_logit_scale(config["logit_scale"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

@@ -30,7 +30,7 @@ SAME = (
     *("mixtral", "qwen2_yarn"),
     *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
     *("gpt_neox", "exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
-    *("glm4_moe", "ernie4_5_moe"),
+    *("glm4_moe", "ernie4_5_moe", "granitemoe"),
 )
 # Models of which a GGUF file can hold only a variant: the fields to change first.
 VARIANTS = {
@@ -127,12 +127,15 @@ def test_logit_scale_that_cannot_divide_is_rejected(goldens, tmp_path):
         load(file)
 
 
-def test_stacked_rows_in_blocks_match_the_decoded_ones(goldens, tmp_path):
-    file = write_gguf(goldens / "gpt_neox", tmp_path / "model.gguf", Q.Q8_0)
-    ids, logits = golden(goldens / "gpt_neox")["input_ids"].tolist(), []
+@pytest.mark.parametrize(
+    ("name", "part"), [("gpt_neox", "qkv"), ("granitemoe", "gate_up"), ("ernie4_5_moe", "down")]
+)
+def test_blocks_in_another_layout_match_the_decoded_ones(name, part, goldens, tmp_path):
+    file = write_gguf(goldens / name, tmp_path / "model.gguf", Q.Q8_0)
+    ids, logits = golden(goldens / name)["input_ids"].tolist(), []
     for kept in ("packed", "decoded"):
         model = load(file, dtype="float32", gguf_weights=kept)
-        assert any("qkv.scale" in name for name in model.model.names) == (kept == "packed")
+        assert any(f"{part}.scale" in name for name in model.model.names) == (kept == "packed")
         logits.append(np.stack(PagedRun(model, 3).step(ids)))
     np.testing.assert_allclose(*logits, atol=1e-4, rtol=0)
 
@@ -159,7 +162,7 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     "name",
     [
         *("llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4"),
-        *("gpt_neox", "glm4_moe", "ernie4_5_moe"),
+        *("gpt_neox", "glm4_moe", "ernie4_5_moe", "granitemoe"),
     ],
 )
 @pytest.mark.quick_cases(1)
@@ -273,6 +276,11 @@ def with_gating(writer, function):
             "glm4_moe",
             lambda w: with_gating(w, GATING.SOFTMAX),
             "glm4moe.expert_gating_func is 1, which is not supported; supported: 2",
+        ),
+        (
+            "granitemoe",
+            lambda w: w.add_expert_shared_feed_forward_length(32),
+            "granitemoe.expert_shared_feed_forward_length is 32",
         ),
         ("llama2", lambda w: w.add_uint16("split.count", 2), "split.count"),
         (

@@ -31,7 +31,7 @@ def expert_fields(arch: str, fields: Fields) -> dict[str, Any]:
     found = {"num_local_experts": count, **used}
     if arch == "llama":
         return found | {"architectures": ["MixtralForCausalLM"]}
-    if arch == "olmoe":
+    if arch in ("granitemoe", "olmoe"):
         return found
     return found | {
         **_inner_size(fields),
@@ -41,7 +41,10 @@ def expert_fields(arch: str, fields: Fields) -> dict[str, Any]:
 
 def _check_plain(arch: str, fields: Fields) -> None:
     """Reject routers other than a softmax over the experts that are used."""
-    for name, usual in (("expert_shared_count", (0,)), (_GATING, (0, _SOFTMAX))):
+    allowed = [("expert_shared_count", (0,)), (_GATING, (0, _SOFTMAX))]
+    if arch == "granitemoe":
+        allowed.append(("expert_shared_feed_forward_length", (0,)))
+    for name, usual in allowed:
         if fields.integer(name, 0) not in usual:
             raise fields.metadata.unsupported(
                 f"{arch}.{name} is {fields.integer(name)}, which is not supported"
@@ -101,4 +104,4 @@ _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "glm4moe": _glm4_moe,
 }
 # Architectures that always have experts.
-MOE = ("qwen3moe", "olmoe", "qwen2moe", *_ROUTED)
+MOE = ("qwen3moe", "olmoe", "qwen2moe", "granitemoe", *_ROUTED)

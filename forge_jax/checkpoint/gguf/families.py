@@ -148,6 +148,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "glm4moe": _glm4_moe,
     "gptneox": _gpt_neox,
     "granite": _granite,
+    "granitemoe": _granite,
     "minicpm": _minicpm,
     "olmoe": _olmoe,
     "phi2": _phi2,

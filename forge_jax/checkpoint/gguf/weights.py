@@ -56,7 +56,7 @@ _USUAL_EXPERTS = (
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
     **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
-    **dict.fromkeys(("ernie4_5-moe",), _USUAL_EXPERTS),
+    **dict.fromkeys(("ernie4_5-moe", "granitemoe"), _USUAL_EXPERTS),
 }
 _SHARED_GATE = "mlp.shared_expert_gate"
 # By architecture: the tensor that corrects the scores of experts.
@@ -117,7 +117,7 @@ _OWN_NAMES = {
     },
 }
 _LAYERS = {"gptneox": "gpt_neox.layers"}
-_PAIRED_ROWS = ("llama", "granite", "minicpm", "smollm3")
+_PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
 _NORM_BIASES = ("phi2", "stablelm", "starcoder2", "gptneox")
 
 # Tensors that are read with the configuration or follow from it.

@@ -30,6 +30,8 @@ class Architecture:
       weights: the tensors of each leaf.
       other_weights: the same for checkpoints in another layout, which is used if more of its
         tensors exist.
+      gguf_weights: the same for GGUF files, as `forge_jax.checkpoint.gguf` names their tensors. It
+        is needed if `weights` has experts stacked or matrices transposed.
       decoder: the class that computes the model.
       plain_swiglu: True if experts are SwiGLU without biases, as in the C++ kernels.
       cache: the layout of each layer's cache, for the spec of one shard.
@@ -45,6 +47,7 @@ class Architecture:
     nullable: frozenset[str] = frozenset()
     weights: Callable[[ModelSpec], WeightMap] = decoder_weights
     other_weights: Callable[[ModelSpec], WeightMap] | None = None
+    gguf_weights: Callable[[ModelSpec], WeightMap] | None = None
     decoder: DecoderFactory = Decoder
     plain_swiglu: bool = True
     cache: Callable[[ModelSpec], tuple[LayerLayout, ...]] = keys_and_values
@@ -60,3 +63,10 @@ class Architecture:
         """
         nullable = {"bos_token_id", "eos_token_id", *self.nullable}
         return self.read_spec(config.with_defaults(self.defaults, nullable), generation)
+
+    def layouts(self, spec: ModelSpec) -> list[Callable[[ModelSpec], WeightMap]]:
+        """Return the layouts that a checkpoint may have; the first decides on weight formats."""
+        if spec.ggml_types is not None and self.gguf_weights is not None:
+            return [self.gguf_weights]
+        others = (self.other_weights, self.gguf_weights)
+        return [self.weights, *(each for each in others if each is not None)]

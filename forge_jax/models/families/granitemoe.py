@@ -41,4 +41,5 @@ ARCHITECTURE = Architecture(
     nullable=frozenset({"num_key_value_heads"}),
     weights=lambda spec: decoder_weights(spec, experts=_RELEASED),
     other_weights=lambda spec: decoder_weights(spec, experts=_SAVED),
+    gguf_weights=decoder_weights,
 )
