@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "glm4moe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GPT2LMHeadModel": "gpt2",
 }
 PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
 WINDOWS = {"gemma2", "gemma3", "phi3", "llama", "cohere2", "exaone4", "olmo2"}  # written to files
@@ -128,10 +129,19 @@ def add_ernie_moe(writer, config):
 ROUTERS = {"glm4moe": add_glm4_moe, "ernie4_5-moe": add_ernie_moe}
 
 
-def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
-    """Write a GGUF file; matrices whose rows fit have the type `kind`, `more` adds metadata."""
-    config = json.loads((folder / "config.json").read_text())
-    arch = ARCHITECTURES[config["architectures"][0]]
+def add_gpt2(writer, config):
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_block_count(config["n_layer"])
+    writer.add_feed_forward_length(4 * config["n_embd"])  # as the converter does
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def add_usual(writer, arch, config):
+    """Add the metadata that most architectures share."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     positions = config["max_position_embeddings"]
@@ -139,7 +149,6 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     rope = ropes.get("full_attention", ropes) or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
 
-    writer = gguf.GGUFWriter(target, arch)
     writer.add_context_length(positions)
     writer.add_embedding_length(config["hidden_size"])
     unused = config.get("num_nextn_predict_layers", 0)  # layers for multi-token prediction
@@ -212,9 +221,22 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
         writer.add_expert_shared_feed_forward_length(shared)
     if arch in ROUTERS:
         ROUTERS[arch](writer, config)
+
+
+def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
+    """Write a GGUF file; matrices whose rows fit have the type `kind`, `more` adds metadata."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(target, arch)
+    if arch == "gpt2":
+        add_gpt2(writer, config)
+    else:
+        add_usual(writer, arch, config)
     more(writer)
 
-    names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], config["num_hidden_layers"])
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], layers)
     tensors = read_header(folder / "model.safetensors")
     floats = {name: np.array(stored.read(), np.float32) for name, stored in tensors.items()}
     for name, values in merged(floats):
@@ -229,6 +251,8 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
             values = values + 1
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
+        if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            values = values.T.copy()
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if values.ndim < 2 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:

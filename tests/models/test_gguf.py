@@ -30,7 +30,7 @@ SAME = (
     *("mixtral", "qwen2_yarn"),
     *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
     *("gpt_neox", "exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
-    *("glm4_moe", "ernie4_5_moe", "granitemoe"),
+    *("glm4_moe", "ernie4_5_moe", "granitemoe", "gpt2"),
 )
 # Models of which a GGUF file can hold only a variant: the fields to change first.
 VARIANTS = {
@@ -117,6 +117,18 @@ def test_correction_of_ernie_may_be_a_vector(goldens, tmp_path, monkeypatch):
     assert_same_weights(load(file), load(goldens / "ernie4_5_moe"))
 
 
+def test_head_of_gpt2_may_be_stored_twice(goldens, tmp_path):
+    """Older converters wrote a copy of the embedding as the head."""
+    stored = read_header(goldens / "gpt2" / "model.safetensors")["transformer.wte.weight"]
+
+    def more(writer):
+        writer.add_tensor("output.weight", np.array(stored.read()))
+
+    got = load(write_gguf(goldens / "gpt2", tmp_path / "m.gguf", more=more))
+    assert not got.spec.tie_word_embeddings
+    np.testing.assert_array_equal(got.leaf("head.weight"), got.leaf("embedding.weight"))
+
+
 def test_logit_scale_that_cannot_divide_is_rejected(goldens, tmp_path):
     def wrong(writer):
         del writer.kv_data[0]["minicpm.logit_scale"]
@@ -128,7 +140,11 @@ def test_logit_scale_that_cannot_divide_is_rejected(goldens, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("gpt_neox", "qkv"), ("granitemoe", "gate_up"), ("ernie4_5_moe", "down")]
+    ("name", "part"),
+    [
+        *(("gpt_neox", "qkv"), ("gpt2", "qkv")),
+        *(("granitemoe", "gate_up"), ("ernie4_5_moe", "down")),
+    ],
 )
 def test_blocks_in_another_layout_match_the_decoded_ones(name, part, goldens, tmp_path):
     file = write_gguf(goldens / name, tmp_path / "model.gguf", Q.Q8_0)
@@ -162,7 +178,7 @@ def test_rope_factors_equal_the_folders(name, goldens, tmp_path):
     "name",
     [
         *("llama31", "gemma2", "phi3_long", "phi3_partial", "granite", "cohere", "glm4"),
-        *("gpt_neox", "glm4_moe", "ernie4_5_moe", "granitemoe"),
+        *("gpt_neox", "glm4_moe", "ernie4_5_moe", "granitemoe", "gpt2"),
     ],
 )
 @pytest.mark.quick_cases(1)

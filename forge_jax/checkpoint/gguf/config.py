@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
     "granitemoe": "GraniteMoeForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }

@@ -37,7 +37,7 @@ _EPS = "attention.layer_norm_epsilon"  # of LayerNorm
 
 def has_layer_norm(arch: str) -> bool:
     """Return True if the norms of an architecture are LayerNorm."""
-    return arch in ("command-r", "cohere2", "gptneox", "phi2", "stablelm", "starcoder2")
+    return arch in (*("command-r", "cohere2", "gpt2", "gptneox", "phi2", "stablelm", "starcoder2"),)
 
 
 def own_fields(arch: str, fields: Fields) -> dict[str, Any]:
@@ -54,6 +54,15 @@ def _cohere(fields: Fields) -> dict[str, Any]:
         "layer_norm_eps": fields.number(_EPS),
         "logit_scale": fields.number("logit_scale"),
         "use_qk_norm": _has(fields, "blk.0.attn_q_norm.weight"),
+    }
+
+
+def _gpt2(fields: Fields) -> dict[str, Any]:
+    # The converter writes four times the hidden size, whatever the model has.
+    up = fields.gguf.tensors.get("blk.0.ffn_up.weight")
+    return {
+        "layer_norm_epsilon": fields.number(_EPS),
+        "n_inner": None if up is None else up.shape[0],
     }
 
 
@@ -146,6 +155,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
+    "gpt2": _gpt2,
     "gptneox": _gpt_neox,
     "granite": _granite,
     "granitemoe": _granite,

@@ -32,6 +32,7 @@ _OUTSIDE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_OUTSIDE_PARTS = ("token_embd", "position_embd", "output_norm", "output")
 _LINEAR = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -92,6 +93,7 @@ _OWN_NAMES = {
         "ffn_up": "mlp.gate_up_proj",
     },
     "ernie4_5-moe": _SHARED_EXPERTS,
+    "gpt2": {"position_embd": "model.wpe"},
     "glm4moe": {"post_attention_norm": "post_attention_layernorm", **_SHARED_EXPERTS},
     "phi2": {
         "attn_output": "self_attn.dense",
@@ -118,7 +120,7 @@ _OWN_NAMES = {
 }
 _LAYERS = {"gptneox": "gpt_neox.layers"}
 _PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
-_NORM_BIASES = ("phi2", "stablelm", "starcoder2", "gptneox")
+_NORM_BIASES = ("gpt2", "phi2", "stablelm", "starcoder2", "gptneox")
 
 # Tensors that are read with the configuration or follow from it.
 ROPE_FREQS = "rope_freqs.weight"
@@ -328,7 +330,7 @@ def _name(name: str, arch: str) -> str | None:
             return f"{_LAYERS.get(arch, 'model.layers')}.{layer}.{found}.{kind}"
         case ["output_norm", "bias"] if arch in _NORM_BIASES:
             return f"{own.get('output_norm', 'model.norm')}.bias"
-        case ["token_embd" | "output_norm" | "output" as part, "weight"] if part in own:
+        case [str(part), "weight"] if part in _OUTSIDE_PARTS and part in own:
             return f"{own[part]}.weight"
         case ["output", "bias"] if arch == "phi2":
             return "lm_head.bias"

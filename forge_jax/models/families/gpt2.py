@@ -78,10 +78,14 @@ class GPT2(Decoder):
         return super().embed(tokens, ragged) + embed(self.positions[...], ragged.positions)
 
 
-def _weights(spec: ModelSpec, prefix: str = "transformer.") -> WeightMap:
+def _usual_weights(spec: ModelSpec) -> WeightMap:
     positions = Tensor("model.wpe.weight", (spec.max_position_embeddings, spec.hidden_size))
+    return decoder_weights(spec, fused={"qkv"}) | {"positions": (positions,)}
+
+
+def _weights(spec: ModelSpec, prefix: str = "transformer.") -> WeightMap:
     return renamed(
-        decoder_weights(spec, fused={"qkv"}) | {"positions": (positions,)},
+        _usual_weights(spec),
         {
             "model.layers": f"{prefix}h",
             "model.embed_tokens": f"{prefix}wte",
@@ -105,4 +109,5 @@ ARCHITECTURE = Architecture(
     decoder=GPT2,
     weights=_weights,
     other_weights=lambda spec: _weights(spec, prefix=""),  # saved without the LM head
+    gguf_weights=_usual_weights,
 )
