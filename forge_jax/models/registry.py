@@ -11,7 +11,7 @@ from forge_jax.models.plugins import find_architecture
 from forge_jax.models.spec import DTYPES, ModelSpec
 from forge_jax.models.weight_map import WeightMap
 from forge_jax.weights.formats import PLAIN, WeightFormat, WeightFormats
-from forge_jax.weights.ggml_formats import fused_format, ggml_formats
+from forge_jax.weights.ggml_formats import fused_format, ggml_formats, unpacked_experts
 from forge_jax.weights.quantized import (
     cut_formats,
     expert_leaves,
@@ -64,7 +64,7 @@ def build_model(
     weights = architecture.layouts(spec)[0](spec)
     leaves = _leaf_formats(spec, weights, formats, shards)
     if not architecture.plain_swiglu:
-        leaves = _other_experts(spec, weights, formats) | leaves
+        leaves = _other_experts(spec, weights, formats) | unpacked_experts(spec, leaves)
     for both in expert_leaves(spec):  # either both are packed or neither
         if not leaves.keys().isdisjoint(both):
             leaves = dict.fromkeys(both, PLAIN) | leaves
@@ -81,13 +81,14 @@ def _leaf_formats(
     if formats.rounded is not None:
         rounded = rounded_formats(weights, formats.rounded)
         return {**cut_formats(rounded, spec, weights, shards)}
+    found: dict[str, WeightFormat] = {}
     if spec.quantization is not None:
         kernels = formats.layers is not None
-        return {**quantized_formats(spec, weights, kernels=kernels, shards=shards)}
+        found |= quantized_formats(spec, weights, kernels=kernels, shards=shards)
     if spec.ggml_types is not None:
         assert formats.layers in (None, "bf16"), "matrices in blocks cannot be rounded again"
-        return ggml_formats(spec, weights, formats.layers, shards, formats.ggml_activations)
-    return {}
+        found |= ggml_formats(spec, weights, formats.layers, shards, formats.ggml_activations)
+    return found
 
 
 def _other_experts(

@@ -8,6 +8,8 @@ Blocks are unpacked to integers and their float16 factors (`forge_kernels.blocks
 which matrices keep in memory, so nothing is rounded again. Types of 5 and 6 bits and the IQ4 types
 take 8 bits per value, types of 2 and 3 bits take 4. Floats are computed from these in float32, in
 the order of `gguf.quants`, so the results are bit-identical.
+
+MXFP4 is decoded to floats, except in experts of gpt-oss (`forge_jax.checkpoint.gguf.gpt_oss`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class BlockFormat:
       dtype: of the values.
       blocks: how the elements are kept in memory; None if the bytes are the values.
       unpack: converts u8[n, block_bytes] to the elements of n blocks, one per row.
+      decode: the same to floats, for blocks whose elements are not kept in memory.
     """
 
     name: str
@@ -37,14 +40,18 @@ class BlockFormat:
     dtype: np.dtype = np.dtype(np.float32)
     blocks: Blocks | None = None
     unpack: Callable[[np.ndarray], BlockValues] | None = None
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
 
     def values(self, blocks: np.ndarray) -> np.ndarray:
         """Convert u8[..., blocks per row, block_bytes] to values[..., elements per row]."""
         *outer, count, _ = blocks.shape
         shape = (*outer, count * self.block_size)
-        if self.unpack is None:
+        if self.unpack is None and self.decode is None:
             return blocks.view(self.dtype).reshape(shape)
         flat = np.ascontiguousarray(blocks).reshape(-1, self.block_bytes)
+        if self.decode is not None:
+            return self.decode(flat).reshape(shape)
+        assert self.unpack is not None
         return self.unpack(flat).floats().reshape(shape)
 
     def unpacked(self, blocks: np.ndarray) -> BlockValues:
@@ -201,6 +208,15 @@ def _iq4_xs(blocks: np.ndarray) -> BlockValues:
     return BlockValues(values, _half(d), scale, None, None)
 
 
+# The values of E2M1 by their 4 bits.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+    scale, q = _split(blocks, 1)
+    return np.ldexp(_E2M1[_nibbles(q)], scale.astype(np.int32) - 127)
+
+
 # By ggml's type number.
 FORMATS = {
     0: BlockFormat("F32", 1, 4),
@@ -218,6 +234,7 @@ FORMATS = {
     14: BlockFormat("Q6_K", 256, 210, blocks=Blocks("int8", 16, 256), unpack=_q6_k),
     20: BlockFormat("IQ4_NL", 32, 18, blocks=Blocks("int8", 32, 32), unpack=_iq4_nl),
     23: BlockFormat("IQ4_XS", 256, 136, blocks=Blocks("int8", 32, 256), unpack=_iq4_xs),
+    39: BlockFormat("MXFP4", 32, 17, decode=_mxfp4),
 }
 BY_NAME = {kind.name: kind for kind in FORMATS.values()}
 
@@ -225,5 +242,5 @@ BY_NAME = {kind.name: kind for kind in FORMATS.values()}
 UNSUPPORTED = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
-    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,18 @@ def fused_format(format: WeightFormat, values: Collection[Values]) -> WeightForm
     if isinstance(format, GGMLFormat):
         return replace(format, fused=format.blocks.values in values and not format.packed)
     return format
+
+
+def unpacked_experts(
+    spec: ModelSpec, formats: Mapping[str, WeightFormat]
+) -> dict[str, WeightFormat]:
+    """Return the formats with experts for plain XLA, not for the CPU kernels."""
+    found = dict(formats)
+    for leaf in itertools.chain.from_iterable(expert_leaves(spec)):
+        format = found.get(leaf)
+        if isinstance(format, GGMLFormat):
+            found[leaf] = replace(format, packed=False)
+    return found
 
 
 def _of_shard(format: WeightFormat, partition: Partition | None) -> WeightFormat | None:

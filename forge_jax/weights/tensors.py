@@ -7,6 +7,7 @@ are in `methods/`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
@@ -136,7 +137,7 @@ def check_matrix(
             )
         if found.dtype not in wanted.dtypes:
             faults.append(f"tensor {wanted.name} is {found.dtype}, not {wanted.dtypes[0]}")
-        if not isinstance(found, StoredTensor):
+        if not scheme.stacked and not isinstance(found, StoredTensor):
             faults.append(f"tensor {wanted.name} cannot be stored in this file format")
     return faults
 
@@ -202,7 +203,14 @@ class ModuleReader:
     def of_expert(self, suffix: str) -> np.ndarray:
         """Return the part of one expert of the tensor with this suffix, [E, ...]."""
         assert self.expert is not None
-        return cast(StoredTensor, self.stored[f"{self.module}{suffix}"]).read()[self.expert]
+        found = self.stored[f"{self.module}{suffix}"]
+        if isinstance(found, StoredTensor):
+            return found.read()[self.expert]
+        _, *inner, width = found.shape
+        rows = math.prod(inner)
+        out = np.empty((rows, width), found.dtype)
+        found.read_rows(out, self.expert * rows)
+        return out.reshape(*inner, width)
 
     def error(self, name: str, fault: str) -> CheckpointError:
         return CheckpointError(f"tensor {self.module}.{name}: {fault}")

@@ -41,9 +41,19 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "GraniteMoeForCausalLM": "granitemoe",
     "GPT2LMHeadModel": "gpt2",
+    "GptOssForCausalLM": "gpt-oss",
 }
 PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
-WINDOWS = {"gemma2", "gemma3", "phi3", "llama", "cohere2", "exaone4", "olmo2"}  # written to files
+WINDOWS = {
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "llama",
+    "cohere2",
+    "exaone4",
+    "olmo2",
+    "gpt-oss",
+}  # written to files
 Q = gguf.GGMLQuantizationType
 MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -70,6 +80,36 @@ def llama3_factors(rope, theta, head_dim):
             smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return np.array(factors, np.float32)
+
+
+def ggml_mxfp4(blocks, scales):
+    """Return OpenAI's MXFP4, u8[E, N, G, 16] and u8[E, N, G], in ggml's blocks, u8[E, N, 17 G]."""
+    values = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    packed = values[..., :16] | values[..., 16:] << 4
+    found = np.concatenate([scales[..., None], packed], axis=-1)
+    return found.reshape(*blocks.shape[:2], -1)
+
+
+def of_gpt_oss(tensors):
+    """Split gates from ups, like GptOssModel; MXFP4 becomes blocks in uint8."""
+    for name, values in tensors.items():
+        module, _, kind = name.rpartition("_proj")
+        if ".experts." not in name:
+            yield name.replace("self_attn.sinks", "self_attn.sinks.weight"), values
+            continue
+        if kind == "_scales":
+            continue
+        if kind == "_blocks":
+            values = ggml_mxfp4(values, tensors[f"{module}_proj_scales"])
+        elif not kind:
+            values = values.swapaxes(1, 2)
+        kind = "bias" if kind == "_bias" else "weight"
+        if module.endswith("down"):
+            yield f"{module}_proj.{kind}", np.ascontiguousarray(values)
+            continue
+        for start, part in enumerate(("gate", "up")):
+            own = f"{module.removesuffix('gate_up')}{part}_proj.{kind}"
+            yield own, np.ascontiguousarray(values[:, start::2])
 
 
 def merged(tensors):
@@ -125,8 +165,12 @@ def add_ernie_moe(writer, config):
     writer.add_leading_dense_block_count(config["moe_layer_start_index"])
 
 
+def add_gpt_oss(writer, config):
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
 # The metadata of routers with options of their own, and what depends on them.
-ROUTERS = {"glm4moe": add_glm4_moe, "ernie4_5-moe": add_ernie_moe}
+ROUTERS = {"glm4moe": add_glm4_moe, "ernie4_5-moe": add_ernie_moe, "gpt-oss": add_gpt_oss}
 
 
 def add_gpt2(writer, config):
@@ -208,6 +252,9 @@ def add_usual(writer, arch, config):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
     counts = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
@@ -238,8 +285,9 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     layers = config.get("num_hidden_layers") or config["n_layer"]
     names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], layers)
     tensors = read_header(folder / "model.safetensors")
-    floats = {name: np.array(stored.read(), np.float32) for name, stored in tensors.items()}
-    for name, values in merged(floats):
+    arrays = {name: np.array(stored.read()) for name, stored in tensors.items()}
+    arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}
+    for name, values in (of_gpt_oss if arch == "gpt-oss" else merged)(arrays):
         if arch == "gptneox" and "query_key_value" in name:  # stacked like GPTNeoXModel's
             by_head = values.reshape(heads, 3, -1, *values.shape[1:])
             values = by_head.swapaxes(0, 1).reshape(values.shape)
@@ -255,7 +303,9 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
             values = values.T.copy()
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if values.ndim < 2 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        if values.dtype == np.uint8:
+            writer.add_tensor(theirs, values, raw_dtype=Q.MXFP4)
+        elif values.ndim < 2 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(theirs, values)
         else:
             writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)

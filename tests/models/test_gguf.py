@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import forge_jax
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.gguf import read_gguf
-from forge_jax.checkpoint.gguf.weights import weights_of
+from forge_jax.checkpoint.gguf.tensors import weights_of
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header

@@ -2,6 +2,6 @@
 
 from forge_jax.checkpoint.gguf.config import config_of
 from forge_jax.checkpoint.gguf.reader import GGUFFile, is_gguf, read_gguf
-from forge_jax.checkpoint.gguf.weights import open_gguf
+from forge_jax.checkpoint.gguf.tensors import open_gguf
 
 __all__ = ["GGUFFile", "config_of", "is_gguf", "open_gguf", "read_gguf"]

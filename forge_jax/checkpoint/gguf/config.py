@@ -15,13 +15,10 @@ import numpy as np
 from forge_jax.checkpoint.gguf.experts import MOE, expert_fields
 from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
+from forge_jax.checkpoint.gguf.names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from forge_jax.checkpoint.gguf.reader import GGUFFile
-from forge_jax.checkpoint.gguf.weights import (
-    ROPE_FREQS,
-    ROPE_LONG,
-    ROPE_SHORT,
-    weights_of,
-)
+from forge_jax.checkpoint.gguf.tensors import weights_of
+from forge_jax.checkpoint.gguf.weights import GGUFWeight
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import short_repr
 from forge_jax.weights.ggml_types import KEY, of_all_experts
@@ -54,11 +51,12 @@ ARCHITECTURES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gpt-oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }
 # Every Nth layer has full attention.
-_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4}
+_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4, "gpt-oss": 2}
 _PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4", "glm4moe", "gptneox")
 # The model with this many layers has an attention scale of its own.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
@@ -175,7 +173,9 @@ class _Reader:
         return {
             of_all_experts(name): weight.stored.format.name
             for name, weight in weights_of(self.gguf).items()
-            if weight.stored.format.blocks is not None and len(weight.shape) == 2
+            if isinstance(weight, GGUFWeight)
+            and weight.stored.format.blocks is not None
+            and len(weight.shape) == 2
         }
 
     def dtype(self) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from forge_jax.checkpoint.gguf import gpt_oss
 from forge_jax.checkpoint.gguf.families import Fields
-from forge_jax.checkpoint.gguf.weights import MAX_EXPERTS
+from forge_jax.checkpoint.gguf.names import MAX_EXPERTS
 
 _SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`; 0: the architecture's own
 _GATING = "expert_gating_func"
@@ -90,6 +91,16 @@ def _ernie(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    """Return also the quantization of experts in MXFP4."""
+    return {
+        "num_local_experts": fields.integer("expert_count"),
+        "intermediate_size": fields.integer("expert_feed_forward_length", low=1),
+        "swiglu_limit": gpt_oss.SWIGLU_LIMIT,
+        "quantization_config": gpt_oss.quantization(fields.gguf),
+    }
+
+
 def _groups(fields: Fields) -> dict[str, int]:
     """Return the groups that experts are chosen from; llama.cpp has one if the file has none."""
     return {
@@ -102,6 +113,7 @@ def _groups(fields: Fields) -> dict[str, int]:
 _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
 }
 # Architectures that always have experts.
 MOE = ("qwen3moe", "olmoe", "qwen2moe", "granitemoe", *_ROUTED)

@@ -31,6 +31,8 @@ class Fields(Protocol):
 
     def partial_rotation(self) -> dict[str, float]: ...
 
+    def rope_scaling(self) -> dict[str, Any] | None: ...
+
 
 _EPS = "attention.layer_norm_epsilon"  # of LayerNorm
 
@@ -63,6 +65,16 @@ def _gpt2(fields: Fields) -> dict[str, Any]:
     return {
         "layer_norm_epsilon": fields.number(_EPS),
         "n_inner": None if up is None else up.shape[0],
+    }
+
+
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    """Return the rotation. The model does not round the bounds of YaRN's ramp; llama.cpp does."""
+    rope = fields.rope_scaling() or {"rope_type": "default"}
+    theta = fields.number("rope.freq_base", 10000.0)
+    return {
+        "rope_scaling": None,
+        "rope_parameters": {**rope, "rope_theta": theta, "truncate": False},
     }
 
 
@@ -156,6 +168,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
     "gpt2": _gpt2,
+    "gpt-oss": _gpt_oss,
     "gptneox": _gpt_neox,
     "granite": _granite,
     "granitemoe": _granite,

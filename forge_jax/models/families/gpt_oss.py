@@ -169,10 +169,9 @@ def _weights(spec: ModelSpec) -> WeightMap:
         weights[f"{ours}.mlp.router.bias"] = (Tensor(f"{theirs}.mlp.router.bias", (count,)),)
         for name, outputs, inputs in (("gate_up", 2 * inner, d), ("down", d, inner)):
             tensor = f"{theirs}.mlp.experts.{name}_proj"
-            quantized = spec.quantization is not None and spec.quantization.scheme_of(tensor)
             matrix = (
                 Tensor(tensor, (count, outputs, inputs))
-                if quantized
+                if _is_quantized(spec, tensor)
                 else Tensor(tensor, (count, inputs, outputs), transpose=True)
             )
             weights[f"{ours}.mlp.{name}.weight"] = (matrix,)
@@ -181,10 +180,32 @@ def _weights(spec: ModelSpec) -> WeightMap:
     return weights
 
 
+def _gguf_weights(spec: ModelSpec) -> WeightMap:
+    """Return the tensors of a GGUF file: one matrix per expert, or MXFP4 blocks."""
+    assert spec.experts is not None
+    d, count, inner = spec.hidden_size, spec.experts.count, spec.experts.intermediate_size
+    weights = _weights(spec)
+    for layer in range(spec.num_hidden_layers):
+        for name, outputs, inputs in (("gate_up", 2 * inner, d), ("down", d, inner)):
+            module, leaf = f"model.layers.{layer}.mlp.experts", f"layers.{layer}.mlp.{name}.weight"
+            if _is_quantized(spec, f"{module}.{name}_proj"):
+                continue
+            weights[leaf] = tuple(
+                Tensor(f"{module}.{expert}.{name}_proj.weight", (outputs, inputs))
+                for expert in range(count)
+            )
+    return weights
+
+
+def _is_quantized(spec: ModelSpec, tensor: str) -> bool:
+    return spec.quantization is not None and spec.quantization.scheme_of(tensor) is not None
+
+
 ARCHITECTURE = Architecture(
     read_spec=_read_spec,
     defaults=DEFAULTS,
     weights=_weights,
+    gguf_weights=_gguf_weights,
     decoder=GptOssDecoder,
     plain_swiglu=False,
     tensor_parallel=False,
