@@ -42,6 +42,8 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt-oss",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
 }
 PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
 WINDOWS = {
@@ -169,8 +171,63 @@ def add_gpt_oss(writer, config):
     writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
+def add_deepseek2(writer, config):
+    rope = config["rope_parameters"]
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["n_group"]:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    if config["architectures"] != ["DeepseekV2ForCausalLM"]:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    if rope.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def add_latent_sizes(writer, config, *, split):
+    """Add the sizes of heads; files with split matrices also have those of latents."""
+    key = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    rank = config["kv_lora_rank"]
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    if not split:
+        writer.add_head_count_kv(config["num_attention_heads"])
+        writer.add_key_length(key)
+        writer.add_value_length(config["v_head_dim"])
+        return
+    writer.add_head_count_kv(1)
+    writer.add_key_length(rank + config["qk_rope_head_dim"])
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(key)
+    writer.add_value_length_mla(config["v_head_dim"])
+
+
+def split_latent(tensors, config):
+    """Split the matrix for keys and values and transpose the keys' part, like DeepseekV2Model."""
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    for name, values in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            yield name, values
+            continue
+        by_head = values.reshape(heads, -1, values.shape[-1])
+        keys = np.ascontiguousarray(by_head[:, :plain].swapaxes(1, 2))
+        yield name.replace("kv_b_proj", "k_b_proj"), keys
+        yield name.replace("kv_b_proj", "v_b_proj"), np.ascontiguousarray(by_head[:, plain:])
+
+
 # The metadata of routers with options of their own, and what depends on them.
-ROUTERS = {"glm4moe": add_glm4_moe, "ernie4_5-moe": add_ernie_moe, "gpt-oss": add_gpt_oss}
+ROUTERS = {
+    "glm4moe": add_glm4_moe,
+    "ernie4_5-moe": add_ernie_moe,
+    "gpt-oss": add_gpt_oss,
+    "deepseek2": add_deepseek2,
+}
 
 
 def add_gpt2(writer, config):
@@ -195,11 +252,13 @@ def add_usual(writer, arch, config):
 
     writer.add_context_length(positions)
     writer.add_embedding_length(config["hidden_size"])
-    unused = config.get("num_nextn_predict_layers", 0)  # layers for multi-token prediction
+    # The files of GLM-4.5 have layers for multi-token prediction, those of DeepSeek do not.
+    unused = config.get("num_nextn_predict_layers", 0) if arch == "glm4moe" else 0
     writer.add_block_count(config["num_hidden_layers"] + unused)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    if arch != "deepseek2":
+        writer.add_head_count_kv(kv_heads)
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -207,7 +266,9 @@ def add_usual(writer, arch, config):
     writer.add_rope_freq_base(theta)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    if arch.startswith("gemma") or head_dim * heads != config["hidden_size"]:
+    if arch == "deepseek2":
+        pass
+    elif arch.startswith("gemma") or head_dim * heads != config["hidden_size"]:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if arch in ("gemma2", "gemma3"):
@@ -216,7 +277,7 @@ def add_usual(writer, arch, config):
         if config["attn_logit_softcapping"]:
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    else:
+    elif arch != "deepseek2":
         share = rope.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(head_dim * share))
     if arch in WINDOWS and config.get("sliding_window") is not None:
@@ -270,8 +331,14 @@ def add_usual(writer, arch, config):
         ROUTERS[arch](writer, config)
 
 
-def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
-    """Write a GGUF file; matrices whose rows fit have the type `kind`, `more` adds metadata."""
+def write_gguf(
+    folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None, split=True
+) -> Path:
+    """Write a GGUF file.
+
+    Matrices whose rows fit have the type `kind`, and `more` adds metadata. If `split` is false,
+    matrices for keys and values are whole, as in older files with latent attention.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(target, arch)
@@ -279,6 +346,8 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
         add_gpt2(writer, config)
     else:
         add_usual(writer, arch, config)
+    if arch == "deepseek2":
+        add_latent_sizes(writer, config, split=split)
     more(writer)
 
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -287,6 +356,8 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
     tensors = read_header(folder / "model.safetensors")
     arrays = {name: np.array(stored.read()) for name, stored in tensors.items()}
     arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}
+    if arch == "deepseek2" and split:
+        arrays = dict(split_latent(arrays, config))
     for name, values in (of_gpt_oss if arch == "gpt-oss" else merged)(arrays):
         if arch == "gptneox" and "query_key_value" in name:  # stacked like GPTNeoXModel's
             by_head = values.reshape(heads, 3, -1, *values.shape[1:])

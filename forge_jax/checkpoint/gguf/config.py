@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.checkpoint.gguf import latent
 from forge_jax.checkpoint.gguf.experts import MOE, expert_fields
 from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
@@ -50,6 +51,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",  # or V3, by the router
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
@@ -121,6 +123,8 @@ class _Reader:
     def read_head_dim(self) -> int:
         head_dim = self.integer("attention.key_length", self.hidden_size // self.heads, low=1)
         self.rotated = self.integer("rope.dimension_count", head_dim)
+        if self.arch == latent.ARCH:  # the other sizes are read by `own_fields`
+            return self.rotated
         is_partial = self.arch in _PARTIAL_ROPE and 0 < self.rotated < head_dim
         rotation = () if is_partial else ("rope.dimension_count",)
         for name in ("attention.value_length", *rotation):
@@ -169,13 +173,17 @@ class _Reader:
         return {"rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
 
     def types(self) -> dict[str, str]:
-        """Return the GGML type of each matrix in blocks; a layer's experts share one name."""
+        """Return the GGML type of each matrix in blocks; a layer's experts share one name.
+
+        Matrices that turn latents into keys and values are decoded.
+        """
         return {
             of_all_experts(name): weight.stored.format.name
             for name, weight in weights_of(self.gguf).items()
             if isinstance(weight, GGUFWeight)
             and weight.stored.format.blocks is not None
             and len(weight.shape) == 2
+            and not name.endswith(latent.BOTH)
         }
 
     def dtype(self) -> str:
@@ -223,6 +231,11 @@ class _Reader:
     def yarn(self, factor: float) -> dict[str, Any]:
         """Return YaRN. llama.cpp's attention factor is transformers' default."""
         unusual = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+        mscale: dict[str, float] = {}
+        if self.arch == latent.ARCH:
+            tenth = self.number("rope.scaling.yarn_log_multiplier", unusual.popitem()[1])
+            if tenth:  # the converter multiplies by 0.1
+                mscale = dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
         for name, usual in {**unusual, "attn_factor": 1.0}.items():
             value = self.number(f"rope.scaling.{name}", usual)
             if value != usual:
@@ -236,6 +249,7 @@ class _Reader:
             "original_max_position_embeddings": self.integer(original, self.positions, low=2),
             "beta_fast": self.number("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": self.number("rope.scaling.yarn_beta_slow", 1.0),
+            **mscale,
         }
 
     def partial_rotation(self) -> dict[str, float]:

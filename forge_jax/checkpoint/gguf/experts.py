@@ -69,6 +69,28 @@ def _glm4_moe(fields: Fields) -> dict[str, Any]:
         raise fields.metadata.unsupported(
             f"glm4moe.{_GATING} is {gating}, which is not supported; supported: {_SIGMOID}"
         )
+    return _shared_and_routed(fields)
+
+
+def _deepseek2(fields: Fields) -> dict[str, Any]:
+    """Return the fields of V3 if scores are sigmoids, else those of V2."""
+    corrected = any(name.endswith("exp_probs_b.bias") for name in fields.gguf.tensors)
+    gating = fields.integer(_GATING, 0) or (_SIGMOID if corrected else _SOFTMAX)
+    if gating not in (_SOFTMAX, _SIGMOID) or (corrected and gating == _SOFTMAX):
+        raise fields.metadata.unsupported(
+            f"deepseek2.{_GATING} is {gating}, which is not supported"
+            f"{' with corrected scores' if corrected else ''}; supported: "
+            f"{_SIGMOID if corrected else f'{_SOFTMAX}, {_SIGMOID}'}"
+        )
+    found = _shared_and_routed(fields)
+    if gating == _SIGMOID:
+        return found | {"architectures": ["DeepseekV3ForCausalLM"]}
+    method = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+    return found | {"topk_method": method}
+
+
+def _shared_and_routed(fields: Fields) -> dict[str, Any]:
+    """Return the fields of GLM-4.5 and DeepSeek's models."""
     return {
         **_inner_size(fields),
         **_groups(fields),
@@ -111,6 +133,7 @@ def _groups(fields: Fields) -> dict[str, int]:
 
 # Architectures whose routers have options of their own.
 _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
+    "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,

@@ -29,6 +29,8 @@ class Fields(Protocol):
 
     def boolean(self, name: str, default: bool) -> bool: ...
 
+    def has(self, name: str) -> bool: ...
+
     def partial_rotation(self) -> dict[str, float]: ...
 
     def rope_scaling(self) -> dict[str, Any] | None: ...
@@ -123,6 +125,25 @@ def _granite(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _deepseek2(fields: Fields) -> dict[str, Any]:
+    """Return the sizes of latent attention. Newer files have them in keys that end with `_mla`."""
+    if fields.has("attention.temperature_scale"):
+        raise fields.metadata.unsupported("deepseek2.attention.temperature_scale is not supported")
+    suffix = "_mla" if fields.has("attention.key_length_mla") else ""
+    rotated = fields.integer("rope.dimension_count", low=1)
+    key = fields.integer(f"attention.key_length{suffix}", low=rotated + 1)
+    rank = "attention.q_lora_rank"
+    return {
+        "num_key_value_heads": fields.integer("attention.head_count"),
+        "q_lora_rank": fields.integer(rank, low=1) if fields.has(rank) else None,
+        "kv_lora_rank": fields.integer("attention.kv_lora_rank", low=1),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": fields.integer(f"attention.value_length{suffix}", low=1),
+        "rope_interleave": True,  # as for all models of this architecture in llama.cpp
+    }
+
+
 def _ernie(fields: Fields) -> dict[str, Any]:
     return {"use_bias": _has(fields, "blk.0.attn_q.bias")}
 
@@ -164,6 +185,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
 _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "cohere2": _cohere,
     "command-r": _cohere,
+    "deepseek2": _deepseek2,
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,

@@ -32,11 +32,12 @@ _USUAL_EXPERTS = (
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
     **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
-    **dict.fromkeys(("ernie4_5-moe", "granitemoe"), _USUAL_EXPERTS),
+    **dict.fromkeys(("ernie4_5-moe", "granitemoe", "deepseek2"), _USUAL_EXPERTS),
 }
 _SHARED_GATE = "mlp.shared_expert_gate"
 # By architecture: the tensor that corrects the scores of experts.
 _CORRECTIONS = {
+    "deepseek2": "mlp.gate.e_score_correction_bias",
     "glm4moe": "mlp.gate.e_score_correction_bias",
     "ernie4_5-moe": "mlp.moe_statics.e_score_correction_bias",
 }
@@ -66,6 +67,15 @@ _OWN_NAMES = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
+    },
+    "deepseek2": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        **_SHARED_EXPERTS,
     },
     "ernie4_5-moe": _SHARED_EXPERTS,
     "gpt2": {"position_embd": "model.wpe"},

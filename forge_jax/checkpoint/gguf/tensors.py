@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, in Hugging Face's names and layout.
 
-llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and four other things, which this
+llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and five other things, which this
 module reverses:
 
 - In `PAIRED_ROWS`, it reorders the rows of queries and keys so that the two numbers of a
@@ -9,15 +9,17 @@ module reverses:
 - It stores the whole factor of Gemma's norms. Hugging Face stores the difference from 1.
 - It fuses the matrices of a layer's experts into one tensor. Here each matrix is a weight, except
   for MXFP4 experts of gpt-oss (`forge_jax.checkpoint.gguf.gpt_oss`).
+- In DeepSeek's models, it splits the matrix for keys and values
+  (`forge_jax.checkpoint.gguf.latent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from forge_jax.checkpoint.gguf import gpt_oss
+from forge_jax.checkpoint.gguf import gpt_oss, latent
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.names import (
     MAX_EXPERTS,
@@ -51,10 +53,14 @@ def weights_of(gguf: GGUFFile) -> dict[str, TensorSource]:
     arch = metadata.string("general.architecture")
     heads = _paired_heads(metadata, arch)
     layers = _num_layers(metadata, arch)
-    is_gpt_oss = arch == gpt_oss.ARCH
-    weights: dict[str, TensorSource] = {**gpt_oss.expert_weights(gguf)} if is_gpt_oss else {}
+    weights: dict[str, TensorSource] = {}
+    is_read: Callable[[str], bool] = {}.__contains__
+    if arch == gpt_oss.ARCH:
+        weights, is_read = gpt_oss.expert_weights(gguf), gpt_oss.is_expert
+    elif arch == latent.ARCH:
+        weights, is_read = latent.joined_weights(gguf), latent.is_part
     for name, stored in gguf.tensors.items():
-        if _is_unused(name, layers) or (is_gpt_oss and gpt_oss.is_expert(name)):
+        if _is_unused(name, layers) or is_read(name):
             continue
         fused = experts_name(name, arch)
         if fused is None:
