@@ -18,7 +18,7 @@ from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import read_gguf
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import short_repr
-from forge_jax.text.patterns import GPT4, GPT4O, QWEN, TEKKEN
+from forge_jax.text.patterns import DEEPSEEK_V3, GPT4, GPT4O, QWEN, TEKKEN
 from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
@@ -42,16 +42,18 @@ def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": list(parts)}
 
 
-def _split(pattern: str) -> dict[str, Any]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    return _sequence({**split, "invert": False}, _byte_level(use_regex=False))
+def _split(*patterns: str) -> dict[str, Any]:
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits = ({**split, "pattern": {"Regex": pattern}} for pattern in patterns)
+    return _sequence(*splits, _byte_level(use_regex=False))
 
 
 _DIGITS = _sequence({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))
 # By `tokenizer.ggml.pre`: the split of a text before its merges.
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _split(GPT4)),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _split(GPT4)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _split(GPT4)),
+    **dict.fromkeys(("deepseek-v3",), _split(*DEEPSEEK_V3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(QWEN)),
     **dict.fromkeys(("gpt-4o", "llama4"), _split(GPT4O)),
     **dict.fromkeys(("tekken",), _split(TEKKEN)),

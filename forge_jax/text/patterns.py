@@ -43,6 +43,13 @@ GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL  # also 
 QWEN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL  # Qwen 2 and 3
 GPT4O = _CASED + r"|\p{N}{1,3}|" + _TAIL_WITH_SLASH  # also gpt-oss
 TEKKEN = _CASED.replace(_CONTRACTIONS + "?", "") + r"|\p{N}|" + _TAIL_WITH_SLASH  # Mistral Nemo
+# DeepSeek V3's, applied one after the other: digits, Chinese and Japanese, and all else.
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 # The last three are parts of DeepSeek's.
 KNOWN = frozenset({GPT2, GPT4, QWEN, GPT4O, TEKKEN, r"\p{N}{1,3}", r"\s+", r" {2,}"})
 
