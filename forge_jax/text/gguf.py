@@ -1,8 +1,9 @@
 """The tokenizer and the chat templates of a GGUF file, converted to a `tokenizer.json`.
 
-Two kinds of vocabularies are supported. SentencePiece's (`tokenizer.ggml.model` is "llama") derives
-merges from the scores of its pieces. Byte-level BPE ("gpt2") lists merges, and names its pattern
-(`tokenizer.ggml.pre`). The reference is llama.cpp's `llama-vocab.cpp`.
+Three kinds of vocabularies are supported. SentencePiece's (`tokenizer.ggml.model` is "llama")
+derives merges from the scores of its pieces. Gemma 4's ("gemma4") has such pieces and lists merges.
+Byte-level BPE ("gpt2") lists merges, and names its pattern (`tokenizer.ggml.pre`). The reference is
+llama.cpp's `llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types
 MAX_CHARS = 2**24  # of a vocabulary whose merges must be derived
 MARK = "▁"  # SentencePiece's space
 _NO_TOKENIZER = ("none", "no_vocab")
+_KINDS = ("llama", "gemma4", "gpt2")
 # SentencePiece's ids, used if the file has none.
 _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 _GEMMA = ("gemma2", "gemma3")
@@ -99,10 +101,10 @@ class _Vocabulary:
         self.metadata = metadata
         self.arch = metadata.string("general.architecture")
         self.kind = metadata.string("tokenizer.ggml.model")
-        if self.kind not in ("llama", "gpt2"):
+        if self.kind not in _KINDS:
             raise metadata.unsupported(
                 f"tokenizer.ggml.model {short_repr(self.kind)} is not supported; supported: "
-                "llama, gpt2"
+                f"{', '.join(_KINDS)}"
             )
         self.tokens = metadata.strings("tokenizer.ggml.tokens")
         self.types = [NORMAL] * len(self.tokens)
@@ -181,7 +183,7 @@ class _Vocabulary:
     # ---- the whole -------------------------------------------------------------------------------
 
     def tokenizer_json(self) -> dict[str, Any]:
-        whole = self.sentencepiece() if self.kind == "llama" else self.byte_level()
+        whole = self.byte_level() if self.kind == "gpt2" else self.sentencepiece()
         return {"version": "1.0", "truncation": None, "padding": None, **whole}
 
     def ids(self, merges: Iterable[list[str]]) -> tuple[dict[str, int], int]:
@@ -217,7 +219,7 @@ class _Vocabulary:
                 f"tokenizer.ggml.pre {short_repr(pre)} is not supported; "
                 f"supported: {', '.join(PRE_TOKENIZERS)}"
             )
-        merges = [self.merge(merge) for merge in self.metadata.strings("tokenizer.ggml.merges")]
+        merges = self.listed_merges()
         vocab, end = self.ids(merges)
         whole = pre in _WHOLE_TOKENS
         return {
@@ -228,6 +230,9 @@ class _Vocabulary:
             "decoder": _byte_level(use_regex=True),
             "model": {"type": "BPE", "ignore_merges": whole, "vocab": vocab, "merges": merges},
         }
+
+    def listed_merges(self) -> list[list[str]]:
+        return [self.merge(merge) for merge in self.metadata.strings("tokenizer.ggml.merges")]
 
     def merge(self, text: str) -> list[str]:
         left, _, right = text.partition(" ")
@@ -245,12 +250,13 @@ class _Vocabulary:
             raise self.metadata.unsupported(
                 "tokenizer.ggml.remove_extra_whitespaces is not supported"
             )
-        prefixed = self.metadata.boolean("tokenizer.ggml.add_space_prefix", True)
+        lists_merges = self.kind == "gemma4"
+        prefixed = self.metadata.boolean("tokenizer.ggml.add_space_prefix", not lists_merges)
         self.tokens = [
             MARK * len(token) if self.is_space_run(i) else token
             for i, token in enumerate(self.tokens)
         ]
-        merges = self.merges_by_score()
+        merges = self.listed_merges() if lists_merges else self.merges_by_score()
         vocab, end = self.ids(merges)
         unknown = self.special_id("unknown")
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}

@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt-oss",
+    "Gemma4ForCausalLM": "gemma4",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
@@ -241,6 +242,63 @@ def add_gpt2(writer, config):
     writer.add_eos_token_id(2)
 
 
+def add_gemma4(writer, config):
+    """Add the metadata of Gemma4Model; layers of the two types differ."""
+    kinds = config["layer_types"]
+    full = config["per_layer_config"][str(kinds.index("full_attention"))]
+    ropes = config["rope_parameters"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    inner, shared = config["intermediate_size"], config["num_kv_shared_layers"]
+    if config["use_double_wide_mlp"]:
+        own = config["num_hidden_layers"] - shared
+        writer.add_feed_forward_length([inner] * own + [2 * inner] * shared)
+    else:
+        writer.add_feed_forward_length(inner)
+    writer.add_head_count(config["num_attention_heads"])
+    kv_heads = config["num_key_value_heads"]
+    if "num_key_value_heads" in full:
+        counts = {"sliding_attention": kv_heads, "full_attention": full["num_key_value_heads"]}
+        writer.add_head_count_kv([counts[kind] for kind in kinds])
+    else:
+        writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for dim, suffix in ((full["head_dim"], ""), (config["head_dim"], "_swa")):
+        for add in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{add}{suffix}")(dim)
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    pairs = full["head_dim"] // 2
+    rotated = int(full["head_dim"] * ropes["full_attention"]["partial_rotary_factor"] / 2)
+    factors = np.array([1.0] * rotated + [1e30] * (pairs - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+
+
+def of_gemma4(tensors):
+    """Rename scales, like Gemma4Model."""
+    scales = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
+    for name, values in tensors.items():
+        layer, last = name.split(".")[2], name.split(".")[-1]
+        if last in scales:
+            yield f"blk.{layer}.{scales[last]}", values
+            continue
+        is_bare = last == "layer_scalar" or ".experts." in name
+        yield f"{name}.weight" if is_bare else name, values
+
+
 def add_usual(writer, arch, config):
     """Add the metadata that most architectures share."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -344,6 +402,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(target, arch)
     if arch == "gpt2":
         add_gpt2(writer, config)
+    elif arch == "gemma4":
+        add_gemma4(writer, config)
     else:
         add_usual(writer, arch, config)
     if arch == "deepseek2":
@@ -358,7 +418,7 @@ def write_gguf(
     arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}
     if arch == "deepseek2" and split:
         arrays = dict(split_latent(arrays, config))
-    for name, values in (of_gpt_oss if arch == "gpt-oss" else merged)(arrays):
+    for name, values in {"gpt-oss": of_gpt_oss, "gemma4": of_gemma4}.get(arch, merged)(arrays):
         if arch == "gptneox" and "query_key_value" in name:  # stacked like GPTNeoXModel's
             by_head = values.reshape(heads, 3, -1, *values.shape[1:])
             values = by_head.swapaxes(0, 1).reshape(values.shape)
@@ -366,7 +426,7 @@ def write_gguf(
             values = interleaved(values, heads)
         if arch in PAIRED_ROWS and name.endswith(("k_proj.weight", "k_proj.bias")):
             values = interleaved(values, kv_heads)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
@@ -374,6 +434,8 @@ def write_gguf(
             values = values.T.copy()
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.startswith("blk."):
+            theirs = name
         if values.dtype == np.uint8:
             writer.add_tensor(theirs, values, raw_dtype=Q.MXFP4)
         elif values.ndim < 2 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:

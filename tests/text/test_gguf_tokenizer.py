@@ -145,6 +145,44 @@ def test_gemma_splits_runs_of_spaces_with_placeholder_scores(tmp_path):
     assert_equal(got, expected, [*TEXTS, "a  b   c    d\n\n\n  e", "<start_of_turn>  user\n\nx"])
 
 
+def test_gemma_4_lists_its_merges(tmp_path):
+    """Its pieces are those of SentencePiece, without scores. There is no prefix."""
+    pieces, merges = spm_pieces()
+    head = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<|tool_call>"]
+    tokens = [*head, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    types = [CONTROL] * 3 + [UNKNOWN, CONTROL, USER_DEFINED] + [BYTE] * 256
+    types += [NORMAL] * len(pieces)
+    original = Backend(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [*map(tuple, reversed(merges))],  # an order that no score gives
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    original.normalizer = normalizers.Replace(" ", "▁")
+    original.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    original.add_special_tokens([AddedToken(t, normalized=False) for t in head[:5]])
+    original.add_tokens([AddedToken(head[5], normalized=False)])
+    file = write(
+        tmp_path / "m.gguf",
+        "gemma4",
+        model="gemma4",
+        tokens=tokens,
+        scores=[-1000.0] * len(tokens),
+        token_type=types,
+        merges=[" ".join(pair) for pair in reversed(merges)],
+        **{"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "padding_token_id": 0},
+        add_bos_token=True,
+    )
+    expected = Tokenizer(original, {"bos_token": "<bos>"}, add_bos_token=True)
+    texts = [*TEXTS, "a  b   c\n\n\n  e", "<|turn>user\n<|tool_call>  x"]
+    assert_equal(tokenizer_of(file, len(tokens)), expected, texts)
+
+
 def spm(file, arch="llama", extra=(), **keys):
     pieces, _ = spm_pieces()
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.checkpoint.gguf import latent
+from forge_jax.checkpoint.gguf import gemma4, latent
 from forge_jax.checkpoint.gguf.experts import MOE, expert_fields
 from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
@@ -52,13 +52,17 @@ ARCHITECTURES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",  # or V3, by the router
+    "gemma4": "Gemma4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }
 # Every Nth layer has full attention.
-_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4, "gpt-oss": 2}
+_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4} | {
+    "gpt-oss": 2,
+    "gemma4": 6,
+}
 _PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4", "glm4moe", "gptneox")
 # The model with this many layers has an attention scale of its own.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
@@ -88,7 +92,7 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         raise metadata.unsupported(
             "split files (split.count above 1) are not supported: merge them with llama-gguf-split"
         )
-    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", *MOE):
+    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", gemma4.ARCH, *MOE):
         raise metadata.unsupported(f"{arch}.expert_count: {arch} with experts is not supported")
     return _Reader(gguf, metadata, arch).config(), {"eos_token_id": _end_ids(metadata)}
 
@@ -117,6 +121,9 @@ class _Reader:
     def boolean(self, name: str, default: bool) -> bool:
         return self.metadata.boolean(f"{self.arch}.{name}", default)
 
+    def by_layer(self, name: str) -> list[int]:
+        return self.metadata.integers(f"{self.arch}.{name}", self.layers)
+
     def has(self, name: str) -> bool:
         return self.metadata.has(f"{self.arch}.{name}")
 
@@ -143,16 +150,12 @@ class _Reader:
             "architectures": [ARCHITECTURES[self.arch]],
             "vocab_size": embedding.shape[0],
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.integer("feed_forward_length", low=1),
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
-            "num_key_value_heads": self.integer("attention.head_count_kv", self.heads, low=1),
             "head_dim": self.head_dim,
             "max_position_embeddings": self.positions,
             **self.norms(),
             "rope_theta": self.number("rope.freq_base", 10000.0),
-            "rope_scaling": self.rope_scaling(),
-            **self.original_positions(),
             **self.partial_rotation(),
             "tie_word_embeddings": "output.weight" not in self.gguf.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
@@ -162,6 +165,16 @@ class _Reader:
             "bos_token_id": _token_id(self.metadata, "bos"),
             "eos_token_id": _token_id(self.metadata, "eos"),
             **self.windows(),
+            **(gemma4.fields_of(self) if self.arch == gemma4.ARCH else self.usual()),
+        }
+
+    def usual(self) -> dict[str, Any]:
+        """Return the fields of architectures whose layers have the same sizes."""
+        return {
+            "intermediate_size": self.integer("feed_forward_length", low=1),
+            "num_key_value_heads": self.integer("attention.head_count_kv", self.heads, low=1),
+            "rope_scaling": self.rope_scaling(),
+            **self.original_positions(),
             **self.gemma(),
             **expert_fields(self.arch, self),
             **own_fields(self.arch, self),
@@ -175,7 +188,8 @@ class _Reader:
     def types(self) -> dict[str, str]:
         """Return the GGML type of each matrix in blocks; a layer's experts share one name.
 
-        Matrices that turn latents into keys and values are decoded.
+        Matrices that turn latents into keys and values are decoded, and so is the embedding of
+        the layers' own inputs.
         """
         return {
             of_all_experts(name): weight.stored.format.name
@@ -183,7 +197,7 @@ class _Reader:
             if isinstance(weight, GGUFWeight)
             and weight.stored.format.blocks is not None
             and len(weight.shape) == 2
-            and not name.endswith(latent.BOTH)
+            and not name.endswith((latent.BOTH, "embed_tokens_per_layer.weight"))
         }
 
     def dtype(self) -> str:

@@ -35,6 +35,10 @@ class Fields(Protocol):
 
     def rope_scaling(self) -> dict[str, Any] | None: ...
 
+    def windows(self) -> dict[str, Any]: ...
+
+    def by_layer(self, name: str) -> list[int]: ...
+
 
 _EPS = "attention.layer_norm_epsilon"  # of LayerNorm
 

@@ -44,6 +44,15 @@ class Metadata:
             raise self.error(key, f"an integer from {low} to {high}")
         return value
 
+    def integers(self, key: str, count: int) -> list[int]:
+        """Return `count` integers from 1 on: an array, or the same integer for all."""
+        value = self.values.get(key)
+        if not isinstance(value, np.ndarray):
+            return [self.integer(key, low=1)] * count
+        if value.dtype.kind not in "iu" or len(value) != count or (value < 1).any():
+            raise self.error(key, f"an array of {count} integers from 1 on")
+        return [int(each) for each in value]
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number, as the shortest decimal that gives the same float32."""
         value = self.values.get(key, default)

@@ -7,7 +7,11 @@ _OUTSIDE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_OUTSIDE_PARTS = ("token_embd", "position_embd", "output_norm", "output")
+_OUTSIDE_PARTS = (
+    *("token_embd", "position_embd", "output_norm", "output"),
+    *("per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"),
+)
+PER_LAYER_EMBEDDING = "per_layer_token_embd.weight"
 _LINEAR = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -33,6 +37,7 @@ _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
     **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
     **dict.fromkeys(("ernie4_5-moe", "granitemoe", "deepseek2"), _USUAL_EXPERTS),
+    "gemma4": ("", {"ffn_gate_up": "gate_up_proj", "ffn_down": "down_proj"}),
 }
 _SHARED_GATE = "mlp.shared_expert_gate"
 # By architecture: the tensor that corrects the scores of experts.
@@ -49,6 +54,18 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA4 = {
+    **_GEMMA,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _PHI3 = {"ffn_up": "mlp.gate_up_proj"}
 _NORMS_AFTER = {
     "post_attention_norm": "post_attention_layernorm",
@@ -60,7 +77,7 @@ _SHARED_EXPERTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _OWN_NAMES = {
-    **{"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3},
+    **{"gemma2": _GEMMA, "gemma3": _GEMMA, "gemma4": _GEMMA4, "phi3": _PHI3},
     **{"exaone4": _NORMS_AFTER, "olmo2": _NORMS_AFTER},
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "glm4": {
@@ -108,6 +125,12 @@ _ROUTER = "ffn_gate_inp"
 # By architecture: tensors of a layer whose names do not follow from those of their modules.
 _WHOLE_NAMES = {
     **{arch: {"exp_probs_b.bias": name} for arch, name in _CORRECTIONS.items()},
+    "gemma4": {
+        "layer_output_scale.weight": "layer_scalar",
+        f"{_ROUTER}.weight": "router.proj.weight",
+        f"{_ROUTER}.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
     "gpt-oss": {
         "attn_sinks.weight": "self_attn.sinks",
         **{f"{_ROUTER}.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")},
@@ -115,6 +138,7 @@ _WHOLE_NAMES = {
 }
 _LAYERS = {"gptneox": "gpt_neox.layers"}
 PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
+SHIFTED_NORMS = ("gemma", "gemma2", "gemma3")
 _NORM_BIASES = ("gpt2", "phi2", "stablelm", "starcoder2", "gptneox")
 
 # Tensors that are read with the configuration or follow from it.
@@ -148,7 +172,7 @@ def hf_name(name: str, arch: str) -> str | None:
 def _whole_names(arch: str) -> dict[str, str]:
     """Return the names of the tensors of a layer that have a name of their own."""
     names = _WHOLE_NAMES.get(arch, {})
-    if arch in _EXPERTS:
+    if arch in _EXPERTS and arch != "gemma4":
         return names | {f"{_ROUTER}.weight": f"{_EXPERTS[arch][0]}.gate.weight"}
     return names
 
@@ -164,7 +188,8 @@ def experts_name(name: str, arch: str) -> str | None:
         case ["blk", str(layer), str(part), "weight"] if part.endswith("_exps"):
             found = matrices.get(part.removesuffix("_exps"))
             if found is not None and is_number(layer):
-                return f"model.layers.{layer}.{where}.experts.{{}}.{found}.weight"
+                module = f"model.layers.{layer}.{where}".removesuffix(".")
+                return f"{module}.experts.{{}}.{found}.weight"
     return None
 
 

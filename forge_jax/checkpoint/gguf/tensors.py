@@ -6,7 +6,7 @@ module reverses:
 - In `PAIRED_ROWS`, it reorders the rows of queries and keys so that the two numbers of a
   rotated pair are neighbors. Hugging Face has the first numbers of all pairs, then the second.
 - In GPT-NeoX, it stacks queries, keys and values. Hugging Face has them together for each head.
-- It stores the whole factor of Gemma's norms. Hugging Face stores the difference from 1.
+- It stores the whole factor of norms in Gemma 1 to 3. Hugging Face stores the difference from 1.
 - It fuses the matrices of a layer's experts into one tensor. Here each matrix is a weight, except
   for MXFP4 experts of gpt-oss (`forge_jax.checkpoint.gguf.gpt_oss`).
 - In DeepSeek's models, it splits the matrix for keys and values
@@ -26,6 +26,7 @@ from forge_jax.checkpoint.gguf.names import (
     NO_WEIGHTS,
     ONE_ROW,
     PAIRED_ROWS,
+    SHIFTED_NORMS,
     experts_name,
     hf_name,
     is_number,
@@ -101,7 +102,7 @@ def _weight(gguf: GGUFFile, arch: str, stored: GGUFTensor, heads: Mapping[str, i
             f"{gguf.file}: the tensor {short_repr(name)} has {stored.shape[0]} rows, which "
             f"cannot be split into pairs in {paired} heads"
         )
-    offset = 1.0 if arch.startswith("gemma") and theirs.endswith("norm.weight") else 0.0
+    offset = 1.0 if arch in SHIFTED_NORMS and theirs.endswith("norm.weight") else 0.0
     if offset and len(stored.shape) != 1:
         raise CheckpointError(f"{gguf.file}: the tensor {short_repr(name)} is not a vector")
     if len(stored.shape) == 1 and any(part in theirs for part in ONE_ROW):

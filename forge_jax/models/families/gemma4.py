@@ -281,6 +281,21 @@ def _weights(spec: ModelSpec) -> WeightMap:
     return weights | {leaf: (Tensor(*tensor),) for leaf, tensor in found.items()}
 
 
+def _gguf_weights(spec: ModelSpec) -> WeightMap:
+    """Return the tensors of a GGUF file, which have one matrix per expert."""
+    weights, experts, d = _weights(spec), spec.experts, spec.hidden_size
+    if experts is None:
+        return weights
+    sizes = {"gate_up": (2 * experts.intermediate_size, d), "down": (d, experts.intermediate_size)}
+    for layer in range(spec.num_hidden_layers):
+        for part, shape in sizes.items():
+            weights[f"layers.{layer}.mlp.{part}.weight"] = tuple(
+                Tensor(f"model.layers.{layer}.experts.{expert}.{part}_proj.weight", shape)
+                for expert in range(experts.count)
+            )
+    return weights
+
+
 def _expert_tensors(
     mlp: str, layer: str, experts: ExpertSpec, d: int
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -317,6 +332,7 @@ ARCHITECTURE = Architecture(
     defaults=DEFAULTS,
     nullable=NULLABLE,
     weights=_weights,
+    gguf_weights=_gguf_weights,
     decoder=Gemma4Decoder,
     plain_swiglu=False,
     cache=_cache,
