@@ -266,14 +266,23 @@ def test_gemma_is_not_computed_in_float16(goldens, tmp_path):
     assert read_spec(write_gguf(goldens / "gemma2", tmp_path / "m.gguf", Q.F16)).dtype == "bfloat16"
 
 
-def test_every_eos_token_is_read(goldens, tmp_path):
+@pytest.mark.parametrize(
+    ("tokens", "types", "ends"),
+    [
+        (["<|end|>", "<|eot_id|>"], [3, 1], (2, 7, 3)),  # the last is an ordinary token
+        (["<|end|>", "<|call|>"], [3, 3], (2, 7, 3, 4)),
+        (["<|end|>", "<|return|>", "<|call|>"], [3, 3, 3], (2, 7, 4, 5)),  # ends a message
+        (["<turn|>", "<|tool_response>"], [3, 4], (2, 7, 3, 4)),
+    ],
+)
+def test_every_eos_token_is_read(tokens, types, ends, goldens, tmp_path):
     def more(writer):
         writer.add_eot_token_id(7)
-        writer.add_token_list(["<unk>", "<s>", "</s>", "<|end|>", "<|eot_id|>"])
-        writer.add_token_types([2, 3, 3, 3, 1])  # the last is an ordinary token
+        writer.add_token_list(["<unk>", "<s>", "</s>", *tokens])
+        writer.add_token_types([2, 3, 3, *types])
 
     file = write_gguf(goldens / "llama31", tmp_path / "model.gguf", more=more)
-    assert read_spec(file).eos_token_ids == (2, 7, 3)
+    assert read_spec(file).eos_token_ids == ends
 
 
 def with_gating(writer, function):

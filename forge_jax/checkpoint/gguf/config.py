@@ -69,9 +69,11 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).
 _END_TEXTS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
-    | {"<|end_of_text|>"}
+    | {"<|end_of_text|>", *("<|return|>", "<|call|>"), *("<turn|>", "<|tool_response>")}
 )
-_CONTROL = 3  # a token type
+# With both, `<|end|>` ends only a message of the Harmony format.
+_HARMONY = frozenset({"<|return|>", "<|call|>"})
+_CONTROL, _USER_DEFINED = 3, 4  # token types
 
 
 def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -373,5 +375,9 @@ def _end_ids(metadata: Metadata) -> list[int]:
     types = metadata.values.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and types is not None:
         types = metadata.numbers("tokenizer.ggml.token_type", len(tokens))
-        ids += [int(i) for i in np.flatnonzero(types == _CONTROL) if tokens[i] in _END_TEXTS]
+        special = np.flatnonzero((types == _CONTROL) | (types == _USER_DEFINED)).tolist()
+        found = {tokens[i]: i for i in special if tokens[i] in _END_TEXTS}
+        if found.keys() >= _HARMONY:
+            found.pop("<|end|>", None)
+        ids += found.values()
     return list(dict.fromkeys(i for i in ids if i is not None))
