@@ -43,6 +43,9 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt-oss",
     "Gemma4ForCausalLM": "gemma4",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForConditionalGeneration": "qwen35",
+    "Qwen3_5MoeForConditionalGeneration": "qwen35moe",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
@@ -192,6 +195,67 @@ def add_deepseek2(writer, config):
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
+def add_delta_net(writer, config):
+    values = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
+    if "num_experts" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def tiled(values, config, width, axis=0):
+    """Put the first value head of each key head before the second ones, like ggml's broadcast."""
+    keys = config["linear_num_key_heads"]
+    by_head = np.moveaxis(values, axis, 0)
+    by_head = by_head.reshape(keys, -1, width, *by_head.shape[1:]).swapaxes(0, 1)
+    shape = np.moveaxis(values, axis, 0).shape
+    return np.ascontiguousarray(np.moveaxis(by_head.reshape(shape), 0, axis))
+
+
+def tiled_part(name, values, config):
+    """Reorder the value heads of a tensor of gated DeltaNet, like Qwen 3.5's converter."""
+    width = config["linear_value_head_dim"]
+    first = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    part = name.split(".linear_attn.")[1]
+    if part.startswith(("in_proj_qkv", "conv1d")):
+        return np.concatenate([values[:first], tiled(values[first:], config, width)])
+    if part.startswith("out_proj"):
+        return tiled(values, config, width, axis=1)
+    if part.startswith("in_proj_z"):
+        return tiled(values, config, width)
+    return values if part.startswith("norm") else tiled(values, config, 1)
+
+
+def of_delta_net(tensors, config, arch):
+    """Change tensors like the converters of Qwen3-Next and Qwen 3.5."""
+    keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    for name, values in tensors.items():
+        name = name.replace("language_model.", "")
+        if ".visual." in name:  # in a file of its own
+            continue
+        if name.endswith("in_proj_qkvz.weight"):
+            by_head = values.reshape(keys, -1, values.shape[-1])
+            group = (by_head.shape[1] - 2 * key_dim) // 2
+            parts = np.split(by_head, np.cumsum([key_dim, key_dim, group]), axis=1)
+            flat = [part.reshape(-1, values.shape[-1]) for part in parts]
+            yield name.replace("qkvz", "qkv"), np.concatenate(flat[:3])
+            yield name.replace("qkvz", "z"), flat[3]
+            continue
+        if name.endswith("conv1d.weight"):
+            values = values[:, 0]
+        if arch != "qwen3next" and ".linear_attn." in name:
+            values = tiled_part(name, values, config)
+        if name.endswith("A_log"):
+            values = -np.exp(values)
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            values = values + 1
+        yield name.replace("dt_bias", "dt_proj.bias"), values
+
+
 def add_latent_sizes(writer, config, *, split):
     """Add the sizes of heads; files with split matrices also have those of latents."""
     key = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
@@ -228,6 +292,7 @@ ROUTERS = {
     "ernie4_5-moe": add_ernie_moe,
     "gpt-oss": add_gpt_oss,
     "deepseek2": add_deepseek2,
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), add_delta_net),
 }
 
 
@@ -399,6 +464,7 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
+    config = config.get("text_config", {}) | config
     writer = gguf.GGUFWriter(target, arch)
     if arch == "gpt2":
         add_gpt2(writer, config)
@@ -415,6 +481,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], layers)
     tensors = read_header(folder / "model.safetensors")
     arrays = {name: np.array(stored.read()) for name, stored in tensors.items()}
+    if arch in ("qwen3next", "qwen35", "qwen35moe"):
+        arrays = dict(of_delta_net(arrays, config, arch))
     arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}
     if arch == "deepseek2" and split:
         arrays = dict(split_latent(arrays, config))

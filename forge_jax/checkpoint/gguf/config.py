@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.checkpoint.gguf import gemma4, latent
+from forge_jax.checkpoint.gguf import delta_net, gemma4, latent
 from forge_jax.checkpoint.gguf.experts import MOE, expert_fields
 from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
@@ -53,6 +53,9 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",  # or V3, by the router
     "gemma4": "Gemma4ForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForConditionalGeneration",
+    "qwen35moe": "Qwen3_5MoeForConditionalGeneration",
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
@@ -63,7 +66,13 @@ _PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4} | 
     "gpt-oss": 2,
     "gemma4": 6,
 }
-_PARTIAL_ROPE = ("phi2", "phi3", "stablelm", "glm4", "glm4moe", "gptneox")
+_PARTIAL_ROPE = (
+    *("phi2", "phi3", "stablelm", "glm4", "glm4moe", "gptneox"),
+    *delta_net.ARCHES,
+)
+# Their text model is a section of `config.json`, without these fields.
+_TEXT_SIDES = ("qwen35", "qwen35moe")
+_WHOLE = ("architectures", "dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", KEY)
 # The model with this many layers has an attention scale of its own.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).
@@ -96,7 +105,11 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", gemma4.ARCH, *MOE):
         raise metadata.unsupported(f"{arch}.expert_count: {arch} with experts is not supported")
-    return _Reader(gguf, metadata, arch).config(), {"eos_token_id": _end_ids(metadata)}
+    config = _Reader(gguf, metadata, arch).config()
+    if arch in _TEXT_SIDES:
+        text = {name: value for name, value in config.items() if name not in _WHOLE}
+        config = {name: config[name] for name in _WHOLE} | {"text_config": text}
+    return config, {"eos_token_id": _end_ids(metadata)}
 
 
 class _Reader:
@@ -105,7 +118,8 @@ class _Reader:
         unused = self.integer("nextn_predict_layers", 0)  # for multi-token prediction
         self.layers = self.integer("block_count", low=1 + unused, high=MAX_LAYERS) - unused
         last = f"blk.{self.layers - 1}.attn_output.weight"
-        if last not in gguf.tensors:  # checked before a model of so many layers is made
+        # This is checked before a model of so many layers is made.
+        if last not in gguf.tensors and not delta_net.is_layer(gguf, self.layers - 1):
             raise metadata.error(
                 f"{arch}.block_count", f"the number of layers (the tensor {last} is missing)"
             )
@@ -172,8 +186,10 @@ class _Reader:
 
     def usual(self) -> dict[str, Any]:
         """Return the fields of architectures whose layers have the same sizes."""
+        # Files with experts in all layers may not have the size of an MLP.
+        inner = self.integer("expert_feed_forward_length", 1) if self.arch == "qwen35moe" else None
         return {
-            "intermediate_size": self.integer("feed_forward_length", low=1),
+            "intermediate_size": self.integer("feed_forward_length", inner, low=1),
             "num_key_value_heads": self.integer("attention.head_count_kv", self.heads, low=1),
             "rope_scaling": self.rope_scaling(),
             **self.original_positions(),

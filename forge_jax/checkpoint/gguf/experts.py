@@ -123,6 +123,17 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _hybrid(fields: Fields) -> dict[str, Any]:
+    """Return the fields of Qwen3-Next and Qwen 3.5, whose experts' weights have the sum 1."""
+    shared = "expert_shared_feed_forward_length"
+    return {
+        **_inner_size(fields),
+        "num_experts": fields.integer("expert_count"),
+        "shared_expert_intermediate_size": fields.integer(shared, low=1),
+        "norm_topk_prob": True,
+    }
+
+
 def _groups(fields: Fields) -> dict[str, int]:
     """Return the groups that experts are chosen from; llama.cpp has one if the file has none."""
     return {
@@ -137,6 +148,7 @@ _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
+    **dict.fromkeys(("qwen3next", "qwen35moe"), _hybrid),
 }
 # Architectures that always have experts.
 MOE = ("qwen3moe", "olmoe", "qwen2moe", "granitemoe", *_ROUTED)

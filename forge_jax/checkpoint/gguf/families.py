@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from forge_jax.checkpoint.gguf import delta_net
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile
 
@@ -178,6 +179,11 @@ def _qwen2_moe(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _hybrid(fields: Fields) -> dict[str, Any]:
+    arch = fields.metadata.string("general.architecture")
+    return delta_net.fields_of(fields.gguf, arch, fields.layers)
+
+
 def _seed_oss(fields: Fields) -> dict[str, Any]:
     return {"attention_out_bias": _has(fields, "blk.0.attn_output.bias")}
 
@@ -202,6 +208,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "phi2": _phi2,
     "qwen2moe": _qwen2_moe,
+    **dict.fromkeys(delta_net.ARCHES, _hybrid),
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,

@@ -37,6 +37,7 @@ _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
     **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
     **dict.fromkeys(("ernie4_5-moe", "granitemoe", "deepseek2"), _USUAL_EXPERTS),
+    **dict.fromkeys(("qwen3next", "qwen35moe"), _USUAL_EXPERTS),
     "gemma4": ("", {"ffn_gate_up": "gate_up_proj", "ffn_down": "down_proj"}),
 }
 _SHARED_GATE = "mlp.shared_expert_gate"
@@ -76,10 +77,17 @@ _SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_GATED_EXPERT = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": _SHARED_GATE,
+}
+_NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 _OWN_NAMES = {
     **{"gemma2": _GEMMA, "gemma3": _GEMMA, "gemma4": _GEMMA4, "phi3": _PHI3},
     **{"exaone4": _NORMS_AFTER, "olmo2": _NORMS_AFTER},
-    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "seed_oss": _NORM_BEFORE_MLP,
     "glm4": {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
@@ -96,8 +104,8 @@ _OWN_NAMES = {
     },
     "ernie4_5-moe": _SHARED_EXPERTS,
     "gpt2": {"position_embd": "model.wpe"},
-    "glm4moe": {"post_attention_norm": "post_attention_layernorm", **_SHARED_EXPERTS},
-    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4moe": _NORM_BEFORE_MLP | _SHARED_EXPERTS,
+    "gpt-oss": _NORM_BEFORE_MLP,
     "phi2": {
         "attn_output": "self_attn.dense",
         "ffn_up": "mlp.fc1",
@@ -105,12 +113,9 @@ _OWN_NAMES = {
         "output_norm": "model.final_layernorm",
     },
     "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-    "qwen2moe": {
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        "ffn_gate_inp_shexp": _SHARED_GATE,
-    },
+    "qwen2moe": _GATED_EXPERT,
+    **dict.fromkeys(("qwen3next", "qwen35moe"), _GATED_EXPERT | _NORM_BEFORE_MLP),
+    "qwen35": _NORM_BEFORE_MLP,
     "gptneox": {
         "attn_qkv": "attention.query_key_value",
         "attn_output": "attention.dense",
@@ -138,7 +143,7 @@ _WHOLE_NAMES = {
 }
 _LAYERS = {"gptneox": "gpt_neox.layers"}
 PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
-SHIFTED_NORMS = ("gemma", "gemma2", "gemma3")
+SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _NORM_BIASES = ("gpt2", "phi2", "stablelm", "starcoder2", "gptneox")
 
 # Tensors that are read with the configuration or follow from it.

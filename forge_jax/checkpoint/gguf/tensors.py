@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, in Hugging Face's names and layout.
 
-llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and five other things, which this
+llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and six other things, which this
 module reverses:
 
 - In `PAIRED_ROWS`, it reorders the rows of queries and keys so that the two numbers of a
@@ -11,6 +11,7 @@ module reverses:
   for MXFP4 experts of gpt-oss (`forge_jax.checkpoint.gguf.gpt_oss`).
 - In DeepSeek's models, it splits the matrix for keys and values
   (`forge_jax.checkpoint.gguf.latent`).
+- In Qwen3-Next and Qwen 3.5, it reorders gated DeltaNet (`forge_jax.checkpoint.gguf.delta_net`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from forge_jax.checkpoint.gguf import gpt_oss, latent
+from forge_jax.checkpoint.gguf import delta_net, gpt_oss, latent
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.names import (
     MAX_EXPERTS,
@@ -60,6 +61,8 @@ def weights_of(gguf: GGUFFile) -> dict[str, TensorSource]:
         weights, is_read = gpt_oss.expert_weights(gguf), gpt_oss.is_expert
     elif arch == latent.ARCH:
         weights, is_read = latent.joined_weights(gguf), latent.is_part
+    elif arch in delta_net.ARCHES:
+        weights, is_read = delta_net.layer_weights(gguf, arch), delta_net.is_part
     for name, stored in gguf.tensors.items():
         if _is_unused(name, layers) or is_read(name):
             continue

@@ -25,6 +25,7 @@ class GGUFWeight:
       stacked_heads: the number of heads if the file stacks queries, keys and values, [3, H, D].
         Hugging Face has them by head, [H, 3, D]; 0: the same order.
       offset: the number to subtract from the values.
+      order: the row in the file of each row, which may be only some of them; None: see `num_heads`.
       other: a tensor of the same shape whose rows alternate with those of `stored`; None: no rows.
     """
 
@@ -33,6 +34,7 @@ class GGUFWeight:
     num_heads: int = 0
     stacked_heads: int = 0
     offset: float = 0.0
+    order: np.ndarray | None = None
     other: GGUFTensor | None = None
 
     @property
@@ -42,11 +44,15 @@ class GGUFWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         rows, *columns = self.stored.shape
+        if self.order is not None:
+            return (len(self.order), *columns)
         return (rows if self.other is None else 2 * rows, *columns)
 
     @cached_property
     def rows(self) -> np.ndarray | None:
         """The row in the file of each row of Hugging Face's; None if they are the same."""
+        if self.order is not None:
+            return self.order
         if self.stacked_heads:
             stacked = np.arange(self.shape[0]).reshape(3, self.stacked_heads, -1)
             return stacked.swapaxes(0, 1).reshape(-1)

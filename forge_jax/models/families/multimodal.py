@@ -17,11 +17,15 @@ from forge_jax.models.families import gemma3, gemma4, mistral, qwen2, qwen3, qwe
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import Tensor, WeightMap
+from forge_jax.weights import ggml_types
 
 _TIED = "tie_word_embeddings"
 _DTYPES = ("dtype", "torch_dtype")
 # Fields of the whole model, which replace those of the text model.
-_SHARED = ("quantization_config", "compression_config", "bos_token_id", "eos_token_id")
+_SHARED = (
+    *("quantization_config", "compression_config", "bos_token_id", "eos_token_id"),
+    ggml_types.KEY,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,12 +101,15 @@ class DeltaNetSpec(ModelSpec):
       conv_taps: the tokens that the convolution combines.
       grouped: True if the rows of queries, keys, values and gates are together for each key head,
         instead of for all heads.
+      tiled: True if the columns of the output matrix have the first value head of each key head
+        before the second ones.
     """
 
     delta_layers: frozenset[int]
     delta_heads: Heads
     conv_taps: int
     grouped: bool
+    tiled: bool = False
 
     @property
     def query_parts(self) -> int:
@@ -185,7 +188,9 @@ def hybrid_spec(
         delta_layers=_delta_layers(config),
         delta_heads=heads,
         conv_taps=config.integer("linear_conv_kernel_dim", high=MAX_TAPS),
-        grouped=grouped,
+        # Not fields of Hugging Face's, see `forge_jax.checkpoint.gguf.delta_net`.
+        grouped=grouped and not config.boolean("gguf_split_projections", False),
+        tiled=config.boolean("gguf_tiled_values", False),
         **parts,
     )
 
@@ -271,6 +276,7 @@ class GatedDeltaNet(ResidualBlock):
     def __init__(self, spec: DeltaNetSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
         self.heads, self.grouped, self.eps = spec.delta_heads, spec.grouped, spec.norm_eps
+        self.tiled = spec.tiled
         H, inner = self.heads.values, self.heads.values * self.heads.value_dim
         d, name = spec.hidden_size, f"layers.{layer}.delta"
         self.qkvz = Linear(matrix(f"{name}.qkvz.weight", self.heads.channels + inner, d))
@@ -309,7 +315,11 @@ class GatedDeltaNet(ResidualBlock):
             form=self._form(ragged),
         )
         with jax.named_scope("delta_out"):
-            out = gated_rms_norm(out, z, self.out_norm[...], self.eps).reshape(len(x), -1)
+            out = gated_rms_norm(out, z, self.out_norm[...], self.eps)
+            if self.tiled:
+                by_key = out.reshape(len(x), self.heads.keys, -1, self.heads.value_dim)
+                out = by_key.swapaxes(1, 2)
+            out = out.reshape(len(x), -1)
             return state._asdict(), self.add(x, self.out, out, ragged, "o")
 
     def _form(self, ragged: Ragged) -> Form:
