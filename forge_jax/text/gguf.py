@@ -19,7 +19,7 @@ from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import read_gguf
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import short_repr
-from forge_jax.text.patterns import DEEPSEEK_V3, GPT4, GPT4O, QWEN, TEKKEN
+from forge_jax.text.patterns import DEEPSEEK_V3, GPT4, GPT4O, QWEN, QWEN_MARKS, TEKKEN
 from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
@@ -57,6 +57,7 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _split(GPT4)),
     **dict.fromkeys(("deepseek-v3",), _split(*DEEPSEEK_V3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(QWEN)),
+    **dict.fromkeys(("qwen35",), _split(QWEN_MARKS)),
     **dict.fromkeys(("gpt-4o", "llama4"), _split(GPT4O)),
     **dict.fromkeys(("tekken",), _split(TEKKEN)),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _byte_level(use_regex=True)),
@@ -64,7 +65,7 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 # A split part that is a token is not merged, and BOS comes first by default.
 _WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-_NORMALIZED = ("qwen2",)  # to NFC
+_NORMALIZED = ("qwen2", "qwen35")  # to NFC
 
 
 def load_gguf_tokenizer(

@@ -41,6 +41,8 @@ _TAIL_WITH_SLASH = _TAIL.replace(r"[\r\n]*|\s*", r"[\r\n/]*|\s*")
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL  # also Llama 3
 QWEN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL  # Qwen 2 and 3
+# Qwen 3.5, with marks in words
+QWEN_MARKS = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 GPT4O = _CASED + r"|\p{N}{1,3}|" + _TAIL_WITH_SLASH  # also gpt-oss
 TEKKEN = _CASED.replace(_CONTRACTIONS + "?", "") + r"|\p{N}|" + _TAIL_WITH_SLASH  # Mistral Nemo
 # DeepSeek V3's, applied one after the other: digits, Chinese and Japanese, and all else.
@@ -51,7 +53,7 @@ DEEPSEEK_V3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 # The last three are parts of DeepSeek's.
-KNOWN = frozenset({GPT2, GPT4, QWEN, GPT4O, TEKKEN, r"\p{N}{1,3}", r"\s+", r" {2,}"})
+KNOWN = frozenset({GPT2, GPT4, QWEN, QWEN_MARKS, GPT4O, TEKKEN, r"\p{N}{1,3}", r"\s+", r" {2,}"})
 
 
 class PatternError(ValueError):

@@ -239,6 +239,10 @@ O200K = (
 )
 
 
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 DEEPSEEK = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -260,6 +264,7 @@ BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 ORIGINALS = {  # from the `tokenizer.json` of a model of that kind
     "llama-bpe": split(LLAMA3),
     "qwen2": split(QWEN2),
+    "qwen35": split(QWEN35),
     "tekken": split(TEKKEN),
     "gpt-4o": split(O200K),
     "deepseek-v3": split(*DEEPSEEK),
@@ -273,7 +278,7 @@ def trained(pre: str) -> Backend:
     """Return a byte-level BPE like that of such a model, with special tokens at the end."""
     backend = Backend(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     backend.pre_tokenizer = ORIGINALS[pre]
-    backend.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    backend.normalizer = normalizers.NFC() if pre in ("qwen2", "qwen35") else None
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
