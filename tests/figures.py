@@ -18,6 +18,7 @@ PAGE = ROOT / "docs" / "models.md"
 TESTS = (
     *("test_parity", "test_families", "test_gguf", "test_quantized", "test_quantized_experts"),
     *("test_quantization", "test_lora_models"),
+    *("test_gguf_gpt_oss", "test_gguf_latent", "test_gguf_gemma4"),
 )
 PARALLEL = [
     f"tests/parallel/test_{name}.py"

@@ -26,12 +26,13 @@ def golden(folder):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gguf_model_equals_the_folders(name, goldens, tmp_path):
+def test_gguf_model_equals_the_folders(name, goldens, tmp_path, figure):
     got, want = load(write_gguf(goldens / name, tmp_path / "m.gguf")), load(goldens / name)
     assert got.spec == want.spec
     assert got.model.names == want.model.names
     for leaf, ours, theirs in zip(got.model.names, got.leaves, want.leaves, strict=True):
         np.testing.assert_array_equal(ours, theirs, leaf)
+    figure("families", name, "gguf", "same bits")
 
 
 @pytest.mark.parametrize("name", NAMES)

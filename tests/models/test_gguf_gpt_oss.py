@@ -48,7 +48,7 @@ def logits(model) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_mxfp4"])
-def test_gguf_model_equals_the_folders(name, folders, tmp_path):
+def test_gguf_model_equals_the_folders(name, folders, tmp_path, figure):
     got, want = load(write_gguf(folders[name], tmp_path / "m.gguf")), load(folders[name])
     same = {"quantization": None, "dtype": want.spec.dtype}
     assert dataclasses.replace(got.spec, **same) == dataclasses.replace(want.spec, **same)
@@ -56,6 +56,7 @@ def test_gguf_model_equals_the_folders(name, folders, tmp_path):
     assert got.model.names == want.model.names
     for leaf, ours, theirs in zip(got.model.names, got.leaves, want.leaves, strict=True):
         np.testing.assert_array_equal(ours, theirs.astype(ours.dtype), leaf)
+    figure("families", name, "gguf", "same bits")
 
 
 def test_mxfp4_experts_keep_4_bits(folders, tmp_path):

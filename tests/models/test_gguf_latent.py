@@ -47,7 +47,7 @@ def logits(model, folder) -> np.ndarray:
 
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3"])
-def test_gguf_model_equals_the_folders(name, split, folders, tmp_path):
+def test_gguf_model_equals_the_folders(name, split, folders, tmp_path, figure):
     got = load(write_gguf(folders[name], tmp_path / "m.gguf", split=split))
     want = load(folders[name])
     assert got.spec.sm_scale == pytest.approx(want.spec.sm_scale, rel=1e-6)
@@ -55,6 +55,7 @@ def test_gguf_model_equals_the_folders(name, split, folders, tmp_path):
     assert got.model.names == want.model.names
     for leaf, ours, theirs in zip(got.model.names, got.leaves, want.leaves, strict=True):
         np.testing.assert_array_equal(ours, theirs, leaf)
+    figure("families", name, "gguf", "same bits")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
