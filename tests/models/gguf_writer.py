@@ -42,6 +42,10 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt-oss",
+    "Qwen2VLForConditionalGeneration": "qwen2vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
+    "Qwen3VLForConditionalGeneration": "qwen3vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe",
     "Gemma4ForCausalLM": "gemma4",
     "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForConditionalGeneration": "qwen35",
@@ -230,13 +234,19 @@ def tiled_part(name, values, config):
     return values if part.startswith("norm") else tiled(values, config, 1)
 
 
+def of_text(tensors):
+    """Return the tensors of a text model; those for images are in a file of their own."""
+    return {
+        name.replace("language_model.", ""): values
+        for name, values in tensors.items()
+        if ".visual." not in name and not name.startswith("visual.")
+    }
+
+
 def of_delta_net(tensors, config, arch):
     """Change tensors like the converters of Qwen3-Next and Qwen 3.5."""
     keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
     for name, values in tensors.items():
-        name = name.replace("language_model.", "")
-        if ".visual." in name:  # in a file of its own
-            continue
         if name.endswith("in_proj_qkvz.weight"):
             by_head = values.reshape(keys, -1, values.shape[-1])
             group = (by_head.shape[1] - 2 * key_dim) // 2
@@ -445,7 +455,7 @@ def add_usual(writer, arch, config):
     for count in [config[name] for name in counts if config.get(name)][:1]:
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
-    if arch in ("qwen3moe", "qwen2moe"):
+    if arch in ("qwen3moe", "qwen2moe", "qwen3vlmoe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen2moe":
         shared = config["shared_expert_intermediate_size"]
@@ -481,6 +491,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], layers)
     tensors = read_header(folder / "model.safetensors")
     arrays = {name: np.array(stored.read()) for name, stored in tensors.items()}
+    if "text_config" in config:
+        arrays = of_text(arrays)
     if arch in ("qwen3next", "qwen35", "qwen35moe"):
         arrays = dict(of_delta_net(arrays, config, arch))
     arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}

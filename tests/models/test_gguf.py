@@ -104,6 +104,22 @@ def test_scales_of_minicpm_follow_from_the_file(goldens, tmp_path):
     assert_same_weights(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("qwen2_vl", "Qwen2ForCausalLM"),
+        ("qwen2_5_vl", "Qwen2ForCausalLM"),
+        ("qwen3_vl", "Qwen3ForCausalLM"),
+        ("qwen3_vl_moe", "Qwen3MoeForCausalLM"),
+    ],
+)
+def test_text_model_of_a_multimodal_file_equals_the_folders(name, own, goldens, tmp_path, figure):
+    got, expected = load(write_gguf(goldens / name, tmp_path / "model.gguf")), load(goldens / name)
+    assert got.spec == dataclasses.replace(expected.spec, architecture=own)
+    assert_same_weights(got, expected)
+    figure("families", name, "gguf", "same bits")
+
+
 def test_correction_of_ernie_may_be_a_vector(goldens, tmp_path, monkeypatch):
     add_tensor = gguf.GGUFWriter.add_tensor
 

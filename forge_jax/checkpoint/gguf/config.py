@@ -53,6 +53,10 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",  # or V3, by the router
     "gemma4": "Gemma4ForCausalLM",
+    # The text models of multimodal checkpoints, whose other models are in files of their own.
+    "qwen2vl": "Qwen2ForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM",
+    "qwen3vlmoe": "Qwen3MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
     "qwen35": "Qwen3_5ForConditionalGeneration",
     "qwen35moe": "Qwen3_5MoeForConditionalGeneration",

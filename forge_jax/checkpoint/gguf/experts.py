@@ -151,4 +151,4 @@ _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     **dict.fromkeys(("qwen3next", "qwen35moe"), _hybrid),
 }
 # Architectures that always have experts.
-MOE = ("qwen3moe", "olmoe", "qwen2moe", "granitemoe", *_ROUTED)
+MOE = ("qwen3moe", "qwen3vlmoe", "olmoe", "qwen2moe", "granitemoe", *_ROUTED)

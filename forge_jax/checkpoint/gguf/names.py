@@ -35,7 +35,7 @@ _USUAL_EXPERTS = (
 )
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
-    **dict.fromkeys(("qwen3moe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
     **dict.fromkeys(("ernie4_5-moe", "granitemoe", "deepseek2"), _USUAL_EXPERTS),
     **dict.fromkeys(("qwen3next", "qwen35moe"), _USUAL_EXPERTS),
     "gemma4": ("", {"ffn_gate_up": "gate_up_proj", "ffn_down": "down_proj"}),
