@@ -363,7 +363,8 @@ def test_unknown_architecture_is_rejected_with_the_known_ones(tmp_path):
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(
-        UnsupportedModelError, match="'mamba' is not supported; supported: llama, q"
+        UnsupportedModelError,
+        match=r"'mamba' is not supported; supported: llama, q.*\. Use the model's safetensors",
     ):
         read_spec(tmp_path / "model.gguf")
 

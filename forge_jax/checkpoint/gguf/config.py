@@ -101,7 +101,8 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if arch not in ARCHITECTURES:
         raise metadata.unsupported(
             f"the architecture {short_repr(arch)} is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"supported: {', '.join(ARCHITECTURES)}. Use the model's safetensors "
+            "checkpoint, if that is supported"
         )
     if metadata.integer("split.count", 0) > 1:
         raise metadata.unsupported(
