@@ -124,7 +124,8 @@ class LatentAttention(ResidualBlock):
         self, q: jax.Array, vectors: jax.Array, kv: jax.Array, ragged: Ragged
     ) -> tuple[jax.Array, jax.Array]:
         """Write the vectors, and return (kv, the values of the heads [T, H, V])."""
-        up = [each[...].reshape(self.heads, -1, self.rank) for each in (self.key_up, self.value_up)]
+        key_up = self.key_up[...].reshape(self.heads, -1, self.rank)
+        value_up = self.value_up[...].reshape(self.heads, -1, self.rank)
         scoring = {
             "sm_scale": self.sm_scale,
             "kv_dtype": ragged.kv_dtype,
@@ -132,12 +133,15 @@ class LatentAttention(ResidualBlock):
         }
         if (attention := ragged.attention()) is not None:
             kv = write_latents(kv, vectors, ragged.slot_mapping, kv_dtype=ragged.kv_dtype)
-            return kv, latent_attention(q, kv, *up, *ragged.batch, attention=attention, **scoring)
+            return kv, latent_attention(
+                q, kv, key_up, value_up, *ragged.batch, attention=attention, **scoring
+            )
         return write_latent_attention(
             q,
             vectors,
             kv,
-            *up,
+            key_up,
+            value_up,
             ragged.slot_mapping,
             *ragged.batch,
             implementation="reference" if ragged.implementation == "reference" else "auto",
