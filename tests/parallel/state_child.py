@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from child import GOLDENS, SHARDS, collectives, compare, run
 from forms_child import as_served, bits
+from gguf_writer import write_gguf
 from lora_files import write_adapter
 from test_delta_net_engine import GREEDY, Oracle
 
@@ -85,6 +86,15 @@ def scores_of(outputs):
     return [[each.logprob for each in output.outputs[0].logprobs] for output in outputs]
 
 
+def gguf():
+    """Return the tokens from a GGUF file with value heads in another order, and those wanted."""
+    name = "qwen3_5_moe"
+    file = write_gguf(GOLDENS / name, Path(tempfile.mkdtemp()) / "model.gguf")
+    prompts, want = read_golden(name)
+    with LLM(str(file), tensor_parallel=2, dtype="float32", **OPTIONS) as llm:
+        return [tokens_of(llm.generate(prompts, GREEDY)), want]
+
+
 def adapted():
     """Return the tokens of a prompt with an adapter and without, on one device and on four."""
     folder = GOLDENS / "qwen3_5_text"
@@ -150,5 +160,6 @@ def converted():
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     assert len(jax.devices()) == SHARDS
-    parts = {each.__name__: each for each in (logits, packed, plain, adapted, drafted, converted)}
+    every = (logits, packed, plain, adapted, drafted, converted, gguf)
+    parts = {each.__name__: each for each in every}
     print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

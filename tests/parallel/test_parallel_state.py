@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def found():
-    parts = ("logits", "packed", "plain", "adapted", "drafted", "converted")
+    parts = ("logits", "packed", "plain", "adapted", "drafted", "converted", "gguf")
     return run_child(*parts, child="state_child.py")
 
 
@@ -68,3 +68,8 @@ def test_drafts_and_preemption_change_no_bit_of_deterministic_engines(found):
 
 def test_converted_folders_have_the_models_bits_on_each_device(found):
     assert found["converted"] == {"split": 30, "of 1": True, "of 2": True}
+
+
+def test_gguf_file_with_reordered_heads_gives_the_same_tokens(found):
+    tokens, want = found["gguf"]
+    assert tokens == want

@@ -133,8 +133,9 @@ class DeltaNetSpec(ModelSpec):
                 return -2, ((sum(rows),) if self.grouped else rows)
             case "delta.ba.weight":
                 return -2, ((2 * H,) if self.grouped else (H, H))
-            case "delta.out.weight":
-                return -1, (inner,)
+            case "delta.out.weight":  # if tiled, there is a section for each value head of a key
+                tiles = H // heads.keys if self.tiled else 1
+                return -1, (inner // tiles,) * tiles
             case "delta.taps":
                 return -2, (keys, keys, inner)
             case "delta.decay" | "delta.decay_bias":
