@@ -6,13 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.models import Model
+from forge_jax.models import Model, Ragged
 from forge_jax.research import LoadedModel, new_kv
 from forge_jax.testing import not_a_number
 
 BLOCK_SIZE = 16
 MAX_LEN = 96
 ROWS = 192  # rows of every step, so that one executable serves all
+
+
+def rows_alone(num_tokens=None, axis=None) -> Ragged:
+    """Return the step of layers that neither attend nor read positions."""
+    fields = dict.fromkeys(Ragged._fields) | {"num_tokens": num_tokens, "axis": axis}
+    return Ragged(**fields | {"implementation": "auto", "uniform": False})  # pyright: ignore
 
 
 class PagedRun:

@@ -4,13 +4,13 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paged import rows_alone
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.model_spec import read_spec
@@ -140,9 +140,9 @@ def test_inputs_of_layers_have_the_exact_gelu():
         for each in ("gate", "projection", "post_norm")
     )
     x, own = (rng.normal(size=(3, n)).astype(np.float32) for n in gate.shape[::-1])
-    ragged: Any = SimpleNamespace(num_tokens=np.int32(3))
     decoder: Any = model.decoder(leaves)
-    added = np.asarray(decoder.layers[0].input(jnp.asarray(x), jnp.asarray(own), ragged)) - x
+    step = rows_alone(np.int32(3))
+    added = np.asarray(decoder.layers[0].input(jnp.asarray(x), jnp.asarray(own), step)) - x
     y = np.asarray(jax.nn.gelu(x @ gate.T, approximate=False) * own) @ projection.T
     want = y / np.sqrt((y * y).mean(axis=1, keepdims=True)) * norm
     np.testing.assert_allclose(added, want, atol=2e-5)

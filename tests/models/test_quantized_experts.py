@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import quant_writer as writer
+from paged import rows_alone
 from test_quantized import (
     CASES,
     ENGINE,
@@ -100,8 +100,7 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 @cache
 def jitted_block(model):
     def block(leaves, x):
-        step = SimpleNamespace(num_tokens=jnp.int32(len(x)), implementation="auto", axis=None)
-        return model.decoder(leaves).layers[0].mlp(x, step)
+        return model.decoder(leaves).layers[0].mlp(x, rows_alone(jnp.int32(len(x))))
 
     return jax.jit(block)
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from child import (
 )
 from flax import nnx
 from gguf_zoo import LAYERS, write_zoo
+from paged import rows_alone
 
 from forge_jax import LLM
 from forge_jax.checkpoint.hub import resolve
@@ -81,10 +81,6 @@ def without_the_others(decoder):
             node.set_value(dataclasses.replace(weight, quantization=alone))
 
 
-def no_adapters(*targets):
-    return None
-
-
 def mlps(shards, sources, dtype="float32", *, expert_parallel=False):
     """Return (f32[T, d] of the first MLP of each, the collectives of each, the rejections).
 
@@ -107,10 +103,7 @@ def mlps(shards, sources, dtype="float32", *, expert_parallel=False):
             if name == FAULT:
                 without_the_others(decoder)
             with jax.named_scope(f"model_{number}"):
-                step = SimpleNamespace(
-                    num_tokens=None, implementation="auto", axis=decoder.axis, delta=no_adapters
-                )
-                ys.append(decoder.layers[0].mlp(x, step))
+                ys.append(decoder.layers[0].mlp(x, rows_alone(axis=decoder.axis)))
             # One after the other; otherwise XLA would merge all sums into one.
             x, ys[-1] = jax.lax.optimization_barrier((x, ys[-1]))
         return ys

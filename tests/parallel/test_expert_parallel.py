@@ -9,7 +9,7 @@ from server_process import serving
 from test_tensor_parallel import FLAGS, TESTS, expected_collectives, run_child
 
 MIXTRAL = str(TESTS / "fixtures" / "goldens" / "mixtral")
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

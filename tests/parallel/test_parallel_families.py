@@ -7,7 +7,7 @@ from test_tensor_parallel import run_child
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.models.families import ARCHITECTURES
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 GOLDENS = child.GOLDENS
 

@@ -3,7 +3,7 @@
 import pytest
 from test_tensor_parallel import expected_collectives, run_child
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROW_SCALE = ("fp8_matrix_dynamic", "fp8_rows", "int8_rows")  # of the parts of a row on all devices
 ORDERED = ("gptq_ordered", "gptq_ordered_symmetric", "w4a16_ordered")

@@ -3,7 +3,7 @@
 import pytest
 from test_tensor_parallel import expected_collectives, run_child
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
@@ -24,7 +24,7 @@ def run_child(*parts, child="child.py"):
         env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
