@@ -43,6 +43,7 @@ OTHERS = {
     *("global_head_dim", "num_global_key_value_heads"),
     *("clip_qkv", "use_sliding_window", "qkv_bias", "bias", "num_experts_per_tok"),
     *("full_attention_interval", "attn_output_gate"),
+    *("gguf_tiled_values", "gguf_split_projections"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("rotary_emb_base", "rotary_pct"),
 }
