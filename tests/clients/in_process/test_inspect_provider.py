@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from inspect_ai.util import JSONSchema
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.errors import ConfigError, EngineError, RequestError
+from forge_serve.integrations.inspect import provider
 from forge_serve.integrations.inspect.messages import chat_body, model_output
 from forge_serve.integrations.inspect.provider import ForgeAPI
 
@@ -151,6 +153,145 @@ async def test_closed_provider_raises():
     await api.aclose()
     with pytest.raises(EngineError, match="closed"):
         await answer(api)
+
+
+class FakeBackend:
+    """Backend that loads once `loadable` is set. Its requests never finish."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.error: Exception | None = None
+        self.close_error: Exception | None = None
+        self.loading, self.loadable = threading.Event(), threading.Event()
+        self.asked, self.closed = threading.Event(), False
+        self.compilable = threading.Event()
+        self.compilable.set()
+
+    def load(self, *_: Any) -> FakeBackend:
+        self.loads += 1
+        self.loading.set()
+        assert self.loadable.wait(30)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    async def finish_compiling(self) -> None:
+        while not self.compilable.is_set():
+            await asyncio.sleep(0.001)
+
+    async def whole(self, *_: Any) -> bytes:
+        assert self.compilable.is_set()
+        self.asked.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        self.closed = True
+        if self.close_error is not None:
+            raise self.close_error
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeBackend:
+    backend = FakeBackend()
+    monkeypatch.setattr(provider.LocalBackend, "load", backend.load)
+    return backend
+
+
+async def until(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 30)
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "forge-jax-inspect"]
+
+
+async def test_request_cancelled_during_the_load_leaves_one_load(fake):
+    api = ForgeAPI("forge-tiny")
+    first = asyncio.create_task(answer(api))
+    await until(fake.loading)
+    await cancel(first)
+    second = asyncio.create_task(answer(api))
+    fake.compilable.clear()
+    fake.loadable.set()
+    third = asyncio.create_task(answer(api))
+    await asyncio.sleep(0.05)
+    await cancel(third)
+    assert not fake.asked.is_set(), "still compiling"
+    fake.compilable.set()
+    await until(fake.asked)
+    assert fake.loads == 1
+    await cancel(second)
+    await api.aclose()
+
+
+async def test_failed_load_is_shared_and_the_next_request_loads_again(fake):
+    api = ForgeAPI("forge-tiny")
+    fake.error = EngineError("no memory")
+    together = [asyncio.create_task(answer(api)) for _ in range(3)]
+    await until(fake.loading)
+    fake.loadable.set()
+    for each in together:
+        with pytest.raises(EngineError, match="no memory"):
+            await each
+    loads, fake.error = fake.loads, None
+    again = asyncio.create_task(answer(api))
+    await until(fake.asked)
+    assert fake.loads == loads + 1
+    await api.aclose()
+    with pytest.raises(EngineError, match="closed"):
+        await again
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_closing_during_the_load_ends_its_requests(fake, fails):
+    others = threads()
+    api = ForgeAPI("forge-tiny")
+    fake.error = EngineError("no memory") if fails else None
+    request = asyncio.create_task(answer(api))
+    await until(fake.loading)
+    closing = asyncio.create_task(api.aclose())
+    await asyncio.sleep(0.05)
+    fake.loadable.set()
+    async with asyncio.timeout(30):
+        await closing
+        with pytest.raises(EngineError, match="no memory" if fails else "closed"):
+            await request
+    assert fake.closed is not fails and threads() == others
+
+
+async def test_failed_stop_still_ends_the_thread_and_its_requests(fake):
+    others = threads()
+    api = ForgeAPI("forge-tiny")
+    fake.loadable.set()
+    fake.close_error = TimeoutError("the engine does not stop")
+    request = asyncio.create_task(answer(api))
+    await until(fake.asked)
+    async with asyncio.timeout(30):
+        with pytest.raises(TimeoutError, match="does not stop"):
+            await api.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await request
+    assert threads() == others
+
+
+async def test_requests_outside_asyncio_and_errors_of_threads_are_told_apart(monkeypatch):
+    coroutine = ForgeAPI("forge-tiny").count_text_tokens(QUESTION)
+    with pytest.raises(EngineError, match="backend asyncio"):
+        await asyncio.to_thread(coroutine.send, None)
+
+    def no_thread(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await ForgeAPI("forge-tiny").count_text_tokens(QUESTION)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from forge_serve.integrations.inspect.messages import chat_body, model_output
 
 _OF_SERVER = ("tool_call_parser", "reasoning_parser")
 _STOP_S = 60.0
+_CLOSED = "this model is closed: get it again with get_model"
 
 
 class ForgeAPI(ModelAPI):
@@ -60,8 +62,7 @@ class ForgeAPI(ModelAPI):
         self._engine_config = EngineConfig.from_options(model=model_name, **model_args)
         self._server_config = ServerConfig(**of_server)
         self._loop = _Loop()
-        self._backend: LocalBackend | None = None
-        self._loading = asyncio.Lock()  # of the engine's loop
+        self._backend: asyncio.Task[LocalBackend] | None = None  # of the engine's loop
 
     async def generate(
         self,
@@ -90,14 +91,20 @@ class ForgeAPI(ModelAPI):
         return await (await self._loaded()).whole("chat", body)
 
     async def _loaded(self) -> LocalBackend:
-        async with self._loading:
-            if self._backend is None:
-                self._backend = await asyncio.to_thread(
-                    LocalBackend.load, self._engine_config, self._server_config
-                )
-                # A thread that still compiles would abort the process at its exit.
-                await self._backend.finish_compiling()
-            return self._backend
+        """Return the engine, which the first call loads. A call after a failed load tries again."""
+        task = self._backend
+        if task is None or (task.done() and not _succeeded(task)):
+            task = self._backend = asyncio.create_task(self._load())
+        # The load runs in a thread, so a caller that is canceled cannot stop it.
+        return await asyncio.shield(task)
+
+    async def _load(self) -> LocalBackend:
+        backend = await asyncio.to_thread(
+            LocalBackend.load, self._engine_config, self._server_config
+        )
+        # A thread that still compiles would abort the process at its exit.
+        await backend.finish_compiling()
+        return backend
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the token IDs of a text, without special tokens.
@@ -121,11 +128,24 @@ class ForgeAPI(ModelAPI):
         return RetryDecision.rate_limit() if isinstance(ex, OverloadedError) else False
 
     async def aclose(self) -> None:
+        """End the engine. If it is loading, wait for that first. Unfinished requests fail.
+
+        Raises:
+          TimeoutError: the engine has not stopped after 60 s.
+        """
         await asyncio.to_thread(self._loop.close, self._stop)
 
     async def _stop(self) -> None:
-        if self._backend is not None:
-            await self._backend.close()
+        if self._backend is None:
+            return
+        await asyncio.wait([self._backend])
+        if _succeeded(self._backend):  # otherwise its callers have the error
+            async with asyncio.timeout(_STOP_S):
+                await self._backend.result().close()
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 class _Loop:
@@ -147,36 +167,63 @@ class _Loop:
           EngineError: the loop is closed, or the caller does not run in asyncio.
         """
         try:
-            asyncio.get_running_loop()
-            future = asyncio.run_coroutine_threadsafe(work, self._started())
-        except RuntimeError as error:
-            work.close()
-            raise EngineError("forge-jax models require Inspect's backend asyncio") from error
-        except EngineError:
+            task = _current_task()
+            future = self._submit(work)
+        except BaseException:
             work.close()
             raise
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if task is None or task.cancelling():
+                raise
+            raise EngineError(_CLOSED) from None  # `close` canceled it, not the caller
 
-    def _started(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
+    def _submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:  # so that `close` finds every coroutine in the loop
             if self._closed:
-                raise EngineError("this model is closed: get it again with get_model")
+                raise EngineError(_CLOSED)
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="forge-jax-inspect", daemon=True
+                    target=loop.run_forever, name="forge-jax-inspect", daemon=True
                 )
                 self._thread.start()
-            return self._loop
+                self._loop = loop
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self, stop: Any) -> None:
-        """Run the coroutine function `stop` in the loop, then end the loop. Idempotent."""
+    def close(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run the coroutine function `stop` in the loop, then end the loop. Idempotent.
+
+        The loop also ends if `stop` raises. Unfinished coroutines are canceled.
+        """
         with self._lock:
             closed, self._closed = self._closed, True
         if closed or self._loop is None:
             return
         assert self._thread is not None
-        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(_STOP_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_STOP_S)
-        self._loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(_end(stop), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_STOP_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError as error:
+        raise EngineError("forge-jax models require Inspect's backend asyncio") from error
+
+
+async def _end(stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `stop`, then cancel all other tasks of the loop, so that their callers return."""
+    try:
+        await stop()
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
