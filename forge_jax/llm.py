@@ -18,7 +18,7 @@ from forge_jax.engine.builder import assemble
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.validation import check_in_flight, versioned
 from forge_jax.errors import ModelError, RequestError
-from forge_jax.host.progress import progress_bar
+from forge_jax.host.progress import bar_of
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
 from forge_jax.schedule.plan import TokenLogprobs
@@ -26,6 +26,8 @@ from forge_jax.schedule.pooled import normalized, stacked
 from forge_jax.schedule.request import LoraRef, Request, TokenIds
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from forge_jax.engine.validation import InFlightRequests
     from forge_jax.engine.weights import EngineWeights, NewWeights
     from forge_jax.models import Leaves, Model
@@ -225,7 +227,7 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         lora: Lora = None,
-        progress: bool = True,
+        progress: bool | tqdm[Any] = True,
     ) -> list[RequestOutput]:
         """Generate a continuation of each prompt.
 
@@ -234,7 +236,7 @@ class LLM:
           params: one for all prompts, or one per prompt. Default: `SamplingParams()`.
           lora: the name of a LoRA adapter for all prompts, or one name per prompt. None uses the
             base model.
-          progress: show a progress bar.
+          progress: show a progress bar, or update this one by one per finished prompt.
 
         Returns:
           One output per prompt, in the order of the prompts.
@@ -344,7 +346,7 @@ class LLM:
         prompts: list[Any],
         params: SamplingParams | Seq[SamplingParams] | None,
         lora: Lora,
-        progress: bool,
+        progress: bool | tqdm[Any],
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             all_params = [params or SamplingParams()] * len(ids)
@@ -370,12 +372,12 @@ class LLM:
         self,
         mailbox: _Mailbox,
         collected: dict[str, _Collected],
-        progress: bool,
+        progress: bool | tqdm[Any],
         interrupts: _Interrupts,
     ) -> None:
         unfinished = sum(c.request.params.n for c in collected.values())
         tokens = 0
-        with progress_bar(total=len(collected), unit="prompt", disable=not progress) as bar:
+        with bar_of(progress, total=len(collected), unit="prompt") as bar:
             while unfinished:
                 for request_id, deltas in self._updates(mailbox):
                     for delta in deltas:
@@ -384,7 +386,8 @@ class LLM:
                             bar.update()
                         unfinished -= delta.finish_reason is not None
                 interrupts.check()
-                bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                if bar is not progress:  # the caller's may count several calls
+                    bar.set_postfix_str(f"{tokens} tokens", refresh=False)
 
     @contextmanager
     def _running(self, requests: Seq[Request]) -> Generator[_Mailbox]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tqdm import tqdm
 
 from forge_jax import LLM, SamplingParams
 
@@ -43,6 +44,18 @@ async def test_llm_runs_in_a_thread_beside_an_event_loop(stories):
         *(asyncio.to_thread(llm.generate, "Once upon a time", GREEDY) for _ in range(2))
     )
     assert one[0].text == other[0].text != ""
+
+
+def test_calls_share_a_bar_of_the_caller(stories, capsys):
+    llm = LLM(str(stories), max_num_seqs=2, num_blocks=64, max_model_len=64)
+    with tqdm(total=3) as bar:
+        llm.generate(["Once upon a time", "One day"], GREEDY, progress=bar)
+        assert bar.n == 2 and not bar.disable
+        llm.generate("Tom", GREEDY, progress=bar)
+    assert bar.n == 3
+    llm.generate("Tom", GREEDY, progress=False)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown and "1/1" not in shown and "tokens" not in shown
 
 
 @pytest.mark.parametrize(("has_widgets", "kind"), [(True, "notebook"), (False, "text")])

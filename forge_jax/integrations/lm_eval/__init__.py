@@ -3,18 +3,21 @@
     python -m forge_jax.integrations.lm_eval run --model forge-jax --model_args pretrained=MODEL ...
 
 The harness has no plug-ins, so this command registers the model and then runs the harness's
-command. In Python, importing this module registers it. Tokenization, windows and truncation follow
-the harness's own model `hf`, so scores are comparable.
+command. In Python, importing this module registers it. Tokenization and truncation follow the
+harness's own model `hf`, so scores are comparable. Windows are one token shorter than those of `hf`
+with the same `max_length`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forge_jax.errors import ConfigError, ModelError, RequestError
+from forge_jax.errors import ConfigError, EngineError, ForgeError, ModelError, RequestError
+from forge_jax.host.progress import progress_bar
 from forge_jax.llm import LLM
 from forge_jax.sampling_params import (
     MAX_STOP_STRING_CHARS,
@@ -48,11 +51,16 @@ __all__ = ["ForgeLM", "cli_evaluate"]
 type Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 MAX_GEN_TOKS = 256  # the harness's default for tasks that set no limit
+# Requests run in slices. After each, its results are in the harness's cache, and the logprobs of
+# its prompts (about 130 bytes per token) are freed.
+SLICE_REQUESTS = 1024
+SLICE_TOKENS = 1 << 20
 # The harness's names for sampling, in `generation_kwargs` of a task or `--gen_kwargs`.
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     *("n", "max_tokens", "stop", "logprobs", "prompt_logprobs", "detokenize", "structured_outputs")
 }
-_WITHOUT_EFFECT = {"num_beams": 1, "use_cache": None}  # by the only value accepted; None: any
+# Options without effect here, and their only accepted value. None accepts any value.
+_WITHOUT_EFFECT = {"num_beams": 1, "use_cache": None}
 
 log = logging.getLogger(__name__)
 
@@ -215,27 +223,65 @@ class ForgeLM(TemplateLM):
 
         Contexts that do not fit are truncated on the left.
         """
+        scores: list[tuple[float, bool]] = []
+        for i, score in self._scores(requests, range(len(requests)), disable_tqdm):
+            scores.append(score)
+            key = requests[i][0]
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, score)
+        return scores
+
+    def _scores(
+        self, pairs: Sequence[Pair], owners: Sequence[int], disable_tqdm: bool
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Yield (index of the pair, its score). `owners` are as in `_outputs`."""
         prompts: list[list[int]] = []
-        for _, context, continuation in requests:
+        for _, context, continuation in pairs:
             if len(context) + len(continuation) > self.max_length:
                 log.warning(
                     "context (%d tokens) and continuation (%d) exceed max_length (%d): truncated",
                     *(len(context), len(continuation), self.max_length),
                 )
-            prompts.append([*context, *continuation][-self.max_length :])
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0, detokenize=False)
-        outputs = self.llm.generate(prompts, params, progress=not disable_tqdm)
-        scores: list[tuple[float, bool]] = []
-        for (key, _, continuation), output in zip(requests, outputs, strict=True):
-            _raise_error(output)
-            assert output.prompt_logprobs is not None
             # The first token of a prompt has no logprob.
-            scored = output.prompt_logprobs[-len(continuation) :] if continuation else ()
-            score = (sum(t.logprob for t in scored), all(t.rank == 1 for t in scored))
-            scores.append(score)
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, score)
-        return scores
+            before = context or [self.prefix_token_id]
+            prompts.append([*before, *continuation][-self.max_length :])
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0, detokenize=False)
+        all_params = [params] * len(prompts)
+        for i, output in self._outputs(prompts, all_params, owners, disable_tqdm):
+            assert output.prompt_logprobs is not None
+            num_scored = len(pairs[i][2])
+            scored = output.prompt_logprobs[-num_scored:] if num_scored else ()
+            yield i, (sum(t.logprob for t in scored), all(t.rank == 1 for t in scored))
+
+    def _outputs(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        owners: Sequence[int],
+        disable_tqdm: bool,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield (index of the prompt, its output), slice by slice, with one progress bar.
+
+        Args:
+          owners: the index of the harness's request for each prompt, which errors name.
+
+        Raises:
+          EngineError: if a prompt failed. It is raised after the other outputs of the slice.
+        """
+        with progress_bar(total=len(prompts), unit="prompt", disable=disable_tqdm) as bar:
+            for start, stop in _slices(prompts):
+                failed: list[tuple[int, ForgeError]] = []
+                for i, output in enumerate(
+                    self.llm.generate(prompts[start:stop], params[start:stop], progress=bar), start
+                ):
+                    error = output.outputs[0].error
+                    if error is None:
+                        yield i, output
+                    else:
+                        failed.append((i, error))
+                if failed:
+                    i, error = failed[0]
+                    raise EngineError(f"request {owners[i]} of the task: {error}") from error
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -256,12 +302,14 @@ class ForgeLM(TemplateLM):
             ):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(owner)
-        totals = [0.0] * len(texts)
-        scores = self._loglikelihood_tokens(windows, disable_tqdm)
-        for owner, (logprob, _) in zip(owners, scores, strict=True):
+        totals, missing = [0.0] * len(texts), Counter(owners)
+        for i, (logprob, _) in self._scores(windows, owners, disable_tqdm):
+            owner = owners[i]
             totals[owner] += logprob
-        for text, total in zip(texts, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+            missing[owner] -= 1
+            if not missing[owner]:
+                key = (texts[owner],)
+                self.cache_hook.add_partial("loglikelihood_rolling", key, totals[owner])
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -280,17 +328,15 @@ class ForgeLM(TemplateLM):
                     f"({self.max_length}): set it in --gen_kwargs",
                     param="max_gen_toks",
                 )
-            ids, _ = maybe_truncate(self.tok_encode(context), max_tokens, self.max_length)
-            prompts.append(ids)
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            prompts.append(maybe_truncate(ids, max_tokens, self.max_length)[0])
             params.append(SamplingParams(max_tokens=max_tokens, **sampling))
             stops.append(until)
-        outputs = self.llm.generate(prompts, params, progress=not disable_tqdm)
         texts: list[str] = []
-        for request, until, output in zip(requests, stops, outputs, strict=True):
-            _raise_error(output)
-            text = postprocess_generated_text(output.text, until, self._think_end_token)
+        for i, output in self._outputs(prompts, params, range(len(prompts)), disable_tqdm):
+            text = postprocess_generated_text(output.text, stops[i], self._think_end_token)
             texts.append(text)
-            self.cache_hook.add_partial("generate_until", request.args, text)
+            self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return texts
 
     def _sampling(self, options: dict[str, Any]) -> tuple[dict[str, Any], list[str], int]:
@@ -334,7 +380,13 @@ def _device_options(device: str | None) -> dict[str, Any]:
     return {"backend": "cpu" if kind == "cpu" else "auto", "device": int(index or 0)}
 
 
-def _raise_error(output: RequestOutput) -> None:
-    error = output.outputs[0].error
-    if error is not None:
-        raise error
+def _slices(prompts: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
+    """Yield the (start, stop) of slices with bounded requests and tokens, at least one request."""
+    start = tokens = 0
+    for i, prompt in enumerate(prompts):
+        if i > start and (i - start == SLICE_REQUESTS or tokens + len(prompt) > SLICE_TOKENS):
+            yield start, i
+            start, tokens = i, 0
+        tokens += len(prompt)
+    if start < len(prompts):
+        yield start, len(prompts)

@@ -6,16 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.errors import ConfigError, RequestError
+from forge_jax.errors import ConfigError, EngineError, NumericalError, RequestError
+from forge_jax.integrations import lm_eval as lm_eval_model
 from forge_jax.integrations.lm_eval import ForgeLM
 
 ROOT = Path(__file__).parents[3]
@@ -170,6 +173,92 @@ def test_system_message_is_dropped_if_the_template_rejects_it(tmp_path):
     assert lm.apply_chat_template([system, user]) == "U"
     with pytest.raises(RequestError, match="no system"):
         lm.apply_chat_template([system])
+
+
+class Recorded:
+    """Cache of the harness, and the calls of `LLM.generate`. The call in `failing` fails."""
+
+    def __init__(self, lm: ForgeLM, monkeypatch: pytest.MonkeyPatch):
+        self.results: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        self.calls: list[tuple[int, int]] = []  # (number of prompts, number of cached results)
+        self.bars: set[int] = set()
+        self.failing: tuple[int, int] | None = None  # (number of the call, index of the prompt)
+        self._generate = lm.llm.generate
+        monkeypatch.setattr(lm.llm, "generate", self.generate)
+        monkeypatch.setattr(lm, "cache_hook", self)
+
+    def add_partial(self, kind: str, request: tuple[Any, ...], result: Any) -> None:
+        self.results[kind, tuple(map(str, request))] = result
+
+    def generate(self, prompts: Any, params: Any, *, progress: Any) -> Any:
+        self.calls.append((len(prompts), len(self.results)))
+        self.bars.add(id(progress))
+        outputs = self._generate(prompts, params, progress=progress)
+        if self.failing is not None and self.failing[0] == len(self.calls):
+            i = self.failing[1]
+            [sample] = outputs[i].outputs
+            failed = replace(sample, finish_reason="error", error=NumericalError("logits"))
+            outputs[i] = replace(outputs[i], outputs=(failed,))
+        return outputs
+
+
+@pytest.fixture
+def recorded(lm, monkeypatch) -> Recorded:
+    monkeypatch.setattr(lm_eval_model, "SLICE_REQUESTS", 2)
+    return Recorded(lm, monkeypatch)
+
+
+REQUESTS: dict[str, list[tuple[Any, ...]]] = {
+    "loglikelihood": [(CONTEXT, f" {name}") for name in ("Tom", "Lily", "Ben", "Sue", "Max")],
+    "loglikelihood_rolling": [(STORY[: 40 + i],) for i in range(5)],
+    "generate_until": [(STORY[: 40 + i], {"until": [], "max_gen_toks": 3}) for i in range(5)],
+}
+
+
+@pytest.mark.parametrize("kind", list(REQUESTS))
+def test_requests_run_in_slices_with_one_bar(lm, recorded, kind, capsys):
+    results = getattr(lm, kind)(instances(kind, *REQUESTS[kind]))
+    assert recorded.calls == [(2, 0), (2, 2), (1, 4)]
+    assert len(recorded.bars) == 1 and "5/5" in capsys.readouterr().err
+    assert list(recorded.results.values()) == results
+    lm_eval_model.SLICE_REQUESTS = 1024  # restored by `recorded`
+    together = getattr(lm, kind)(instances(kind, *REQUESTS[kind]), disable_tqdm=True)
+    if kind == "generate_until":
+        assert together == results
+    else:
+        np.testing.assert_allclose(np.array(together), np.array(results), atol=1e-4)
+    assert recorded.calls[3:] == [(5, 5)]
+
+
+def test_slices_bound_the_tokens(lm, recorded, monkeypatch):
+    monkeypatch.setattr(lm_eval_model, "SLICE_TOKENS", 20)
+    requests = [(None, [5] * length, [6]) for length in (9, 8, 1, 40, 1, 1)]
+    assert len(lm._loglikelihood_tokens(requests, disable_tqdm=True)) == 6
+    assert [size for size, _ in recorded.calls] == [2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", list(REQUESTS))
+def test_results_beside_a_failed_request_are_kept(lm, recorded, kind):
+    recorded.failing = (2, 0)
+    with pytest.raises(EngineError, match="request 2 of the task: logits") as caught:
+        getattr(lm, kind)(instances(kind, *REQUESTS[kind]), disable_tqdm=True)
+    assert isinstance(caught.value.__cause__, NumericalError)
+    kept = [tuple(map(str, REQUESTS[kind][i])) for i in (0, 1, 3)]
+    assert [key for _, key in recorded.results] == kept
+
+
+def test_empty_context_begins_with_the_prefix_token(llm):
+    lm = ForgeLM(llm, add_bos_token=False)
+    assert lm.tok_encode("") == []
+    asked = [("", {"until": [], "max_gen_toks": 4}), (CONTEXT, {"until": [], "max_gen_toks": 4})]
+    first, second = lm.generate_until(instances("generate_until", *asked), disable_tqdm=True)
+    params = SamplingParams(max_tokens=4, temperature=0)
+    [output] = llm.generate([[lm.prefix_token_id]], params, progress=False)
+    assert first == output.text and second
+    prefix, word = lm.prefix_token_id, lm.tok_encode("Once")
+    pairs = [(None, [], word), (None, [prefix], word)]
+    empty, begun = lm._loglikelihood_tokens(pairs, disable_tqdm=True)
+    assert empty == pytest.approx(begun, abs=1e-4)
 
 
 def test_invalid_options_are_named(llm):
