@@ -38,6 +38,7 @@ try:
     from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
         get_rolling_token_windows,
         make_disjoint_window,
+        simple_parse_args_string,
     )
 except ImportError as error:
     raise ImportError(
@@ -80,8 +81,8 @@ class ForgeLM(TemplateLM):
       think_end_token: the end of the reasoning, for example `</think>`. Only later text is scored,
         and stop strings apply only to it.
       chat_template_args: other variables of the chat template.
-      device: `cpu`, `cuda` or `cuda:N`, as in the harness's `--device`. Without a GPU, `cuda` means
-        the CPU.
+      device: an index, as for `LLM`, or `cpu`, `cuda` or `cuda:N`, as in the harness's `--device`.
+        Without a GPU, `cuda` means the CPU.
       options: other options of `LLM`. The harness's `batch_size` and `max_batch_size` are ignored,
         because the engine batches all requests.
 
@@ -101,13 +102,15 @@ class ForgeLM(TemplateLM):
         enable_thinking: bool | None = None,
         think_end_token: str | None = None,
         chat_template_args: dict[str, Any] | None = None,
-        device: str | None = None,
+        device: str | int | None = None,
         **options: Any,
     ):
         super().__init__()
         for ignored in ("batch_size", "max_batch_size"):
             options.pop(ignored, None)
         if isinstance(pretrained, LLM):
+            if device is not None:
+                options["device"] = device
             if options:
                 raise ConfigError(
                     f"{', '.join(options)}: cannot change an LLM; set it when you create the LLM"
@@ -132,6 +135,20 @@ class ForgeLM(TemplateLM):
             **({} if enable_thinking is None else switch),
             **(chat_template_args or {}),
         }
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> ForgeLM:
+        """Return the model of `--model_args`, which override the harness's `--device`."""
+        given = {k: v for k, v in (additional_config or {}).items() if v is not None}
+        return cls(**{**given, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> ForgeLM:
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
@@ -166,17 +183,27 @@ class ForgeLM(TemplateLM):
         return self.llm.name.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the chat template, for the harness's record of the run."""
+        """Return the source of the chat template, for the harness's record of the run.
+
+        Raises:
+          RequestError: if a template other than "default" is named, or the model has no template.
+        """
         if chat_template is False:
             return None
-        sources = self._chat_template.sources
-        name = chat_template if isinstance(chat_template, str) else "default"
-        if name not in sources:
+        if chat_template not in (True, "default"):
             raise RequestError(
-                f"the model has no chat template named {name!r}, only {', '.join(sources)}",
+                f"--apply_chat_template {chat_template}: only the default chat template is "
+                "supported: omit the name, or set chat_template=FILE in --model_args",
                 param="chat_template",
             )
-        return sources[name]
+        sources = self._chat_template.sources
+        if "default" not in sources:
+            raise RequestError(
+                f"the model has no default chat template, only {', '.join(sources)}: set "
+                "chat_template=FILE in --model_args",
+                param="chat_template",
+            )
+        return sources["default"]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -369,13 +396,15 @@ class ForgeLM(TemplateLM):
         return {} if fingerprint is None else {"system_fingerprint": fingerprint}
 
 
-def _device_options(device: str | None) -> dict[str, Any]:
-    """Return the options of `LLM` for a device in PyTorch's notation."""
+def _device_options(device: str | int | None) -> dict[str, Any]:
+    """Return the options of `LLM` for an index, or a device in PyTorch's notation."""
     if device is None:
         return {}
+    if str(device).isdecimal():
+        return {"device": int(device)}
     kind, _, index = str(device).partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r}")
+        raise ConfigError(f"device must be an index, cpu, cuda or cuda:N, got {device!r}")
     # The harness passes cuda:0 by default, also on machines without a GPU.
     return {"backend": "cpu" if kind == "cpu" else "auto", "device": int(index or 0)}
 

@@ -159,7 +159,10 @@ def test_chat_template_continues_a_prefilled_answer(lm):
     assert lm.tok_encode(text)[:2] != [lm.prefix_token_id] * 2, "BOS once"
     begun = lm.apply_chat_template([question, {"role": "assistant", "content": "2 +"}], False)
     assert begun == text + "2 +"
-    assert lm.chat_template(True) == lm.llm.chat_template.sources["default"]
+    source = lm.llm.chat_template.sources["default"]
+    assert lm.chat_template(True) == lm.chat_template("default") == source
+    with pytest.raises(RequestError, match="tool_use: only the default chat template is supported"):
+        lm.chat_template("tool_use")
 
 
 def test_system_message_is_dropped_if_the_template_rejects_it(tmp_path):
@@ -266,8 +269,41 @@ def test_invalid_options_are_named(llm):
         ForgeLM(llm, max_length=2000)
     with pytest.raises(ConfigError, match="dtype: cannot change an LLM"):
         ForgeLM(llm, dtype="float32")
-    with pytest.raises(ConfigError, match="device must be cpu, cuda or cuda:N"):
+    with pytest.raises(ConfigError, match="device must be an index, cpu, cuda or cuda:N"):
         ForgeLM("forge-tiny", device="mps")
+    with pytest.raises(ConfigError, match="device: cannot change an LLM"):
+        ForgeLM(llm, device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("model_args", "flag", "expected"),
+    [
+        ({"device": 1}, "cuda:0", {"device": 1}),
+        ({}, "2", {"device": 2}),
+        ({}, "cuda:3", {"backend": "auto", "device": 3}),
+        ({}, "cpu", {"backend": "cpu", "device": 0}),
+        ({"backend": "cpu"}, "cuda:0", {"backend": "cpu", "device": 0}),
+        ({}, None, {}),
+    ],
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_device_is_an_index_or_in_the_harness_notation(
+    monkeypatch, llm, model_args, flag, expected, as_text
+):
+    given = {}
+
+    class Spy(LLM):
+        def __init__(self, model: str, **options: Any):
+            given.update(options)
+            self._start(llm._parts)
+
+    monkeypatch.setattr(lm_eval_model, "LLM", Spy)
+    if as_text:
+        text = ",".join(f"{name}={value}" for name, value in model_args.items())
+        lm = ForgeLM.create_from_arg_string(text, {"device": flag})
+    else:
+        lm = ForgeLM.create_from_arg_obj(model_args, {"device": flag})
+    assert given == expected and isinstance(lm, ForgeLM)
 
 
 @pytest.mark.timeout(300)
