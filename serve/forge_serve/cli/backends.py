@@ -34,7 +34,7 @@ from forge_serve.openai.serializers import ChatSerializer, CompletionSerializer,
 from forge_serve.server.process import load_engine
 from forge_serve.server.service import Service
 
-COMPILING_S = 0.05  # interval between checks that all executables are compiled
+_COMPILING_S = 0.05  # interval between checks that all executables are compiled
 
 Kind = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -120,7 +120,7 @@ class LocalBackend:
         """Wait until every executable is compiled, or the engine has failed."""
         self._start()
         while self._engine.stats().state == "serving":
-            await asyncio.sleep(COMPILING_S)
+            await asyncio.sleep(_COMPILING_S)
 
     def _start(self) -> None:
         if not self._started:
