@@ -43,7 +43,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"forge_jax.integrations.lm_eval requires lm-evaluation-harness ({error}): run "
-        "pip install lm_eval"
+        "pip install --upgrade lm_eval"
     ) from error
 
 __all__ = ["ForgeLM", "cli_evaluate"]

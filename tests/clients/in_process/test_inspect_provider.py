@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from inspect_ai.util import JSONSchema
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.errors import ConfigError, EngineError, RequestError
+from forge_serve.integrations.inspect import forge_jax as get_provider
 from forge_serve.integrations.inspect import provider
 from forge_serve.integrations.inspect.messages import chat_body, model_output
 from forge_serve.integrations.inspect.provider import ForgeAPI
@@ -317,7 +319,8 @@ def test_invalid_options_are_named():
 
 def test_messages_keep_reasoning_calls_and_errors():
     call = ToolCall(id="c1", function="weather", arguments={"city": "Rome"})
-    parts = [ContentReasoning(reasoning="hm"), ContentText(text="I ask.")]
+    redacted = ContentReasoning(reasoning="c2VjcmV0", redacted=True)
+    parts = [ContentReasoning(reasoning="hm"), redacted, ContentText(text="I ask.")]
     failed = ChatMessageTool(
         content="", tool_call_id="c1", error={"type": "timeout", "message": "too slow"}
     )
@@ -327,6 +330,34 @@ def test_messages_keep_reasoning_calls_and_errors():
     assert said["content"] == [{"type": "text", "text": "I ask."}]
     assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"city": "Rome"}
     assert result["content"] == "Error: too slow" and result["tool_call_id"] == "c1"
+
+
+def test_reasoning_that_is_all_redacted_is_omitted():
+    parts = [ContentReasoning(reasoning="c2VjcmV0", redacted=True), ContentText(text="Yes.")]
+    [said] = chat_body([ChatMessageAssistant(content=parts)], [], "auto", GREEDY)["messages"]
+    assert "reasoning_content" not in said
+
+
+def test_older_configs_without_some_options_are_read():
+    missing = ("verbosity", "modalities", "prompt_logprobs", "best_of")
+    older = types.SimpleNamespace(**GREEDY.model_dump(exclude=set(missing)))
+    body = chat_body([ChatMessageUser(content=QUESTION)], [], "auto", older)
+    assert (body["temperature"], body["max_tokens"]) == (0, 24)
+
+
+def test_older_inspect_is_named_with_its_upgrade(monkeypatch):
+    monkeypatch.delattr("inspect_ai.model.RetryDecision")
+    monkeypatch.delitem(sys.modules, provider.__name__)
+    with pytest.raises(ImportError, match=r"RetryDecision.*pip install --upgrade inspect_ai"):
+        get_provider()
+
+
+def test_other_missing_packages_keep_their_error(monkeypatch):
+    monkeypatch.delitem(sys.modules, provider.__name__)
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    with pytest.raises(ModuleNotFoundError, match="msgspec") as caught:
+        get_provider()
+    assert "inspect_ai" not in str(caught.value)
 
 
 @pytest.mark.parametrize("arguments", ['{"city": ', "[1]"])

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inspect_ai.model import modelapi  # pyright: ignore[reportMissingImports]
+_REMEDY = (
+    "forge_serve.integrations.inspect requires a recent version of Inspect ({error}): run "
+    "pip install --upgrade inspect_ai"
+)
+
+try:
+    from inspect_ai.model import modelapi  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ImportError(_REMEDY.format(error=error)) from error
 
 if TYPE_CHECKING:
     from forge_serve.integrations.inspect.provider import ForgeAPI
@@ -13,6 +21,10 @@ if TYPE_CHECKING:
 @modelapi(name="forge-jax")
 def forge_jax() -> type[ForgeAPI]:
     """Return the provider. Inspect imports entry points even if it uses another provider."""
-    from forge_serve.integrations.inspect.provider import ForgeAPI
-
+    try:
+        from forge_serve.integrations.inspect.provider import ForgeAPI
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "inspect_ai":
+            raise
+        raise ImportError(_REMEDY.format(error=error)) from error
     return ForgeAPI

@@ -55,7 +55,7 @@ def chat_body(
     body: dict[str, Any] = {"messages": [_message(i, each) for i, each in enumerate(messages)]}
     names = {name: name for name in _SAME_NAME} | _OTHER_NAME
     for name, ours in names.items():
-        value = getattr(config, name)
+        value = getattr(config, name, None)  # older versions of Inspect lack some options
         if value is not None:
             body[ours] = value
     if tools:
@@ -83,7 +83,8 @@ def _message(i: int, message: ChatMessage) -> dict[str, Any]:
         content = []
         for j, part in enumerate(message.content):
             if isinstance(part, ContentReasoning):
-                reasoning.append(part.reasoning)
+                if not part.redacted:  # otherwise it is another provider's ciphertext
+                    reasoning.append(part.reasoning)
             elif isinstance(part, ContentText):
                 content.append({"type": "text", "text": part.text})
             else:
