@@ -52,6 +52,8 @@ class _Charge:
 class _Held:
     """The constraints of one sequence: a grammar, token lists, or both."""
 
+    grammar: Grammar | None
+    tokens: TokenFilter | None
     matcher: Matcher | None
     follower: Follower | None
     charge: _Charge
@@ -138,6 +140,8 @@ class Constraints:
           GrammarError: if its constraints do not allow the output.
         """
         held = _Held(
+            grammar,
+            tokens,
             None if grammar is None else grammar.matcher(),
             None if tokens is None else tokens.follower(),
             self._charges.setdefault(seq.request_id, _Charge()),
@@ -149,6 +153,11 @@ class Constraints:
             return False
         self.held[seq] = held
         return True
+
+    def of(self, seq: Sequence) -> tuple[Grammar | None, TokenFilter | None]:
+        """Return the grammar and token lists that a live sequence was added with."""
+        held = self.held.get(seq)
+        return (None, None) if held is None else (held.grammar, held.tokens)
 
     def end(self, seq: Sequence) -> None:
         """Drop a sequence that has ended. It need not have a constraint."""

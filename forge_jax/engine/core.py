@@ -42,6 +42,7 @@ from forge_jax.telemetry.spans import span, step_span
 if TYPE_CHECKING:
     from forge_jax.engine.validation import InFlightRequests
     from forge_jax.grammar import Grammar, GrammarCompiler
+    from forge_jax.grammar.token_filter import TokenFilter
     from forge_jax.text import Tokenizer
 
 SCORING_ROWS = 64
@@ -198,12 +199,15 @@ class EngineCore:
         request = without_unknown_stops(request, self.vocab_size)
         grammar = self.compile_grammar(request)
         tokens = token_filter(request.params, self.tokenizer, self.vocab_size)
+        self._queue(request, grammar, tokens)
+        self.prompt_tokens += len(request.prompt_token_ids)
+
+    def _queue(self, request: Request, grammar: Grammar | None, tokens: TokenFilter | None) -> None:
         texts = self._texts.new_texts(request)
         if not self.has_work:
             self._progress_s = self._clock()
         seqs = self.scheduler.add(request)
         self._texts.begin(seqs, texts)
-        self.prompt_tokens += len(request.prompt_token_ids)
         if grammar is None and tokens is None:
             return
         for seq in seqs:
@@ -315,18 +319,19 @@ class EngineCore:
         self._failed = False
         install()
         self._texts.weight_version = version
-        if in_flight == "abort":
-            for request_id in self.scheduler.request_ids():
-                self.abort(request_id)
-        elif in_flight == "restart":
-            for request in self.scheduler.requests():
-                self._restart(request)
+        # First of all: no error below may leave keys and values of the old weights in use.
         for seq in self.scheduler.unread_prompts():
             seq.num_scored = 0  # all logprobs of a prompt are of one version
             self._texts.forget_prompt(seq)
         if self.speculator is not None:
             self.speculator.reset()
         self.scheduler.recover()
+        if in_flight == "abort":
+            for request_id in self.scheduler.request_ids():
+                self.abort(request_id)
+        elif in_flight == "restart":
+            for request in self.scheduler.requests():
+                self._restart(request)
 
     def _settle(self) -> None:
         """Read and commit the step in flight, if any. The next tick returns its deltas."""
@@ -344,8 +349,12 @@ class EngineCore:
         self._tick = _Tick()
 
     def _restart(self, request: Request) -> None:
-        """Queue the unfinished samples of a request again, without their output."""
+        """Queue the unfinished samples of a request again, without their output.
+
+        If that is not possible, they end with an error.
+        """
         dropped = self.scheduler.abort(request.request_id)
+        grammar, tokens = self.constraints.of(dropped[0])
         for seq in dropped:
             self._texts.forget(seq)
             if self.speculator is not None:
@@ -356,8 +365,18 @@ class EngineCore:
                 )
         if self._bisection.drop(dropped):
             self.scheduler.restrict(self._bisection.only)
-        self.add(replace(request, outputs={seq.index: () for seq in dropped}))
-        self.prompt_tokens -= len(request.prompt_token_ids)
+        try:
+            self._queue(
+                replace(request, outputs={seq.index: () for seq in dropped}), grammar, tokens
+            )
+        except Exception as error:  # only this request fails
+            for seq in self.scheduler.abort(request.request_id):
+                self._texts.forget(seq)
+            if not isinstance(error, ForgeError):
+                log.exception("request %s could not be restarted", request.request_id)
+                error = EngineError("the request could not be restarted with the new weights")
+            for seq in dropped:
+                self._end(seq, Delta(seq.index, finish_reason="error", error=error))
 
     # ---- the parts of a step, shared by the modes ------------------------------------------------
 

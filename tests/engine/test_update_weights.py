@@ -19,8 +19,11 @@ from forge_jax import (
     LLM,
     Engine,
     EngineConfig,
+    EngineError,
     EngineProcess,
+    GrammarSpec,
     ModelError,
+    OverloadedError,
     RequestError,
     SamplingParams,
     load,
@@ -211,6 +214,57 @@ def test_restarted_requests_equal_new_ones(short_stories, changed, tensors):
             assert tokens == [t for d in expected[request_id] for t in d.token_ids]
             assert {d.weight_version for d in got[last + 1 :]} == {1}
         assert sum(delta.restarted for _, delta in deltas) == len(PROMPTS)
+
+
+def test_restarted_requests_keep_their_grammar(short_stories, changed, tensors, monkeypatch):
+    grammar = GrammarSpec.regex("[a-z ]{4,40}")
+    params = SamplingParams(max_tokens=12, seed=3, structured_outputs=grammar, detokenize=False)
+    with running(changed, dtype="float32") as other:
+        expected = finish(*start(other, 0, params))
+    with running(short_stories, dtype="float32") as llm:
+        core, deltas = start(llm, 6, params)
+        assert core.constraints.held
+
+        def fails(spec: Any) -> Any:
+            raise OverloadedError("the grammar compiler is busy")
+
+        assert core.grammars is not None
+        monkeypatch.setattr(core.grammars, "compile", fails)
+        llm.update_weights(tensors, in_flight="restart")
+        for request_id, got in finish(core, deltas).items():
+            last = max((i for i, d in enumerate(got) if d.restarted), default=-1)
+            tokens = [t for d in got[last + 1 :] for t in d.token_ids]
+            assert tokens == [t for d in expected[request_id] for t in d.token_ids]
+            assert got[-1].finish_reason not in (None, "error")
+
+
+@pytest.mark.parametrize("error", [RequestError("full"), RuntimeError("a defect")])
+def test_failed_restart_ends_the_request_and_no_other(
+    short_stories, changed, tensors, monkeypatch, error
+):
+    with running(changed, dtype="float32") as other:
+        expected = outputs(other)
+    with running(short_stories, dtype="float32") as llm:
+        core, deltas = start(llm, 8)
+        first = core.scheduler.request_ids()[0]
+        add = core.scheduler.add
+
+        def fails_for_first(request: Request) -> Any:
+            if request.request_id == first:
+                raise error
+            return add(request)
+
+        monkeypatch.setattr(core.scheduler, "add", fails_for_first)
+        llm.update_weights(tensors, in_flight="restart")
+        assert core.scheduler.pool.num_cached == 0  # no block has values of the old weights
+        by_request = finish(core, deltas)
+        for request_id, got in by_request.items():
+            assert sum(d.finish_reason is not None for d in got) == 1
+            assert (got[-1].finish_reason == "error") == (request_id == first)
+        last = by_request[first][-1].error
+        assert isinstance(last, RequestError if isinstance(error, RequestError) else EngineError)
+        monkeypatch.undo()
+        assert outputs(llm) == expected and llm.weight_version == 1
 
 
 def test_aborted_requests_end_with_their_output(short_stories, tensors):
