@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model
@@ -130,13 +131,14 @@ def score(
     Pure and jittable. With the options and weights of a deterministic engine, the jitted function
     returns the bits of the engine's logprobs for these tokens.
     The gradient with respect to `leaves` is that of a dense forward pass in plain XLA
-    (`implementation="reference"`). It requires weights that are plain floats.
+    (`implementation="reference"`). It requires weights that are plain floats, on one device.
+    It holds the logits of `options.num_rows` tokens at a time.
 
     Args:
       model: the architecture. Its own weights are ignored in favor of `leaves`.
       leaves: the weights, for example `LLM.leaves`.
       tokens: i32[T] or i32[B, T], padded at the end with any token.
-      lengths: i32[] or i32[B], tokens of each sequence without padding. Default: T.
+      lengths: i32[] or i32[B], tokens of each sequence without padding, up to T. Default: T.
       temperature: f32[] or f32[B], above 0. The result then equals the logprobs of
         `logprobs_mode="processed_logprobs"` with this temperature and no filters. Default: raw.
       options: shapes and kernels. Default: suitable ones for this device, which
@@ -146,12 +148,20 @@ def score(
       f32 of the shape of `tokens`: 0 for the first token and for padding.
 
     Raises:
-      ValueError: `tokens` has another rank, or more tokens than `options.max_len`.
-      ModelError: a gradient is requested with respect to quantized or packed weights.
+      ValueError: `tokens` has another rank, or more tokens than `options.max_len`, or a
+        `temperature` that is not a JAX array is not above 0.
+      ModelError: a gradient is requested with respect to quantized or packed weights, or to those
+        of `tensor_parallel`.
     """
     built = model if isinstance(model, Model) else model.model
     if tokens.ndim not in (1, 2):
         raise ValueError(f"tokens must be i32[T] or i32[B, T], not of shape {tokens.shape}")
+    # The values of a JAX array may be unknown, because it is traced or not computed yet.
+    known = temperature is not None and not isinstance(temperature, jax.Array)
+    if known and not np.all(np.asarray(temperature) > 0):
+        raise ValueError(f"temperature must be above 0, not {temperature}")
+    if not tokens.size:
+        return jnp.zeros(tokens.shape, jnp.float32)
     if options is None:
         options = ScoreOptions.default(built, tokens.shape[-1])
     rows = jnp.atleast_2d(tokens).astype(jnp.int32)
@@ -165,6 +175,7 @@ def score(
     scale = jnp.broadcast_to(1.0 if temperature is None else temperature, (batch,))
     # Division by a constant would become a multiplication, which rounds differently.
     scale = jax.lax.optimization_barrier(scale.astype(jnp.float32))
+    leaves = tuple(map(jnp.asarray, leaves))  # a gradient cannot save NumPy's arrays
     scores: Any = _scores(built, options, leaves, rows, scale)
     place = jnp.arange(longest)[None]
     scores = jnp.where((place > 0) & (place < lengths[:, None]), scores, 0.0)
@@ -279,6 +290,11 @@ def _scores_forward(
     tokens: jax.Array,
     temperature: jax.Array,
 ) -> tuple[jax.Array, Any]:
+    if model.shards > 1:
+        raise ModelError(
+            "score: gradients require a model on one device, but this one is divided among "
+            f"{model.shards}: use tensor_parallel=1, or weights of `forge_jax.load`"
+        )
     if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves) or model.formats:
         raise ModelError(
             f"score: gradients require plain float weights, but some are {sorted(model.formats)}: "
@@ -334,8 +350,23 @@ def _dense_scores(
         jnp.int32(batch),
         implementation="reference",
     )
-    logits = model.logits(leaves, hidden).reshape(batch, longest, -1)
-    logprobs = jax.nn.log_softmax(logits / temperature[:, None, None])
-    after = jnp.roll(tokens, -1, axis=1)
-    scores = jnp.take_along_axis(logprobs, after[:, :, None], axis=2)[:, :, 0]
+    # The logits of all rows at once would be f32[B * T, V], so each group computes its own twice.
+    num_rows = min(options.num_rows, batch * longest)
+    padding = -(batch * longest) % num_rows
+
+    def grouped(rows: jax.Array, fill: float = 0) -> jax.Array:
+        widths = ((0, padding), *((0, 0),) * (rows.ndim - 1))
+        padded = jnp.pad(rows, widths, constant_values=fill)
+        return padded.reshape(-1, num_rows, *rows.shape[1:])
+
+    @jax.checkpoint
+    def of_rows(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        hidden, wanted, scale = rows
+        logprobs = jax.nn.log_softmax(model.logits(leaves, hidden) / scale[:, None])
+        return jnp.take_along_axis(logprobs, wanted[:, None], axis=1)[:, 0]
+
+    after = jnp.roll(tokens, -1, axis=1).reshape(-1)
+    of_row = jnp.repeat(temperature, longest)
+    scores = jax.lax.map(of_rows, (grouped(hidden), grouped(after), grouped(of_row, 1.0)))
+    scores = scores.reshape(-1)[: batch * longest].reshape(batch, longest)
     return jnp.roll(scores, 1, axis=1)
