@@ -16,7 +16,7 @@ from forge_jax.config import EngineConfig, Pooling, python_names
 from forge_jax.engine.adapters import Adapters, LoadedAdapter
 from forge_jax.engine.builder import assemble
 from forge_jax.engine.parts import EngineParts
-from forge_jax.engine.validation import check_in_flight, versioned
+from forge_jax.engine.validation import check_in_flight, new_version, versioned
 from forge_jax.errors import ModelError, RequestError
 from forge_jax.host.progress import bar_of
 from forge_jax.sampling_params import SamplingParams
@@ -128,7 +128,10 @@ class LLM:
 
     @property
     def leaves(self) -> Leaves:
-        """The current weights on the device, in the order of `model.names`."""
+        """The current weights on the device, in the order of `model.names`.
+
+        They are the engine's own arrays. Copy them before a step that donates them.
+        """
         return self._weights.leaves
 
     @property
@@ -173,6 +176,7 @@ class LLM:
         """
         with python_names():
             check_in_flight(in_flight)
+            new_version(version, self.weight_version)  # before anything is copied
             leaves = self._weights.prepare(weights)
             self._between_steps(
                 lambda: self._weights.update(self._core, leaves, version, in_flight)

@@ -37,7 +37,7 @@ from forge_jax.engine.lifecycle import Lifecycle
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.preparation import Preparation
 from forge_jax.engine.streams import QueueLimits, last_deltas, samples_of
-from forge_jax.engine.validation import check_in_flight, versioned
+from forge_jax.engine.validation import check_in_flight, new_version, versioned
 from forge_jax.errors import EngineError, ForgeError, ModelError
 from forge_jax.host import supervise
 from forge_jax.host.panics import is_panic
@@ -265,7 +265,10 @@ class Engine(AsyncEngine):
 
     @property
     def leaves(self) -> Leaves:
-        """The current weights on the device, in the order of `model.names`."""
+        """The current weights on the device, in the order of `model.names`.
+
+        They are the engine's own arrays. Copy them before a step that donates them.
+        """
         return self._weights.leaves
 
     @property
@@ -295,6 +298,7 @@ class Engine(AsyncEngine):
         self, weights: NewWeights, version: int | None, in_flight: InFlightRequests
     ) -> None:
         check_in_flight(in_flight)
+        new_version(version, self.weight_version)  # before anything is copied
         leaves = self._weights.prepare(weights)
         self._thread.between_steps(
             lambda: self._weights.update(self._core, leaves, version, in_flight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from forge_jax.config import Pooling
@@ -125,6 +126,24 @@ def check_in_flight(in_flight: str) -> None:
     allowed: tuple[str, ...] = get_args(InFlightRequests)
     if in_flight not in allowed:
         raise RequestError(f"in_flight must be {', '.join(allowed)}", param="in_flight")
+
+
+def new_version(version: int | None, current: int) -> int:
+    """Return the version of new weights: `version`, or the number after the current one.
+
+    Raises:
+      RequestError: it is not an integer, or not above the current one.
+    """
+    if version is None:
+        return current + 1
+    if isinstance(version, bool) or not isinstance(version, Integral):
+        kind = type(version).__name__
+        raise RequestError(f"version must be an integer, not {kind}", param="version")
+    if version <= current:
+        raise RequestError(
+            f"version must be above {current}, the current one, not {version}", param="version"
+        )
+    return int(version)
 
 
 def versioned(fingerprint: str | None, weight_version: int) -> str | None:

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from forge_jax.checkpoint.load import load_floats, load_tensors
-from forge_jax.errors import ModelError, RequestError
+from forge_jax.engine.validation import new_version
+from forge_jax.errors import ModelError
 from forge_jax.models.registry import build_model
 from forge_jax.scoring import ScoreOptions
 from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.stored import FLOATS
 
 if TYPE_CHECKING:
     from forge_jax.engine.core import EngineCore
@@ -60,8 +62,28 @@ class EngineWeights:
 
         Raises:
           ModelError: if a leaf or tensor is missing or unknown, or has the wrong shape or type. The
-            message names it.
+            message names it. Also if the weights do not fit into the memory of the device.
         """
+        if not isinstance(weights, Mapping | Sequence):
+            raise ModelError(
+                "the new weights must be a sequence of arrays, or a mapping of arrays by name, not "
+                f"{type(weights).__name__}"
+            )
+        if isinstance(weights, Mapping):
+            weights = {name: _array(name, array) for name, array in weights.items()}
+            self._reject_floats(weights)
+        try:
+            return self._prepared(weights)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            size = self.model.param_bytes / 2**30
+            raise ModelError(
+                f"the new weights need {size:.1f} GiB of free memory on each device: load the "
+                "engine with a lower memory_fraction or num_blocks"
+            ) from error
+
+    def _prepared(self, weights: NewWeights) -> Leaves:
         if not isinstance(weights, Mapping):
             names = self.model.names
             if len(weights) != len(names):
@@ -103,12 +125,7 @@ class EngineWeights:
         in_flight: InFlightRequests,
     ) -> None:
         """Install prepared weights between two ticks of `core`, as `LLM.update_weights`."""
-        version = core.weight_version + 1 if version is None else version
-        if version <= core.weight_version:
-            raise RequestError(
-                f"version must be above {core.weight_version}, the current one, not {version}",
-                param="version",
-            )
+        version = new_version(version, core.weight_version)  # another update may have been faster
         core.update_weights(lambda: self.install(leaves), version, in_flight)
 
     @cached_property
@@ -126,6 +143,22 @@ class EngineWeights:
                 f"GGUF matrices in blocks cannot be updated {how}: pass all leaves in their own "
                 'layout, or load the model with gguf_weights="decoded"'
             )
+
+    def _reject_floats(self, weights: Mapping[str, Any]) -> None:
+        """Reject floats for a quantized checkpoint, because only its own method can round them."""
+        if self.model.spec.quantization is None:
+            return
+        own, reason = set(self.model.names), "the model's matrices are quantized"
+        if weights.keys() == own:
+            differing = self._differing(weights)
+            if differing is None:
+                return
+            reason = f"{reason}, and {differing}"
+        elif not own & weights.keys() and any(a.dtype not in FLOATS for a in weights.values()):
+            return
+        raise ModelError(
+            f"{reason}: pass all leaves in their own layout, or the checkpoint's quantized tensors"
+        )
 
     def _differing(self, weights: Mapping[str, Any]) -> str | None:
         """Return why an array cannot replace its leaf as it is; None if all can."""
@@ -155,6 +188,18 @@ def _check_names(given: set[str], wanted: set[str]) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ModelError(f"the new weights {what} leaf {min(names)}{more}")
+
+
+def _array(name: str, array: Any) -> Any:
+    """Return a JAX array as it is, and any other as NumPy's."""
+    if isinstance(array, jax.Array):
+        return array
+    try:
+        return np.asarray(array)
+    except Exception as error:  # of another library, such as PyTorch
+        raise ModelError(
+            f"{name} of the new weights cannot be converted to a NumPy array: {error}"
+        ) from error
 
 
 def _on_host(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -130,8 +130,11 @@ class ArrayTensor:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    def read(self) -> np.ndarray:
+        return self.array
+
     def read_rows(self, out: np.ndarray, first: int) -> None:
-        values = self.array
+        values = np.atleast_1d(self.array)
         if values.ndim > 2:
             values = values.reshape(-1, values.shape[-1])
         np.copyto(out, values[first : first + len(out)], casting="unsafe")

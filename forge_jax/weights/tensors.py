@@ -15,7 +15,7 @@ from typing import Literal, Protocol, cast
 import numpy as np
 
 from forge_jax.errors import CheckpointError
-from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, StoredTensor, TensorSource
+from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, ArrayTensor, StoredTensor, TensorSource
 
 Values = Literal["int8", "fp8", "int4", "mxfp4"]
 INT8, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
@@ -137,7 +137,7 @@ def check_matrix(
             )
         if found.dtype not in wanted.dtypes:
             faults.append(f"tensor {wanted.name} is {found.dtype}, not {wanted.dtypes[0]}")
-        if not scheme.stacked and not isinstance(found, StoredTensor):
+        if not scheme.stacked and not isinstance(found, StoredTensor | ArrayTensor):
             faults.append(f"tensor {wanted.name} cannot be stored in this file format")
     return faults
 
@@ -198,13 +198,13 @@ class ModuleReader:
         return f"{self.module}.{name}" in self.stored
 
     def __call__(self, name: str) -> np.ndarray:
-        return cast(StoredTensor, self.stored[f"{self.module}.{name}"]).read()
+        return cast(StoredTensor | ArrayTensor, self.stored[f"{self.module}.{name}"]).read()
 
     def of_expert(self, suffix: str) -> np.ndarray:
         """Return the part of one expert of the tensor with this suffix, [E, ...]."""
         assert self.expert is not None
         found = self.stored[f"{self.module}{suffix}"]
-        if isinstance(found, StoredTensor):
+        if isinstance(found, StoredTensor | ArrayTensor):
             return found.read()[self.expert]
         _, *inner, width = found.shape
         rows = math.prod(inner)

@@ -371,6 +371,72 @@ def test_invalid_weights_are_named_and_change_nothing(short_stories, tensors):
         assert llm.weight_version == 0 and outputs(llm) == before
 
 
+class Unconvertible:
+    """An array of another library, such as a bfloat16 tensor of PyTorch."""
+
+    shape, dtype = (64,), "bfloat16"
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError("unsupported type BFloat16")
+
+
+def test_other_types_are_rejected_before_anything_is_copied(short_stories, tensors, monkeypatch):
+    with running(short_stories, dtype="float32") as llm:
+        wrong: list[tuple[Any, str]] = [
+            (None, "not NoneType"),
+            (iter(llm.leaves), "must be a sequence"),
+            (tensors | {"model.norm.weight": Unconvertible()}, "model.norm.weight of the new"),
+        ]
+        for weights, match in wrong:
+            with pytest.raises(ModelError, match=match):
+                llm.update_weights(weights)
+        weights = llm._parts.weights
+        assert weights is not None
+        monkeypatch.setattr(weights, "prepare", lambda _: pytest.fail("must not copy"))
+        versions: tuple[Any, ...] = ("3", 1.5, True, 0)
+        for version in versions:
+            with pytest.raises(RequestError, match="version must be"):
+                llm.update_weights(tensors, version)
+        assert llm.weight_version == 0
+
+
+def test_weights_without_room_on_the_device_name_the_remedy(short_stories, tensors, monkeypatch):
+    with running(short_stories, dtype="float32") as llm:
+        before = outputs(llm)
+        with monkeypatch.context() as patch:
+
+            def full(*_: Any, **__: Any) -> Any:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9")
+
+            patch.setattr(jax, "device_put", full)
+            for weights in (llm.leaves, tensors):
+                with pytest.raises(ModelError, match=r"GiB.*memory_fraction or num_blocks"):
+                    llm.update_weights(weights)
+
+            def broken(*_: Any, **__: Any) -> Any:
+                raise jax.errors.JaxRuntimeError("INTERNAL: the device is lost")
+
+            patch.setattr(jax, "device_put", broken)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="the device is lost"):
+                llm.update_weights(tensors)
+        assert llm.weight_version == 0 and outputs(llm) == before
+
+
+def test_quantized_checkpoint_accepts_only_quantized_weights(goldens):
+    with running(goldens / "gpt_oss_mxfp4", max_model_len=64) as llm:
+        plain = load(str(goldens / "gpt_oss"), dtype="bfloat16", progress=False)
+        by_leaf = dict(zip(plain.model.names, plain.leaves, strict=True))
+        for floats in (by_leaf, load_file(goldens / "gpt_oss" / "model.safetensors")):
+            with pytest.raises(ModelError, match="matrices are quantized: pass all leaves"):
+                llm.update_weights(floats)
+        own = dict(zip(llm.model.names, llm.leaves, strict=True))
+        with pytest.raises(ModelError, match=r"quantized, and leaf norm\.weight of the new"):
+            llm.update_weights(own | {"norm.weight": own["norm.weight"].astype(jnp.float16)})
+        before = [np.asarray(leaf) for leaf in llm.leaves]
+        llm.update_weights(load_file(goldens / "gpt_oss_mxfp4" / "model.safetensors"))
+        assert all(map(np.array_equal, before, llm.leaves)) and llm.weight_version == 1
+
+
 async def test_async_engine_updates_between_steps(short_stories, tensors, changed):
     with running(changed, dtype="float32") as other:
         expected = outputs(other)

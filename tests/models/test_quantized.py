@@ -18,7 +18,7 @@ from paged import PagedRun
 from test_quantized_config import args, compressed
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.load import load_tensors, load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -218,6 +218,15 @@ def test_values_match_the_definition_exactly(written):
         if got.order is not None:
             want = want[:, got.order]
         np.testing.assert_array_equal(ours, want, module)
+
+
+def test_tensors_in_memory_make_the_leaves_of_the_file(written):
+    stored = read_header(written.folder / "model.safetensors")
+    tensors = {name: np.array(tensor.read()) for name, tensor in stored.items()}
+    model = build_model(read_spec(written.folder), "auto")
+    found = load_tensors(model, tensors, device=None, mesh=None)
+    for name, one, other in zip(model.names, written.loaded.leaves, found, strict=True):
+        assert one.dtype == other.dtype and bool((one == other).all()), name
 
 
 @pytest.mark.quick_cases(4)
