@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import quant_writer as writer
 from paged import PagedRun
+from safetensors.numpy import save_file
 from test_quantized_config import args, compressed
 
 from forge_jax import LLM, SamplingParams
@@ -26,6 +27,7 @@ from forge_jax.models import build_model
 from forge_jax.research import LoadedModel
 from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.quantized import QuantizedFormat
+from forge_jax.weights.stored import ArrayTensor
 from forge_jax.weights.tensors import read_matrices
 from forge_kernels import cpu
 from forge_kernels.linear import Quantization, QuantizedWeight, linear
@@ -227,6 +229,22 @@ def test_tensors_in_memory_make_the_leaves_of_the_file(written):
     found = load_tensors(model, tensors, device=None, mesh=None)
     for name, one, other in zip(model.names, written.loaded.leaves, found, strict=True):
         assert one.dtype == other.dtype and bool((one == other).all()), name
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 4)])
+def test_arrays_are_read_like_stored_tensors(tmp_path, shape):
+    """Scales of whole matrices have no axes, those of rows have one."""
+    array = RNG(0).normal(size=shape).astype(np.float32)
+    save_file({"scale": array}, tmp_path / "model.safetensors")
+    stored = read_header(tmp_path / "model.safetensors")["scale"]
+    rows = (-1, shape[-1]) if len(shape) > 1 else (-1,)
+    whole = array.reshape(rows)
+    for first in range(len(whole)):
+        found = [np.empty_like(whole[first:]) for _ in range(2)]
+        for source, out in zip((stored, ArrayTensor(array)), found, strict=True):
+            assert source.read().shape == shape
+            source.read_rows(out, first)
+            assert np.array_equal(out, whole[first:])
 
 
 @pytest.mark.quick_cases(4)
