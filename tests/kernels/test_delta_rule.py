@@ -173,6 +173,29 @@ def test_derivative_is_that_of_finite_differences(form):
     np.testing.assert_allclose((jax.grad(loss)(x) * direction).sum(), slope, rtol=2e-3)
 
 
+@pytest.mark.quick_compile
+def test_derivative_ignores_padding():
+    """It is that of the scan, whatever the form."""
+    run, n = Sequences(9, length=12), 7
+    state = jax.tree.map(jnp.zeros_like, run.state)
+    i32 = partial(jnp.asarray, dtype=jnp.int32)
+
+    def loss(arrays, padding):
+        *rows, taps = arrays
+        _, out = ragged_delta_net(
+            *(x.at[n:].set(padding) for x in rows), taps, state, i32([0, SLOTS]), jnp.arange(12),
+            i32([0, n, n]), i32(1), heads=HEADS, form="token",
+        )  # fmt: skip
+        return (out[:n] ** 2).sum()
+
+    slopes = jax.jit(jax.grad(loss))
+    arrays = [jnp.asarray(x) for x in (*run.inputs[0], run.taps)]
+    want = slopes(arrays, 0.0)
+    assert all(np.any(each) for each in want)
+    for found, alone in zip(slopes(arrays, jnp.nan), want, strict=True):
+        np.testing.assert_array_equal(found, alone)
+
+
 def test_gated_norm_matches_numpy():
     random = np.random.default_rng(8)
     x, gate = random.normal(size=(2, 5, 4, 6)).astype(np.float32)

@@ -138,6 +138,8 @@ def _delta_net(  # noqa: PLR0913
     inputs = jnp.where(rows.fresh[:, None, None], 0.0, inputs)
     gates = jnp.where(rows.fresh[:, None, None, None], 0.0, state.gates[held])
     initial = jnp.where(rows.fresh[:, None, None, None], 0.0, state.state[held])
+    if form == "scan":  # its derivative is a sum over all rows, in which padding may be NaN
+        x, log_decay, beta = (zero_from(a, cu_q_lens[num_seqs]) for a in (x, log_decay, beta))
     x = x.astype(jnp.float32)
 
     width, W = taps.shape[1], state.pending
