@@ -256,19 +256,20 @@ def test_gradient_passes_from_one_call_to_another_only_with_a_float32_cache():
 
 
 @pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
 @pytest.mark.parametrize("implementation", ["cpu", "xla", "reference"])
-def test_program_without_a_gradient_is_unchanged(implementation):
+def test_program_without_a_gradient_is_unchanged(implementation, form):
     """The calls without any derivative lower to the same text."""
     step = make_step(jnp.bfloat16)
-    kv, count = stored(make_step().kv, "bfloat16"), jnp.int32(ROWS)
+    kv, count = stored(make_step().kv, form), jnp.int32(ROWS)
 
     def unit(qkv, kv, count, *rest):
-        options = {"kv_dtype": jnp.bfloat16, "implementation": implementation}
+        options = {"kv_dtype": jnp.dtype(form), "implementation": implementation}
         options |= {"max_q_len": None, "uniform": False, "sm_scale": SCALE}
         return rotate_write_attend(qkv, kv, *rest, num_tokens=count, **options)
 
     def bare(qkv, kv, count, cos, sin, slots, *batch):
-        options: Any = {"kv_dtype": jnp.dtype(jnp.bfloat16), "implementation": implementation}
+        options: Any = {"kv_dtype": jnp.dtype(form), "implementation": implementation}
         q, kv = rotate_and_write(qkv, kv, cos, sin, slots, num_tokens=count, **options)
         more = {"max_q_len": None, "uniform": False, "window": None, "soft_cap": None}
         scoring = {"sm_scale": SCALE, "sinks": None, **more, **options}

@@ -101,7 +101,8 @@ def rotate_write_attend[KV: jax.Array | QuantizedKV](  # noqa: PLR0913
         return turned[:, :H], jnp.stack([k, v], axis=1)
 
     # An argument that the implementation ignores would stay in the lowered program.
-    count = (num_tokens,) if num_tokens is not None and implementation == "cpu" else ()
+    takes_count = implementation == "cpu" and isinstance(kv, jax.Array)
+    count = (num_tokens,) if num_tokens is not None and takes_count else ()
     arrays = (qkv, cos, sin, *count)
     batch = block_tables, kv_lens, cu_q_lens, num_seqs
     options |= {"kv_dtype": kv_dtype, "implementation": implementation}
