@@ -262,6 +262,7 @@ def _step(
         max_q_len=size,
         uniform=True,
         state_slots=jnp.arange(most, dtype=jnp.int32),
+        skip_padding=True,
     )
     groups = -(-size // options.num_rows)
     row = jnp.minimum(jnp.arange(groups * options.num_rows), size - 1)

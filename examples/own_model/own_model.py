@@ -66,7 +66,7 @@ class TandemLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         """Return (kv, x plus attention and MLP of x). x: dtype[T, d]."""
-        rows = ragged.num_tokens
+        rows = ragged.num_rows
         mixed = self.mixed(x, norm=self.norm, num_rows=rows)  # dtype[T, (H + 2 K) D + 2 I]
         qkv, gate, up = jnp.split(mixed, self.ends, axis=-1)
         qkv = qkv.reshape(-1, self.qkv_heads, self.head_dim)

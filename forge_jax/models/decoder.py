@@ -57,6 +57,7 @@ from forge_kernels.attention import (
     rotate_and_write,
     rotate_write_attend,
 )
+from forge_kernels.derivatives import zero_from
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, geglu, mix_experts
 from forge_kernels.linear import (
@@ -104,6 +105,7 @@ class Ragged(NamedTuple):
     # i32[S], each sequence's index in the layers' state. None if no layer has state.
     state_slots: jax.Array | None = None
     probe: Probe | None = None  # of activations, for research; None in a served step
+    num_rows: jax.Array | None = None  # i32[], rows that products compute; None: all, with padding
 
     def in_layer(self, layer: int) -> Ragged:
         """Return the inputs of a layer, whose activations have its number in their names."""
@@ -132,6 +134,10 @@ class Ragged(NamedTuple):
     def batch(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """The arguments of attention that describe the sequences."""
         return self.block_tables, self.kv_lens, self.cu_q_lens, self.num_seqs
+
+    def zero_padding(self, x: jax.Array) -> jax.Array:
+        """Return x, [T, ...], with zeros in rows that belong to no sequence."""
+        return zero_from(x, self.num_tokens)
 
     def delta(self, *targets: str) -> Delta | None:
         """Return the function that adds the adapters of these targets; None without adapters."""
@@ -187,7 +193,7 @@ def attend(
         uniform=ragged.uniform,
         **scoring,
     )
-    return kv, out.reshape(len(out), -1)
+    return kv, _of_all_heads(out, ragged)
 
 
 def attend_to_written(
@@ -234,6 +240,13 @@ def attend_to_written(
             kv_dtype=ragged.kv_dtype,
             max_q_len=ragged.max_q_len,
         )
+    return _of_all_heads(out, ragged)
+
+
+def _of_all_heads(out: jax.Array, ragged: Ragged) -> jax.Array:
+    """Return dtype[T, H * D] of out: dtype[T, H, D], without undefined rows."""
+    if ragged.implementation == "cpu" and ragged.num_rows is None:
+        out = ragged.zero_padding(out)
     return out.reshape(len(out), -1)
 
 
@@ -261,7 +274,7 @@ class ResidualBlock(nnx.Module):
         self, x: jax.Array, last: Linear, inner: jax.Array, ragged: Ragged, target: str
     ) -> jax.Array:
         """Return x + last(inner), dtype[T, d]. `target` is the adapters' name of `last`."""
-        rows, delta, axis = ragged.num_tokens, ragged.delta(target), ragged.axis
+        rows, delta, axis = ragged.num_rows, ragged.delta(target), ragged.axis
         point = "attn.out" if target == "o" else "mlp.out"
         if self.post_norm is None and self.scale == 1.0 and not ragged.wants(point):
             return last(inner, residual=x, delta=delta, axis=axis, num_rows=rows)
@@ -306,7 +319,7 @@ class Attention(ResidualBlock):
         heads = self.heads + 2 * self.kv_heads
         with jax.named_scope("qkv"):
             delta = ragged.delta("q", "k", "v")
-            qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_tokens)
+            qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_rows)
             qkv = self._normed(qkv.reshape(-1, heads, self.head_dim), ragged.axis)
         kv, out = attend(
             qkv,
@@ -391,7 +404,7 @@ class MLP(ResidualBlock):
 
     def _inner(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """Return the activations that `down` multiplies, dtype[T, intermediate size]."""
-        act, rows = ACTIVATION_FUNCTIONS[self.activation], ragged.num_tokens
+        act, rows = ACTIVATION_FUNCTIONS[self.activation], ragged.num_rows
         if self.up is not None:
             return act(self.up(x, norm=self.norm, delta=ragged.delta("up"), num_rows=rows))
         assert self.gate_up is not None
@@ -483,7 +496,7 @@ class Experts(ResidualBlock):
                 self.down.get_value(),
                 chosen,
                 weights,
-                num_rows=ragged.num_tokens,
+                num_rows=ragged.num_rows,
                 total=self.count if divided else None,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
                 **self.options(),
@@ -524,7 +537,7 @@ class SharedExperts(nnx.Module):
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """Return this device's part of the MLP of x: dtype[T, d]."""
-        rows = ragged.num_tokens
+        rows = ragged.num_rows
         inner = self.gate_up(x, swiglu=self.swiglu, num_rows=rows)
         y = self.down(inner if self.swiglu else geglu(inner), num_rows=rows)
         if self.gate is None:
@@ -816,6 +829,7 @@ class Model:
         lora: Lora | None = None,
         state_slots: jax.Array | None = None,
         probe: Probe | None = None,
+        skip_padding: bool = False,
     ) -> Any:
         """Run one step over ragged rows: write their keys and values, then attend.
 
@@ -839,10 +853,12 @@ class Model:
           lora: the adapters, and the adapter of each token; for models with `WeightFormats.lora`.
           state_slots: i32[S], the slot of each sequence in layers with state. Default: its index.
           probe: returns and replaces activations, for research. Its caller calls `finish`.
+          skip_padding: do not compute rows that belong to no sequence. The CPU kernels leave them
+            undefined, and a sum over all rows, such as a weight's gradient, could become NaN.
 
         Returns:
           (kv, hidden): hidden is dtype[T, d] after the final norm; rows that belong to no sequence
-          are undefined. If `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays
+          have no meaning. If `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays
           dtype[T, d], the embedding and each layer's output.
 
         Gradients are those of `forge_kernels.attention.rotate_write_attend`.
@@ -868,6 +884,8 @@ class Model:
             state_slots=_state_slots(kv, state_slots, num_seqs, len(kv_lens)),
             probe=probe,
         )
+        if skip_padding:
+            ragged = ragged._replace(num_rows=ragged.num_tokens)
         by_layer = None if lora is None else partial(lora.layer, self.spec)
         kv, hidden, stream = self.decoder(leaves).hidden(tokens, kv, ragged, by_layer)
         return (kv, hidden, stream) if return_hidden_states else (kv, hidden)

@@ -153,7 +153,7 @@ class LatentAttention(ResidualBlock):
         self, x: jax.Array, ragged: Ragged
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [T, H, P + E], normalized latents [T, R] and shared keys [T, E]."""
-        rows = ragged.num_tokens
+        rows = ragged.num_rows
         if self.q_a is None:
             q = self.q(x, norm=self.norm, num_rows=rows)
         else:

@@ -185,6 +185,7 @@ class DraftPass:
             implementation=self.implementation,
             max_q_len=shape.max_q_len,
             uniform=self.uniform,
+            skip_padding=True,
         )
 
     def go_on(
@@ -222,6 +223,7 @@ class DraftPass:
             implementation=self.implementation,
             max_q_len=shape.max_q_len if self.uniform else 1,
             uniform=self.uniform,
+            skip_padding=True,
         )
         return kv, self.sample(leaves, m, hidden, seq, last + ahead + 1, ahead)
 

@@ -106,6 +106,7 @@ def make_step(
             uniform=uniform,
             lora=lora,
             state_slots=m.slot,
+            skip_padding=True,
         )
         pooled = None
         if sums is not None:

@@ -1,5 +1,6 @@
 """Gradients through the served step: its value's bits, and the reference's gradient."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from forge_jax.models.registry import build_model
 from forge_jax.research import LoadedModel
 from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
+from forge_kernels.attention import api as attention_api
+from forge_kernels.experts import api as experts_api
+from forge_kernels.linear import cpu_ffi
 from forge_kernels.linear.unpacked import unpacked
 
 pytestmark = pytest.mark.quick_compile
@@ -30,10 +34,19 @@ FAMILIES = {
     "gemma4_shared": "layers that share a cache",
     "qwen3_next": "gated DeltaNet",
 }
+PACKED = {"llama32_tied": "cpu", "qwen3_moe": "auto", "gemma4_shared": "auto", "qwen3_next": "auto"}
 
 
 def load(name: str, dtype: str = "float32") -> LoadedModel:
     return forge_jax.load(str(GOLDENS / name), dtype=dtype, progress=False)
+
+
+def load_packed(name: str) -> LoadedModel:
+    """Return a model with its matrices packed for the CPU kernels."""
+    cpu.load()
+    spec, folder = load(name, "bfloat16").spec, GOLDENS / name
+    built = build_model(spec, "bfloat16", WeightFormats(layers="bf16", head="bf16"))
+    return LoadedModel(built, load_weights(built, folder, progress=False), folder)
 
 
 def scores(
@@ -80,7 +93,8 @@ def largest_error(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     """
     norms = [float(np.linalg.norm(b)) for b in theirs]
     pairs = zip(ours, theirs, norms, strict=True)
-    return max(float(np.linalg.norm(a - b)) / max(norm, 1e-4 * max(norms)) for a, b, norm in pairs)
+    errors = [float(np.linalg.norm(a - b)) / max(norm, 1e-4 * max(norms)) for a, b, norm in pairs]
+    return float(np.max(errors))  # NaN if one is
 
 
 @pytest.mark.slow
@@ -133,11 +147,7 @@ def test_cpu_kernels_keep_their_bits_and_differentiate_packed_leaves(kv_dtype):
 
     The rounding errors, of 2**-9 each, add up to less than 0.1 with a bfloat16 cache.
     """
-    cpu.load()
-    plain, folder = load("llama32_tied", "bfloat16"), GOLDENS / "llama32_tied"
-    formats = WeightFormats(layers="bf16", head="bf16")
-    built = build_model(plain.spec, "bfloat16", formats)
-    model = LoadedModel(built, load_weights(built, folder, progress=False), folder)
+    model = load_packed("llama32_tied")
     served = jax.jit(lambda leaves: scores(model, leaves, kv_dtype, "cpu"))(model.leaves)
     with pytest.raises(TypeError, match=r"grad requires real- or complex-valued.*uint16"):
         slopes(model, kv_dtype, "cpu")
@@ -159,6 +169,52 @@ def unpack(gradient: np.ndarray, model: LoadedModel, name: str) -> np.ndarray:
     """Return the gradient of a matrix from that of its packed leaf."""
     packing = model.model.packings[name]
     return np.asarray(unpacked(jnp.asarray(gradient).astype(jnp.bfloat16), None, packing))
+
+
+@pytest.fixture
+def undefined_is_nan(monkeypatch):
+    """Let the CPU kernels return NaN in rows that they leave undefined."""
+
+    def nan_from(count: jax.Array | None, x: jax.Array) -> jax.Array:
+        if count is None:
+            return x
+        exists = jnp.arange(len(x)).reshape(-1, *(1,) * (x.ndim - 1)) < count
+        return jnp.where(exists, x, jnp.nan)
+
+    def replace(module: Any, name: str, count: Callable[..., jax.Array | None]) -> None:
+        kernel = getattr(module, name)
+
+        def replaced(*args: Any, **options: Any) -> Any:
+            found, rows = kernel(*args, **options), count(*args)
+            if isinstance(found, tuple):
+                return nan_from(rows, found[0]), *found[1:]
+            return nan_from(rows, found)
+
+        monkeypatch.setattr(module, name, replaced)
+
+    replace(cpu_ffi, "_multiply", lambda *args: args[-1])
+    replace(experts_api, "packed_experts", lambda *args: args[-1])
+    replace(attention_api, "cpu_rotate_write", lambda *args: args[4])
+    replace(attention_api, "cpu_attention", lambda *args: args[4][args[5]])
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no CPU kernels on this machine")
+@pytest.mark.usefixtures("undefined_is_nan")
+@pytest.mark.parametrize("name", PACKED)
+def test_undefined_padding_of_frozen_layers_does_not_reach_a_gradient(name):
+    model = load_packed(name)
+    at = model.model.names.index("norm.weight")
+
+    def slope(implementation: str) -> np.ndarray:
+        def loss(weight: jax.Array) -> jax.Array:
+            leaves = (*model.leaves[:at], weight, *model.leaves[at + 1 :])
+            return log_probability(model, leaves, "bfloat16", implementation)[0]
+
+        return np.asarray(jax.jit(jax.grad(loss))(model.leaves[at]), np.float32)
+
+    ours = slope(PACKED[name])
+    assert np.isfinite(ours).all()
+    assert largest_error([ours], [slope("reference")]) < 0.1
 
 
 def test_layers_that_share_a_cache_require_float32():

@@ -101,7 +101,7 @@ class Gemma4Attention(ResidualBlock):
 
     def __call__(self, x: jax.Array, kv: PagedKV, ragged: Ragged) -> tuple[PagedKV, jax.Array]:
         """Return (kv, x plus the attention). x: dtype[T, d]; kv: the source layer's cache."""
-        H, K, rows = self.heads, self.kv_heads, ragged.num_tokens
+        H, K, rows = self.heads, self.kv_heads, ragged.num_rows
         scoring = {"rope": self.rope, "sm_scale": self.sm_scale, "window": self.window}
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, norm=self.norm, num_rows=rows)
@@ -168,7 +168,7 @@ class LayerInput(nnx.Module):
 
     def __call__(self, x: jax.Array, own: jax.Array, ragged: Ragged) -> jax.Array:
         """Return the new stream. x: dtype[T, d]; own: dtype[T, p], this layer's input."""
-        rows = ragged.num_tokens
+        rows = ragged.num_rows
         gate = ACTIVATION_FUNCTIONS[self.activation](self.gate(x, num_rows=rows))
         return x + self.post_norm(self.projection(gate * own, num_rows=rows))
 
@@ -187,7 +187,7 @@ class LayerInputs(nnx.Module):
     def __call__(self, tokens: jax.Array, x: jax.Array, ragged: Ragged) -> jax.Array:
         """Return dtype[T, L, p] for tokens: i32[T] and their embedding x: dtype[T, d]."""
         shape = (len(tokens), self.layers, self.size)
-        of_stream = self.projection(x, num_rows=ragged.num_tokens) * self.scale
+        of_stream = self.projection(x, num_rows=ragged.num_rows) * self.scale
         of_tokens = embed(self.embedding[...], tokens, self.dtype)
         of_tokens = of_tokens * jnp.asarray(self.size**0.5, of_tokens.dtype)
         return (self.norm(of_stream.reshape(shape)) + of_tokens.reshape(shape)) * 2**-0.5

@@ -261,7 +261,7 @@ class GatedAttention(Attention):
         H, D = self.heads, self.head_dim
         with jax.named_scope("qkv"):
             delta = ragged.delta("q", "k", "v")
-            qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_tokens)
+            qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_rows)
             qkv = qkv.reshape(len(x), -1, D)
             q, gate = jnp.split(qkv[:, : 2 * H].reshape(len(x), H, 2 * D), 2, axis=2)
             qkv = self._normed(jnp.concatenate([q, qkv[:, 2 * H :]], axis=1), ragged.axis)
@@ -294,7 +294,7 @@ class GatedDeltaNet(ResidualBlock):
         """Return (state, x plus the layer's output). x: dtype[T, d]."""
         ragged = ragged._replace(lora=None)  # adapters change attention and MLPs only
         assert self.norm is not None and ragged.state_slots is not None
-        rows = ragged.num_tokens
+        rows = ragged.num_rows
         with jax.named_scope("delta_in"):
             normed = self.norm(x)
             qkv, z = self._projected(self.qkvz(normed, num_rows=rows))

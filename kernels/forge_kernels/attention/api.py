@@ -21,6 +21,7 @@ from forge_kernels.attention.cpu_ffi import cpu_attention, cpu_rotate_write, uns
 from forge_kernels.attention.quantized import LARGEST, QuantizedKV, quantize_rows
 from forge_kernels.attention.reference import reference_attention
 from forge_kernels.attention.xla import xla_attention
+from forge_kernels.derivatives import zero_from
 from forge_kernels.devices import HOPPER, Gpu, current_gpu
 from forge_kernels.rope import apply_rope
 
@@ -153,8 +154,7 @@ def zero_padding(out: jax.Array, batch: tuple[jax.Array, ...]) -> jax.Array:
     Undefined rows could make a sum over all rows NaN, such as a weight's gradient.
     """
     _, _, cu_q_lens, num_seqs = batch
-    exists = jnp.arange(len(out)) < cu_q_lens[num_seqs]
-    return jnp.where(exists.reshape(-1, *(1,) * (out.ndim - 1)), out, jnp.zeros((), out.dtype))
+    return zero_from(out, cu_q_lens[num_seqs])
 
 
 def attention_without_gradient(  # noqa: PLR0913
