@@ -644,7 +644,7 @@ class Decoder(nnx.Module):
     def embed(self, tokens: jax.Array, ragged: Ragged) -> jax.Array:
         """Embed i32[T] as dtype[T, d], the first residual stream. For subclasses to extend."""
         if ragged.probe is not None and ragged.probe.embeddings is not None:
-            return ragged.probe.embeddings.astype(self.dtype)
+            return ragged.zero_padding(ragged.probe.embeddings.astype(self.dtype))
         return self.embed_tokens(tokens)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:

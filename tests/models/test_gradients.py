@@ -217,6 +217,26 @@ def test_undefined_padding_of_frozen_layers_does_not_reach_a_gradient(name):
     assert largest_error([ours], [slope("reference")]) < 0.1
 
 
+def test_padding_of_embeddings_does_not_reach_a_gradient():
+    model = load("llama2")
+    row = jnp.arange(PADDED)
+    embeddings = model.embed(row)
+
+    def slope(padding: float) -> list[np.ndarray]:
+        def loss(leaves: Any) -> jax.Array:
+            _, _, found = forge_jax.decode_step(
+                model, leaves, forge_jax.new_kv(model, BLOCKS, BLOCK_SIZE), None,
+                jnp.asarray([0, ROWS]), jnp.asarray([ROWS]), jnp.arange(BLOCKS)[None],
+                inputs_embeds=embeddings.at[ROWS:].set(padding),
+            )  # fmt: skip
+            return jax.nn.log_softmax(found)[0, 0]
+
+        return [np.asarray(x) for x in jax.jit(jax.grad(loss))(model.leaves)]
+
+    for found, want in zip(slope(np.nan), slope(0.0), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
 def test_layers_that_share_a_cache_require_float32():
     model = load("gemma4_shared", "bfloat16")
 
