@@ -2,8 +2,9 @@
 
     python examples/gradients.py [MODEL]
 
-The loss has the bits of the serving forward pass, with the attention kernel of the device. The
-gradient of a key weight passes through the write into the paged cache and the read from it.
+The loss has the bits of the same compiled forward pass without a gradient, with the attention that
+"auto" selects for the device. The gradient of a key weight passes through the write into the paged
+cache and the read from it.
 """
 
 import sys

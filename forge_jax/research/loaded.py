@@ -214,7 +214,7 @@ def load(
       gguf_weights: how to store the matrices of a GGUF file. "packed" and "packed-exact" keep
         their blocks. They differ only for a converted folder that is packed for the CPU kernels:
         there, "packed" rounds activations to int8. "decoded" converts the matrices to floats,
-        which gradients require.
+        which have gradients.
       progress: show a progress bar on a terminal.
 
     Raises:
