@@ -159,7 +159,7 @@ def _of_shard(format: WeightFormat, partition: Partition | None) -> WeightFormat
     if partition.axis == -2:
         return format
     assert isinstance(format, GGMLFormat)
-    blocks = format.blocks.cut(partition.size)
+    blocks = format.blocks.cut(partition.unit)
     return None if blocks is None else replace(format, blocks=blocks)
 
 

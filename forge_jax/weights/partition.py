@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,17 @@ class Partition:
             self._along(part, start, filled)[...] = self._along(whole, begin, end)
         self._along(part, filled, self.size)[...] = 0
         return part
+
+    @property
+    def unit(self) -> int:
+        """The largest number that divides the begin and end of every range."""
+        return math.gcd(*itertools.chain.from_iterable(itertools.chain(*self.parts)))
+
+    def of_groups(self, size: int) -> Partition:
+        """Return the partition of groups of `size` elements, which must divide `unit`."""
+        assert self.unit % size == 0 and self.size % size == 0, (self, size)
+        parts = (tuple((a // size, b // size) for a, b in part) for part in self.parts)
+        return _partition(self.axis, tuple(parts))
 
     @property
     def by_expert(self) -> bool:

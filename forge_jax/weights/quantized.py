@@ -46,6 +46,8 @@ class QuantizedFormat:
         XLA multiplies with the stored values.
       rounded: True if the checkpoint has floats, which are rounded as they are read.
       parts: the number of devices that share the inputs. All sizes are those of one part.
+      unit: if several devices share the inputs, a number that divides the begin and end of every
+        range of inputs that a device has.
       follows: True if the inputs are the outputs of experts' gate and up. Their rows are read in
         this matrix's column order, so that no step permutes anything.
       fused: see `Quantization`.
@@ -55,6 +57,7 @@ class QuantizedFormat:
     packed: Format | None = None
     rounded: bool = False
     parts: int = 1
+    unit: int | None = None
     follows: bool = False
     fused: bool = False
 
@@ -136,7 +139,7 @@ class QuantizedFormat:
         size = self._size(inputs)
         if size is None:
             return inputs
-        return size if self.parts == 1 else math.gcd(size, inputs)
+        return size if self.parts == 1 else math.gcd(size, self.unit or inputs)
 
     def _size(self, inputs: int) -> int | None:
         """Return the columns per group in the checkpoint; None for whole rows."""
@@ -290,8 +293,10 @@ def cut_formats(
     def cut(leaf: str, count: int) -> tuple[QuantizedFormat, int]:
         """Return the format for `count` devices, and the columns of each."""
         found = partition_of(leaf, spec, count)
-        parts = count if found is not None and found.axis == -1 else 1
-        return replace(formats[leaf], parts=parts), weights[leaf][0].columns // parts
+        columns = weights[leaf][0].columns
+        if found is None or found.axis != -1:
+            return replace(formats[leaf], parts=1, unit=None), columns
+        return replace(formats[leaf], parts=count, unit=found.unit), columns // count
 
     cut_all = {leaf: cut(leaf, shards) for leaf in formats}
     for leaf, (format, inputs) in cut_all.items():
@@ -305,9 +310,10 @@ def cut_formats(
                 each.fault(columns) is None for each, columns in (cut(n, count) for n in formats)
             )
         ]
+        ranges = "" if format.unit in (None, inputs) else f" in ranges of {format.unit}"
         raise ConfigError(
             f"--tensor-parallel {shards} leaves a device {inputs} columns of "
-            f"{weights[leaf][0].name}, but {why}: {with_shards(spec, fit)}"
+            f"{weights[leaf][0].name}{ranges}, but {why}: {with_shards(spec, fit)}"
         )
     return {leaf: format for leaf, (format, _) in cut_all.items()}
 

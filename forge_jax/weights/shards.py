@@ -25,7 +25,6 @@ def shard_of(
         zero = None if matrix.zero is None else partition.shard(matrix.zero, index)
         values, scale = partition.shard(matrix.values, index), partition.shard(matrix.scale, index)
         return replace(matrix, values=values, scale=scale, zero=zero)
-    [(begin, end)] = partition.parts[index]
     columns, group = matrix.values.shape[1], format.group(partition.size)
 
     def of_groups(array: np.ndarray) -> np.ndarray:  # [N, G]
@@ -33,12 +32,13 @@ def shard_of(
             return array
         size = format.scheme.block[1]
         assert size is not None and columns <= array.shape[1] * size
-        return np.repeat(array, size // group, axis=1)[:, begin // group : end // group]
+        by_group = np.repeat(array, size // group, axis=1)
+        return partition.of_groups(group).shard(by_group, index)
 
     return replace(
         matrix,
         values=partition.shard(matrix.values, index),
         scale=of_groups(matrix.scale),
         zero=None if matrix.zero is None else of_groups(matrix.zero),
-        order=None if matrix.order is None else matrix.order[begin:end],
+        order=None if matrix.order is None else partition.shard(matrix.order, index),
     )

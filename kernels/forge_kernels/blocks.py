@@ -133,17 +133,19 @@ class BlockValues:
         return out.reshape(rows, columns)
 
 
-def joined(parts: Sequence[BlockValues]) -> BlockValues:
-    """Concatenate the rows of several parts."""
+def joined(parts: Sequence[BlockValues], axis: int = 0) -> BlockValues:
+    """Concatenate the rows of several parts, or their columns (`axis` 1)."""
+    if len(parts) == 1:
+        return parts[0]
 
     def maybe(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
         there = [array for array in arrays if array is not None]
         assert len(there) in (0, len(arrays)), "blocks of different kinds"
-        return np.concatenate(there) if there else None
+        return np.concatenate(there, axis) if there else None
 
     return BlockValues(
-        values=np.concatenate([part.values for part in parts]),
-        factor=np.concatenate([part.factor for part in parts]),
+        values=np.concatenate([part.values for part in parts], axis),
+        factor=np.concatenate([part.factor for part in parts], axis),
         scale=maybe([part.scale for part in parts]),
         minimum_factor=maybe([part.minimum_factor for part in parts]),
         minimum=maybe([part.minimum for part in parts]),

@@ -5,8 +5,10 @@ import json
 import shutil
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from delta_net_zoo import VALUE_DIM, write_wide
 from gguf_writer import Q, write_gguf
 from paged import PagedRun
 from safetensors.numpy import save_file
@@ -17,10 +19,13 @@ from forge_jax.checkpoint.load import check_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config import EngineConfig
-from forge_jax.errors import CheckpointError, UnsupportedModelError
+from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from forge_jax.models import build_model
+from forge_jax.models.registry import decoded
 from forge_jax.tools.convert import convert
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.ggml_formats import GGMLFormat
+from forge_kernels import cpu
 
 NAMES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
@@ -91,6 +96,80 @@ def test_matrices_in_blocks_match_the_decoded_ones(name, folders, tmp_path):
             assert (f"layers.0.{leaf}.weight" in leaves) == (kept == "packed")
         found.append(logits(model, ids["input_ids"]))
     np.testing.assert_allclose(*found, atol=1e-4, rtol=0)
+
+
+def output_matrices(file, shards, formats, *, kept=True):
+    """Return the output matrix of the first layer's gated DeltaNet on each device."""
+    spec = read_spec(file)
+    model = build_model(spec if kept else decoded(spec), "bfloat16", formats, shards)
+    shapes = dict(zip(model.names, model.leaves, strict=True))
+    reader = check_weights(model, file).leaves["layers.0.delta.out.weight"]
+    read = {leaf: [] for leaf in shapes}
+    for leaf, _, array in reader.shards(range(shards)):
+        assert (array.shape, array.dtype) == (shapes[leaf].shape, shapes[leaf].dtype)
+        read[leaf].append(array)
+    for index in range(shards):
+        own = (jnp.asarray(read[n][index]) if read[n] else shapes[n] for n in model.names)
+        yield model.decoder(tuple(own)).layers[0].delta.out
+
+
+FORMS = {  # and the error of rounding, as a fraction of the largest output
+    "XLA": (WeightFormats(), 1e-2),
+    "kernels": (WeightFormats(layers="bf16"), 1e-2),
+    "kernels with rounded rows": (WeightFormats(layers="bf16", ggml_activations="int8"), 3e-2),
+    "int8": (WeightFormats(rounded="int8"), 3e-2),
+    "int4": (WeightFormats(rounded="int4"), 1e-2),
+    "fp8": (WeightFormats(rounded="fp8"), 6e-2),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "keys"),
+    [
+        *((form, "Q8_0", 2) for form in FORMS),
+        *((form, "Q4_K", 2) for form in ("XLA", "kernels", "kernels with rounded rows")),
+        *(("XLA", "Q6_K", 4), ("int4", "Q8_0", 4)),
+    ],
+)
+def test_devices_add_up_to_the_whole_output_with_reordered_heads(
+    form, kind, keys, goldens, tmp_path
+):
+    """A device's columns are two ranges, which split blocks and groups."""
+    formats, rounding = FORMS[form]
+    if formats.layers is not None:
+        if not cpu.available():
+            pytest.skip("the CPU kernels are not available")
+        cpu.load()
+    file = write_wide(goldens / "qwen3_5", tmp_path / "m.gguf", Q[kind], keys=keys)
+    kept, shards = formats.rounded is None, 2
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((3, 2, shards, keys // shards * VALUE_DIM), np.float32)  # as in files
+
+    def product(linear, x):
+        return np.asarray(linear(jnp.asarray(x.reshape(len(x), -1), "bfloat16")), np.float32)
+
+    [whole] = output_matrices(file, 1, formats, kept=kept)
+    parts = output_matrices(file, shards, formats, kept=kept)
+    found = [product(part, x[:, :, index]) for index, part in enumerate(parts)]
+    want = product(whole, x)
+    np.testing.assert_allclose(sum(found), want, atol=rounding * np.abs(want).max(), rtol=0)
+    assert np.abs(found[0] - want).max() > 0.3 * np.abs(want).max()
+
+
+def test_devices_without_whole_groups_of_reordered_heads_are_rejected(goldens, tmp_path):
+    file = write_wide(goldens / "qwen3_5", tmp_path / "m.gguf")
+    spec = read_spec(file)
+    heads = spec.delta_heads._replace(value_dim=24)
+    with pytest.raises(ConfigError, match=r"splits the groups of .*out_proj.*16 values must stay"):
+        build_model(dataclasses.replace(spec, delta_heads=heads), shards=2)
+    spec = decoded(spec)
+    heads = spec.delta_heads._replace(value_dim=12)
+    with pytest.raises(ConfigError, match=r"columns of .*out_proj.* in ranges of 12, but each 16"):
+        build_model(
+            dataclasses.replace(spec, delta_heads=heads),
+            formats=WeightFormats(rounded="int4"),
+            shards=2,
+        )
 
 
 @pytest.mark.slow

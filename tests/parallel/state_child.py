@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from child import GOLDENS, SHARDS, collectives, compare, run
+from delta_net_zoo import write_wide
 from forms_child import as_served, bits
 from gguf_writer import write_gguf
 from lora_files import write_adapter
@@ -19,6 +20,7 @@ from test_delta_net_engine import GREEDY, Oracle
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config import EngineConfig
+from forge_jax.errors import CheckpointError
 from forge_jax.speculate.drafter import OneByOne
 from forge_jax.testing import core_of, drafts_always_pay, failing_steps
 from forge_jax.tools.convert import convert
@@ -95,6 +97,36 @@ def gguf():
         return [tokens_of(llm.generate(prompts, GREEDY)), want]
 
 
+def blocks():
+    """Compare two devices with one on a file in blocks, whose columns are in another order.
+
+    Convert it for one device and for two, with and without rounding, and load the folders.
+    """
+    file = write_wide(GOLDENS / "qwen3_5", Path(tempfile.mkdtemp()) / "model.gguf")
+    found = {"logits": compare(file, 2, layers=3, dtype="float32")}
+    for options in ({"kernels": "xla"}, {"quantization": "int8", "kernels": "xla"}):
+        model, leaves = as_served(file, 2, **options)
+        for shards in (1, 2):
+            key = f"{options.get('quantization')} of {shards}"
+            out = Path(tempfile.mkdtemp()) / "out"
+            config = EngineConfig.from_options(model=str(file), tensor_parallel=shards, **options)
+            folder = convert(config, out, progress=False).folder
+            try:
+                again, ours = as_served(folder, 2, kernels="xla")
+            except CheckpointError as error:
+                found[key] = str(error).split(": ")[-1]
+            else:
+                found[key] = again.names == model.names and same_bits(ours, leaves)
+    return found
+
+
+def same_bits(ours, theirs):
+    return all(
+        a.sharding == b.sharding and np.array_equal(bits(a), bits(b))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
 def adapted():
     """Return the tokens of a prompt with an adapter and without, on one device and on four."""
     folder = GOLDENS / "qwen3_5_text"
@@ -150,16 +182,13 @@ def converted():
         out = Path(tempfile.mkdtemp()) / "out"
         config = EngineConfig.from_options(model=str(source), tensor_parallel=shards, **options)
         again, ours = as_served(convert(config, out, progress=False).folder, 2)
-        found[f"of {shards}"] = again.names == model.names and all(
-            a.sharding == b.sharding and np.array_equal(bits(a), bits(b))
-            for a, b in zip(ours, leaves, strict=True)
-        )
+        found[f"of {shards}"] = again.names == model.names and same_bits(ours, leaves)
     return found
 
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     assert len(jax.devices()) == SHARDS
-    every = (logits, packed, plain, adapted, drafted, converted, gguf)
+    every = (logits, packed, plain, adapted, drafted, converted, gguf, blocks)
     parts = {each.__name__: each for each in every}
     print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

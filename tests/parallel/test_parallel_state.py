@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def found():
-    parts = ("logits", "packed", "plain", "adapted", "drafted", "converted", "gguf")
+    parts = ("logits", "packed", "plain", "adapted", "drafted", "converted", "gguf", "blocks")
     return run_child(*parts, child="state_child.py")
 
 
@@ -73,3 +73,14 @@ def test_converted_folders_have_the_models_bits_on_each_device(found):
 def test_gguf_file_with_reordered_heads_gives_the_same_tokens(found):
     tokens, want = found["gguf"]
     assert tokens == want
+
+
+def test_gguf_blocks_with_reordered_heads_are_split_and_converted(found):
+    compared = found["blocks"].pop("logits")
+    assert compared["difference"] < 1e-4 * compared["scale"] and compared["same_choice"] == 1
+    assert found["blocks"] == {
+        "None of 1": "convert the original model again with --tensor-parallel 2",
+        "None of 2": True,
+        "int8 of 1": True,
+        "int8 of 2": True,
+    }

@@ -17,7 +17,7 @@ from forge_jax.weights.ggml_formats import GGMLFormat
 from forge_jax.weights.ggml_types import KEY
 from forge_jax.weights.partition import Partition
 from forge_jax.weights.quantized import module_of
-from forge_kernels.blocks import BlockValues
+from forge_kernels.blocks import BlockValues, joined
 from forge_kernels.linear import BlockPacking, arrange_blocks, pack_blocks
 from forge_kernels.linear.blocks import Read
 
@@ -91,10 +91,11 @@ class GGMLReader(LeafReader):
             return read
         if partition.axis == -2:
             return partial(_rows_of_shard, read, partition, index)
-        [(begin, end)] = partition.parts[index]
+        ranges, blocks = partition.parts[index], format.blocks
 
         def columns(rows: np.ndarray) -> BlockValues:
-            return read(rows).columns(begin, end, format.blocks)
+            found = read(rows)
+            return joined([found.columns(begin, end, blocks) for begin, end in ranges], axis=1)
 
         return columns
 
