@@ -98,6 +98,7 @@ class EngineWeights:
         options = self._runner.options
         place: dict[str, Any] = {"device": options.device, "mesh": options.mesh}
         if not given & (own | set(plain)):
+            self._reject_other_layout()
             self._reject_blocks("by checkpoint name")
             return load_tensors(self.model, _on_host(weights), **place)
         self._reject_blocks("as floats")
@@ -136,6 +137,13 @@ class EngineWeights:
             return {}
         plain = build_model(spec, str(self.model.dtype), WeightFormats())
         return {n: leaf.shape for n, leaf in zip(plain.names, plain.leaves, strict=True)}
+
+    def _reject_other_layout(self) -> None:
+        if not self.model.spec.has_checkpoint_layout:
+            raise ModelError(
+                "a GGUF file in another order than the checkpoint cannot be updated by checkpoint "
+                "name: pass leaves by the model's names, or load the original checkpoint"
+            )
 
     def _reject_blocks(self, how: str) -> None:
         if self.model.spec.ggml_types is not None:

@@ -231,6 +231,14 @@ class ModelSpec:
         """The factor on attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def has_checkpoint_layout(self) -> bool:
+        """True if leaves are made of the tensors of the architecture's checkpoints.
+
+        The leaves of some GGUF files have other rows or columns.
+        """
+        return True
+
     def window(self, layer: int) -> int | None:
         """Return how many keys a query of this layer attends to, or None for all."""
         return self.windows[layer] if self.windows else None

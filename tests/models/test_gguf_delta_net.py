@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import gguf
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from delta_net_zoo import VALUE_DIM, write_wide
 from gguf_writer import Q, write_gguf
 from paged import PagedRun
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import forge_jax
 from forge_jax import LLM, SamplingParams
@@ -19,7 +20,8 @@ from forge_jax.checkpoint.load import check_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config import EngineConfig
-from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
+from forge_jax.engine.weights import EngineWeights
+from forge_jax.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from forge_jax.models import build_model
 from forge_jax.models.registry import decoded
 from forge_jax.tools.convert import convert
@@ -96,6 +98,31 @@ def test_matrices_in_blocks_match_the_decoded_ones(name, folders, tmp_path):
             assert (f"layers.0.{leaf}.weight" in leaves) == (kept == "packed")
         found.append(logits(model, ids["input_ids"]))
     np.testing.assert_allclose(*found, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kept", ["packed", "decoded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_new_weights_by_checkpoint_name_need_the_checkpoints_layout(name, kept, folders, tmp_path):
+    """Columns in another order have the same shape, so they cannot be detected later."""
+    file = write_gguf(folders[name], tmp_path / "m.gguf", Q.Q8_0 if kept == "packed" else Q.F32)
+    loaded = load(file, dtype="float32", gguf_weights=kept)
+    options = SimpleNamespace(device=None, mesh=None)
+    runner = SimpleNamespace(model=loaded.model, leaves=loaded.leaves, options=options)
+    weights = EngineWeights(runner, None, None)
+    tensors = load_file(folders[name] / "model.safetensors")
+    reason = "in another order than the checkpoint.* or load the original checkpoint"
+    if name != "qwen3_5":
+        with pytest.raises(ModelError, match=reason):
+            weights.prepare(tensors)
+    elif kept == "packed":
+        with pytest.raises(ModelError, match='or load the model with gguf_weights="decoded"'):
+            weights.prepare(tensors)
+    else:
+        for ours, theirs in zip(weights.prepare(tensors), loaded.leaves, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    by_name = dict(zip(loaded.model.names, loaded.leaves, strict=True))
+    for ours, theirs in zip(weights.prepare(by_name), loaded.leaves, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def output_matrices(file, shards, formats, *, kept=True):

@@ -87,6 +87,7 @@ DEFAULTS = {
 }
 NULLABLE = frozenset({"layer_types"})
 
+_ARCHITECTURE = "Qwen3NextForCausalLM"
 LINEAR = "linear_attention"
 MAX_TAPS = 64
 
@@ -114,6 +115,11 @@ class DeltaNetSpec(ModelSpec):
     @property
     def query_parts(self) -> int:
         return 2  # each head's query is followed by its gate
+
+    @property
+    def has_checkpoint_layout(self) -> bool:
+        # Only checkpoints of Qwen3-Next are grouped.
+        return not self.tiled and self.grouped == (self.architecture == _ARCHITECTURE)
 
     def own_sizes_of_shard(self, shards: int) -> dict[str, Any]:
         keys, values = (n // shards for n in (self.delta_heads.keys, self.delta_heads.values))
@@ -224,7 +230,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     return hybrid_spec(
         config,
         generation,
-        "Qwen3NextForCausalLM",
+        _ARCHITECTURE,
         grouped=True,
         experts=read_experts(
             config,
