@@ -141,8 +141,8 @@ class EngineWeights:
     def _reject_other_layout(self) -> None:
         if not self.model.spec.has_checkpoint_layout:
             raise ModelError(
-                "a GGUF file in another order than the checkpoint cannot be updated by checkpoint "
-                "name: pass leaves by the model's names, or load the original checkpoint"
+                "GGUF files in another order than the checkpoint cannot be updated by its names: "
+                "pass leaves by the model's names, or load the original checkpoint"
             )
 
     def _reject_blocks(self, how: str) -> None:
