@@ -7,9 +7,11 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf_writer import write_gguf
 
-from forge_jax.checkpoint.gguf import read_gguf
+from forge_jax.checkpoint.gguf import open_gguf, read_gguf
 from forge_jax.checkpoint.load import check_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.errors import CheckpointError, ModelError
@@ -241,3 +243,47 @@ def test_false_model_sizes_are_rejected(whole, file, key, value, match):
     file.write_bytes(whole[:at] + struct.pack("<I", value) + whole[at + 4 :])
     with pytest.raises(ModelError, match=match):
         open_all(file)
+
+
+FULL_DIM = "attention.key_length attention.value_length rope.dimension_count"
+SIZES = [
+    ("qwen3_5_moe", "ssm.group_count", 2**20, "ssm.group_count must be an integer from 1 to 4096"),
+    ("qwen3_5_moe", "ssm.time_step_rank", 2**20, "time_step_rank must be an integer from 1 to 4"),
+    ("qwen3_5_moe", "ssm.state_size", 2**30, "ssm.state_size must be an integer from 1 to 1048576"),
+    (
+        "qwen3_5_moe",
+        "ssm.inner_size",
+        2**26,
+        r"'blk\.0\..*' must have \d+ rows on 2 axes, got shape",
+    ),
+    ("gemma4", FULL_DIM, 2**26, "rope_freqs.weight must have 33554432 factors"),
+    ("gemma4_moe", "expert_count", 5000, "expert_count must be an integer from 0 to 4096"),
+    ("gpt_oss", "expert_count", 5000, "expert_count must be an integer from 1 to 4096"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "value", "match"), SIZES)
+def test_sizes_are_compared_with_the_file_before_memory_is_used(
+    name, keys, value, match, goldens, file
+):
+    data = write_gguf(goldens / name, file).read_bytes()
+    for key in keys.split():
+        at = data.index(f".{key}".encode() + struct.pack("<I", U32)) + len(key) + 5
+        data = data[:at] + struct.pack("<I", value) + data[at + 4 :]
+    file.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match=match):
+            read_spec(file)
+        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_experts_of_layers_that_do_not_exist_are_not_split(goldens, file):
+    def more(writer):
+        writer.add_tensor("blk.9.ffn_up_exps.weight", np.zeros((6, 1, 1), np.float32))
+
+    write_gguf(goldens / "qwen3_5_moe", file, more=more)
+    assert not any("layers.9." in name for name in open_gguf(file))
+    check_weights(build_model(read_spec(file)), file)

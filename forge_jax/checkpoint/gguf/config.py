@@ -16,7 +16,7 @@ from forge_jax.checkpoint.gguf import delta_net, gemma4, latent
 from forge_jax.checkpoint.gguf.experts import MOE, expert_fields
 from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
-from forge_jax.checkpoint.gguf.names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from forge_jax.checkpoint.gguf.names import MAX_LAYERS, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from forge_jax.checkpoint.gguf.reader import GGUFFile
 from forge_jax.checkpoint.gguf.tensors import weights_of
 from forge_jax.checkpoint.gguf.weights import GGUFWeight
@@ -24,7 +24,6 @@ from forge_jax.errors import CheckpointError
 from forge_jax.host.files import short_repr
 from forge_jax.weights.ggml_types import KEY, of_all_experts
 
-MAX_LAYERS = 1024
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from forge_jax.checkpoint.gguf.metadata import Metadata
-from forge_jax.checkpoint.gguf.names import is_number
+from forge_jax.checkpoint.gguf.names import MAX_HEADS, MAX_WIDTH, is_number
 from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from forge_jax.checkpoint.gguf.weights import GGUFWeight
 from forge_jax.errors import CheckpointError
@@ -77,9 +78,17 @@ class Heads:
         rows = np.arange(self.values * width).reshape(-1, self.keys, width)
         return rows.swapaxes(0, 1).reshape(-1)
 
+    def by_head(self) -> np.ndarray | None:
+        """Return the same for one row per value head."""
+        return self.rows(1)
+
+    def by_value(self) -> np.ndarray | None:
+        """Return the same for all rows of value heads."""
+        return self.rows(self.value_dim)
+
     def channels(self) -> np.ndarray | None:
         """Return the same for queries, keys and values."""
-        values, first = self.rows(self.value_dim), 2 * self.keys * self.key_dim
+        values, first = self.by_value(), 2 * self.keys * self.key_dim
         return None if values is None else np.concatenate([np.arange(first), first + values])
 
     def gates(self, place: int) -> np.ndarray:
@@ -93,8 +102,8 @@ def read_heads(metadata: Metadata, arch: str) -> Heads:
     Raises:
       CheckpointError: a key is missing or wrong.
     """
-    keys = metadata.integer(f"{arch}.ssm.group_count", low=1)
-    values = metadata.integer(f"{arch}.ssm.time_step_rank", low=1)
+    keys = metadata.integer(f"{arch}.ssm.group_count", low=1, high=MAX_HEADS)
+    values = metadata.integer(f"{arch}.ssm.time_step_rank", low=1, high=MAX_HEADS)
     inner = metadata.integer(f"{arch}.ssm.inner_size", low=1)
     if values % keys:
         raise metadata.error(f"{arch}.ssm.time_step_rank", f"a multiple of ssm.group_count {keys}")
@@ -103,7 +112,7 @@ def read_heads(metadata: Metadata, arch: str) -> Heads:
     return Heads(
         keys=keys,
         values=values,
-        key_dim=metadata.integer(f"{arch}.ssm.state_size", low=1),
+        key_dim=metadata.integer(f"{arch}.ssm.state_size", low=1, high=MAX_WIDTH),
         value_dim=inner // values,
         tiled=arch != NEXT and values > keys,
     )
@@ -118,15 +127,12 @@ def layer_weights(gguf: GGUFFile, arch: str) -> dict[str, TensorSource]:
     heads = read_heads(gguf.view, arch)
     inner, channels = heads.values * heads.value_dim, 2 * heads.keys * heads.key_dim
     channels += inner
-    by_head, by_channel = heads.rows(1), heads.channels()
-    orders: dict[str, tuple[int | None, np.ndarray | None]] = {  # the number of rows, their order
-        "attn_qkv.weight": (channels, by_channel),
-        "attn_gate.weight": (inner, heads.rows(heads.value_dim)),
-        "ssm_dt.bias": (heads.values, by_head),
-        _DECAY: (heads.values, by_head),
-        _TAPS: (channels, by_channel),
-        **dict.fromkeys(("ssm_beta.weight", "ssm_alpha.weight"), (heads.values, by_head)),
-        **dict.fromkeys(("ssm_norm.weight", "ssm_out.weight"), (None, None)),
+    by_channel, by_head = (channels, cache(heads.channels)), (heads.values, cache(heads.by_head))
+    orders: dict[str, tuple[int, Callable[[], np.ndarray | None]]] = {  # the rows, their order
+        "attn_qkv.weight": by_channel,
+        "attn_gate.weight": (inner, cache(heads.by_value)),
+        _TAPS: by_channel,
+        **dict.fromkeys(("ssm_dt.bias", _DECAY, "ssm_beta.weight", "ssm_alpha.weight"), by_head),
     }
     kinds: dict[str, Callable[..., TensorSource]] = {_DECAY: _Decay, _TAPS: _Taps}
     found: dict[str, TensorSource] = {}
@@ -141,9 +147,11 @@ def layer_weights(gguf: GGUFFile, arch: str) -> dict[str, TensorSource]:
                 theirs = f"{own}.weight"
                 found[theirs] = GGUFWeight(theirs, stored, order=heads.gates(place))
             continue
-        rows, order = orders[part]
-        if rows is not None:
-            _check_rows(gguf, stored, rows)
+        order: np.ndarray | None = None
+        if part in orders:
+            rows, make = orders[part]
+            _check_rows(gguf, stored, rows)  # the file bounds the size of an order
+            order = make()
         theirs = f"{module}.{_NAMES[part]}"
         if part in kinds:
             found[theirs] = kinds[part](stored, order)

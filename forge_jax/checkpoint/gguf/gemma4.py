@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.checkpoint.gguf.families import Fields
-from forge_jax.checkpoint.gguf.names import PER_LAYER_EMBEDDING, ROPE_FREQS
+from forge_jax.checkpoint.gguf.names import MAX_EXPERTS, PER_LAYER_EMBEDDING, ROPE_FREQS
 
 ARCH = "gemma4"
 _UNROTATED = 1e30  # the factor of a pair's frequency that stands for no rotation
@@ -66,10 +66,11 @@ def _ropes(fields: Fields, full_dim: int) -> dict[str, Any]:
     tensor, pairs = fields.gguf.tensors.get(ROPE_FREQS), full_dim // 2
     share = 1.0
     if tensor is not None:
-        factors = np.asarray(tensor.read())
+        # The file bounds the size of this tensor, but not that of the head dim.
+        factors = np.asarray(tensor.read() if tensor.shape == (pairs,) else [])
         rotated = int((factors == 1).sum())
-        want = np.where(np.arange(pairs) < rotated, 1.0, _UNROTATED).astype(np.float32)
-        if not np.array_equal(factors, want):
+        want = np.where(np.arange(len(factors)) < rotated, 1.0, _UNROTATED).astype(np.float32)
+        if not len(factors) or not np.array_equal(factors, want):
             raise fields.metadata.unsupported(
                 f"the tensor {ROPE_FREQS} must have {pairs} factors, first 1 and then 1e30"
             )
@@ -114,7 +115,7 @@ def _inputs(fields: Fields) -> dict[str, int]:
 
 
 def _experts(fields: Fields) -> dict[str, Any]:
-    count = fields.integer("expert_count", 0)
+    count = fields.integer("expert_count", 0, high=MAX_EXPERTS)
     if not count:
         return {"enable_moe_block": False}
     return {

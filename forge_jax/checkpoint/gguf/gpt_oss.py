@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.checkpoint.gguf.names import is_number
+from forge_jax.checkpoint.gguf.names import MAX_EXPERTS, is_number
 from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from forge_jax.checkpoint.gguf.weights import GGUFWeight
 from forge_jax.errors import CheckpointError, UnsupportedModelError
@@ -92,7 +92,7 @@ def _layers(gguf: GGUFFile) -> list[_Layer]:
 
 
 def _layer(gguf: GGUFFile, number: str) -> _Layer:
-    count = gguf.view.integer(f"{ARCH}.expert_count", low=1)
+    count = gguf.view.integer(f"{ARCH}.expert_count", low=1, high=MAX_EXPERTS)
 
     def read(kind: str, axes: int) -> tuple[GGUFTensor, GGUFTensor, GGUFTensor]:
         gate, up, down = (_tensor(gguf, f"blk.{number}.{part}.{kind}") for part in _PARTS)

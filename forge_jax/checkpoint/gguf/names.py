@@ -49,7 +49,7 @@ _CORRECTIONS = {
 }
 # Vectors that are matrices of one row in Hugging Face's checkpoints.
 ONE_ROW = (_SHARED_GATE, _CORRECTIONS["ernie4_5-moe"])
-MAX_EXPERTS = 4096
+MAX_LAYERS, MAX_HEADS, MAX_EXPERTS, MAX_WIDTH = 1024, 4096, 4096, 2**20
 _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",

@@ -24,6 +24,7 @@ from forge_jax.checkpoint.gguf import delta_net, gpt_oss, latent
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.names import (
     MAX_EXPERTS,
+    MAX_LAYERS,
     NO_WEIGHTS,
     ONE_ROW,
     PAIRED_ROWS,
@@ -125,19 +126,19 @@ def _paired_heads(metadata: Metadata, arch: str) -> dict[str, int]:
     return {"attn_q": heads, "attn_k": kv_heads}
 
 
-def _num_layers(metadata: Metadata, arch: str) -> int | None:
-    """Return the number of layers if the file also has layers for multi-token prediction."""
+def _num_layers(metadata: Metadata, arch: str) -> int:
+    """Return the number of layers, without those for multi-token prediction."""
     unused = metadata.integer(f"{arch}.nextn_predict_layers", 0)
-    return metadata.integer(f"{arch}.block_count", low=unused) - unused if unused else None
+    return metadata.integer(f"{arch}.block_count", low=unused, high=MAX_LAYERS) - unused
 
 
-def _is_unused(name: str, layers: int | None) -> bool:
+def _is_unused(name: str, layers: int) -> bool:
     """Return True for a tensor that no layer has: `layers` or more are not computed."""
     if name in NO_WEIGHTS or name.endswith("attn_rot_embd.weight"):
         return True
     match name.split("."):
         case ["blk", str(layer), *_] if is_number(layer):
-            return layers is not None and int(layer) >= layers
+            return int(layer) >= layers
     return False
 
 
