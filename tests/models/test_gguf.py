@@ -318,6 +318,18 @@ def with_gating(writer, function):
             lambda w: with_gating(w, GATING.SOFTMAX),
             "glm4moe.expert_gating_func is 1, which is not supported; supported: 2",
         ),
+        *(
+            (name, lambda w: w.add_expert_gating_func(GATING.SIGMOID), match)
+            for name, match in (
+                ("ernie4_5_moe", "ernie4_5-moe.expert_gating_func is 2, .*; supported: 1"),
+                ("gpt_oss", "gpt-oss.expert_gating_func is 2, .*; supported: 3"),
+                ("qwen3_5_moe", "qwen35moe.expert_gating_func is 2, .*; supported: 1"),
+            )
+        ),
+        *(
+            (name, lambda w: w.add_expert_weights_scale(2.5), "expert_weights_scale is not supp")
+            for name in ("ernie4_5_moe", "gpt_oss", "qwen3_5_moe")
+        ),
         (
             "granitemoe",
             lambda w: w.add_expert_shared_feed_forward_length(32),

@@ -192,3 +192,10 @@ def test_layers_without_mxfp4_are_not_quantized(folders, tmp_path):
     assert DOWN.replace(".0.", ".1.") not in model.model.in_format(QuantizedFormat)
     want = logits(load(file, dtype="float32"))
     assert np.linalg.norm(logits(model) - want) < 0.02 * np.linalg.norm(want)
+
+
+def test_activations_of_a_float16_file_are_bfloat16(folders, tmp_path):
+    """Activations of gpt-oss exceed float16's range."""
+    file = write_gguf(folders["gpt_oss"], tmp_path / "m.gguf", Q.F16)
+    formats = {each.format.name for each in read_gguf(file).tensors.values()}
+    assert formats == {"F16", "F32"} and read_spec(file).dtype == "bfloat16"

@@ -76,6 +76,7 @@ _PARTIAL_ROPE = (
 # Their text model is a section of `config.json`, without these fields.
 _TEXT_SIDES = ("qwen35", "qwen35moe")
 _WHOLE = ("architectures", "dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", KEY)
+_EXCEED_FLOAT16 = ("gemma", "gpt-oss")  # their activations exceed its range
 # The model with this many layers has an attention scale of its own.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).
@@ -228,8 +229,7 @@ class _Reader:
         formats = {tensor.format.name for tensor in matrices}
         if formats == {"F32"}:
             return "float32"
-        # Gemma's activations exceed float16's range.
-        half = formats <= {"F16", "F32"} and not self.arch.startswith("gemma")
+        half = formats <= {"F16", "F32"} and not self.arch.startswith(_EXCEED_FLOAT16)
         return "float16" if half else "bfloat16"
 
     # ---- positions -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from forge_jax.checkpoint.gguf import gpt_oss
 from forge_jax.checkpoint.gguf.families import Fields
 from forge_jax.checkpoint.gguf.names import MAX_EXPERTS
 
-_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`; 0: the architecture's own
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_USED = 1, 2, 3  # `expert_gating_func`; 0: the architecture's own
 _GATING = "expert_gating_func"
 
 
@@ -50,8 +50,22 @@ def _check_plain(arch: str, fields: Fields) -> None:
             raise fields.metadata.unsupported(
                 f"{arch}.{name} is {fields.integer(name)}, which is not supported"
             )
+    _check_scale(arch, fields)
+
+
+def _check_scale(arch: str, fields: Fields) -> None:
     if _scale(fields) != 1:
         raise fields.metadata.unsupported(f"{arch}.expert_weights_scale is not supported")
+
+
+def _check_router(arch: str, fields: Fields, gating: int = _SOFTMAX) -> None:
+    """Reject routers other than the one that llama.cpp hard-codes for an architecture."""
+    found = fields.integer(_GATING, gating)
+    if found not in (0, gating):
+        raise fields.metadata.unsupported(
+            f"{arch}.{_GATING} is {found}, which is not supported; supported: {gating}"
+        )
+    _check_scale(arch, fields)
 
 
 def _inner_size(fields: Fields) -> dict[str, int]:
@@ -103,6 +117,7 @@ def _shared_and_routed(fields: Fields) -> dict[str, Any]:
 
 
 def _ernie(fields: Fields) -> dict[str, Any]:
+    _check_router("ernie4_5-moe", fields)
     return {
         **_inner_size(fields),
         "moe_num_experts": fields.integer("expert_count"),
@@ -115,6 +130,7 @@ def _ernie(fields: Fields) -> dict[str, Any]:
 
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
     """Return also the quantization of experts in MXFP4."""
+    _check_router(gpt_oss.ARCH, fields, _SOFTMAX_OF_USED)
     return {
         "num_local_experts": fields.integer("expert_count"),
         "intermediate_size": fields.integer("expert_feed_forward_length", low=1),
@@ -125,6 +141,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
 
 def _hybrid(fields: Fields) -> dict[str, Any]:
     """Return the fields of Qwen3-Next and Qwen 3.5, whose experts' weights have the sum 1."""
+    _check_router(fields.metadata.string("general.architecture"), fields)
     shared = "expert_shared_feed_forward_length"
     return {
         **_inner_size(fields),
