@@ -53,6 +53,8 @@ class Values:
           ValueError: `ok` is known, and an element of it is False.
         """
         xp, ok = self.xp, self.xp.asarray(ok)
+        if not ok.size:
+            return
         first = xp.argmin(ok.reshape(-1))
         found = {
             name: xp.broadcast_to(xp.asarray(each), ok.shape).reshape(-1)[first]
@@ -150,6 +152,8 @@ def check_dense(
     batched = len(shape) == 2 + len(width)
     x = inputs_embeds if tokens is None else tokens
     require_shape(name, x, (*(("B",) if batched else ()), "T", *width), kind)
+    if batched and not shape[0]:
+        raise ValueError(f"{name} has 0 sequences: pass at least 1")
     length, most = shape[1 if batched else 0], spec.max_position_embeddings
     if not 1 <= length <= most:
         raise ValueError(
@@ -184,6 +188,7 @@ def check_step(
     arrays: Mapping[str, Any],
     *,
     least: int,
+    most: int | None = None,
     checks: bool,
 ) -> None:
     """Check the arguments of a step.
@@ -194,12 +199,15 @@ def check_step(
       kv: its cache.
       arrays: the other arguments by name, or None.
       least: the fewest new tokens of a sequence.
+      most: `max_q_len`, the most new tokens of a sequence, or None.
       checks: True to check unknown values in the compiled function.
 
     Raises:
       ValueError: an argument is wrong, see the module.
     """
     require_leaves(model, leaves)
+    if most is not None and most < 1:
+        raise ValueError(f"max_q_len must be at least 1, got {most}")
     if len(kv) != model.spec.num_hidden_layers:
         raise ValueError(
             f"kv must have {model.spec.num_hidden_layers} layers, got {len(kv)}: create it with "
@@ -213,6 +221,11 @@ def check_step(
         require_shape("tokens", tokens, ("T",), "i")
     require_shape("block_tables", arrays["block_tables"], ("S", "max_blocks"), "i")
     rows, seqs = _rows(arrays), np.shape(arrays["block_tables"])[0]
+    if not rows:
+        name = "inputs_embeds" if tokens is None else "tokens"
+        raise ValueError(f"{name} has 0 tokens: pass at least 1")
+    if not seqs:
+        raise ValueError("block_tables has 0 sequences: pass at least 1 row")
     shapes: dict[str, tuple[int, ...]] = {
         "positions": (rows,),
         "slot_mapping": (rows,),
@@ -224,11 +237,17 @@ def check_step(
     for name, shape in shapes.items():
         if arrays.get(name) is not None:
             require_shape(name, arrays[name], shape, "i")
-    _check_values(model, kv, arrays, least=least, checks=checks)
+    _check_values(model, kv, arrays, least=least, most=most, checks=checks)
 
 
 def _check_values(
-    model: Model, kv: KV, arrays: Mapping[str, Any], *, least: int, checks: bool
+    model: Model,
+    kv: KV,
+    arrays: Mapping[str, Any],
+    *,
+    least: int,
+    most: int | None,
+    checks: bool,
 ) -> None:
     """Check the values of a step, after its shapes."""
     given = {key: x for key, x in arrays.items() if x is not None and key != "inputs_embeds"}
@@ -242,7 +261,7 @@ def _check_values(
         f"num_seqs is {{n}}: pass 0 to {seqs}, the rows of block_tables",
         n=count,
     )
-    _check_lengths(of, np.arange(seqs) < count, rows, least)
+    _check_lengths(of, np.arange(seqs) < count, rows, least, most)
     _check_blocks(of, np.arange(seqs) < count, model.spec, kv)
     _check_rows(of, given, np.arange(rows) < of["cu_q_lens"][count], model.spec, kv)
     if "state_slots" in given:
@@ -254,7 +273,7 @@ def _check_values(
         )
 
 
-def _check_lengths(of: Values, used: Any, rows: int, least: int) -> None:
+def _check_lengths(of: Values, used: Any, rows: int, least: int, most: int | None) -> None:
     """Check `cu_q_lens` and `kv_lens`. `used` is bool[S], the sequences of the step."""
     offsets, lengths = of["cu_q_lens"], of["kv_lens"]
     new, s = offsets[1:] - offsets[:-1], np.arange(len(lengths))
@@ -266,6 +285,14 @@ def _check_lengths(of: Values, used: Any, rows: int, least: int) -> None:
         s=s,
         n=new,
     )
+    if most is not None:
+        of.require(
+            ~used | (new <= most),
+            f"max_q_len is {most}, but sequence {{s}} has {{n}} new tokens: pass at least the most "
+            "new tokens of a sequence, or None",
+            s=s,
+            n=new,
+        )
     of.require(
         ~used | (offsets[1:] <= rows),
         f"cu_q_lens has the offset {{n}}, beyond the {rows} tokens of the step",

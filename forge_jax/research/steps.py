@@ -228,7 +228,7 @@ def forward(  # noqa: PLR0913
         "num_seqs": num_seqs,
         "state_slots": state_slots,
     }
-    check_step(built, leaves, kv, arrays, least=0, checks=checks)
+    check_step(built, leaves, kv, arrays, least=0, most=max_q_len, checks=checks)
     probe = _step_probe(taps, edit, inputs_embeds, return_hidden_states=return_hidden_states)
     step = built.forward(
         leaves,
@@ -305,6 +305,7 @@ def decode_step(
         "block_tables": block_tables,
     }
     check_step(built, leaves, kv, arrays, least=1, checks=checks)
+    probe = new_probe(embeddings=inputs_embeds)
     given = inputs_embeds if tokens is None else tokens
     assert given is not None
     rows, seqs = given.shape[0], kv_lens.shape[0]
@@ -314,21 +315,22 @@ def decode_step(
     positions = kv_lens[seq] - cu_q_lens[seq + 1] + row
     slots = block_tables[seq, positions // block_size] * block_size + positions % block_size
     exists = row < cu_q_lens[-1]
-    kv, hidden = forward(
-        built,
+    kv, hidden = built.forward(
         leaves,
         kv,
-        tokens,
+        _no_tokens(positions) if tokens is None else tokens,
         jnp.where(exists, positions, 0),
         jnp.where(exists, slots, blocks * block_size),
         block_tables,
         kv_lens,
         cu_q_lens,
         jnp.int32(seqs),
-        inputs_embeds=inputs_embeds,
         implementation=implementation,
+        probe=probe,
     )
-    scores = logits(built, leaves, embed(hidden, cu_q_lens[1:] - 1))
+    if probe is not None:
+        probe.finish(built.spec.architecture)
+    scores = built.logits(leaves, embed(hidden, cu_q_lens[1:] - 1))
     return kv, jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
 
 

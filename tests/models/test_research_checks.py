@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 import forge_jax
+from forge_jax.research import steps
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 
@@ -89,6 +90,44 @@ def test_wrong_values_are_rejected(model, change, message):
 def test_wrong_values_of_forward_are_rejected(model, change, message):
     with pytest.raises(ValueError, match=message):
         run(model, forge_jax.forward, WHOLE | change)
+
+
+def test_max_q_len_bounds_the_new_tokens(model):
+    message = "max_q_len is 4, but sequence 0 has 5 new tokens"
+    with pytest.raises(ValueError, match=message):
+        run(model, forge_jax.forward, WHOLE, max_q_len=4)
+    kv = forge_jax.new_kv(model, 4, 4)
+    step = partial(forge_jax.forward, model, max_q_len=4, checks=True)
+    assert message in jax.jit(checkify.checkify(step))(model.leaves, kv, **arrays(WHOLE))[0].get()
+    with pytest.raises(ValueError, match="max_q_len must be at least 1, got 0"):
+        run(model, forge_jax.forward, WHOLE, max_q_len=0)
+    _, found = run(model, forge_jax.forward, WHOLE, max_q_len=5)
+    _, expected = run(model, forge_jax.forward, WHOLE)
+    assert jnp.allclose(found[:6], expected[:6], atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [forge_jax.decode_step, forge_jax.forward])
+def test_steps_without_tokens_or_sequences_are_rejected(model, function):
+    values = STEP if function is forge_jax.decode_step else WHOLE
+    none = {"tokens": [], "positions": [], "slot_mapping": []}
+    none = {name: each for name, each in none.items() if name in values}
+    with pytest.raises(ValueError, match="tokens has 0 tokens: pass at least 1"):
+        run(model, function, values | none)
+    none = {"block_tables": jnp.zeros((0, 2), jnp.int32), "kv_lens": [], "cu_q_lens": [0]}
+    with pytest.raises(ValueError, match="block_tables has 0 sequences"):
+        run(model, function, values | none)
+    with pytest.raises(ValueError, match="its 0 blocks of 4 tokens have room for 0"):
+        run(model, function, values | {"block_tables": jnp.zeros((2, 0), jnp.int32)})
+
+
+def test_decode_step_checks_its_arguments_once(model, monkeypatch):
+    calls = []
+    check = steps.check_step
+    monkeypatch.setattr(
+        steps, "check_step", lambda *args, **options: calls.append(1) or check(*args, **options)
+    )
+    run(model, forge_jax.decode_step, STEP)
+    assert len(calls) == 1
 
 
 def test_decode_step_needs_a_token_of_each_sequence(model):
@@ -177,6 +216,7 @@ def test_wrong_caches_leaves_and_embeddings_are_rejected(model):
         ([1.5], {}, "token_ids must be integers, got float"),
         ([], {}, "token_ids has 0 tokens: pass 1 to 512"),
         ([1] * 513, {}, "token_ids has 513 tokens: pass 1 to 512"),
+        (jnp.zeros((0, 2), jnp.int32), {}, "token_ids has 0 sequences: pass at least 1"),
         ([[[1]]], {}, r"token_ids must be an integer array \[T\]"),
         ([1], {"lengths": [1]}, "lengths requires a batch"),
         ([[1, 2]], {"lengths": [3]}, "lengths: sequence 0 has 3 tokens: pass 1 to 2"),
