@@ -117,6 +117,13 @@ class Ragged(NamedTuple):
         """Return an activation, [T, ...], or what replaces it. `point`: such as "mlp.out"."""
         return x if self.probe is None else self.probe.visit(point, x)
 
+    def embeddings(self) -> jax.Array | None:
+        """Return float[T, d] to use in place of the embeddings of tokens, or None.
+
+        A decoder that does not call this method supports no `inputs_embeds`.
+        """
+        return None if self.probe is None else self.probe.embeddings()
+
     def wants(self, point: str) -> bool:
         """Return True if this call returns or replaces an activation."""
         return self.probe is not None and self.probe.wants(point)
@@ -643,9 +650,10 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, ragged: Ragged) -> jax.Array:
         """Embed i32[T] as dtype[T, d], the first residual stream. For subclasses to extend."""
-        if ragged.probe is not None and ragged.probe.embeddings is not None:
-            return ragged.zero_padding(ragged.probe.embeddings.astype(self.dtype))
-        return self.embed_tokens(tokens)
+        given = ragged.embeddings()
+        if given is None:
+            return self.embed_tokens(tokens)
+        return ragged.zero_padding(given.astype(self.dtype))
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """Return the embeddings of i32[T] as dtype[T, d], without positions."""

@@ -45,7 +45,8 @@ class DecoderModule(Protocol):
         """Compute one step: write the cache of its tokens, and attend.
 
         Args:
-          tokens: i32[T]; rows from `ragged.num_tokens` on are padding.
+          tokens: i32[T]; rows from `ragged.num_tokens` on are padding. If `ragged.embeddings()` is
+            not None, use its float[T, d] in place of the embeddings of tokens.
           kv: the cache of each layer, by default dtype[N, 2, K, bs, D]. A layer with state has
             its arrays by name, and a layer that shares another's cache has `()`.
           ragged: the positions, blocks and lengths of the step's sequences. For research, pass

@@ -35,26 +35,33 @@ class Probe:
     Attributes:
       taps: patterns of the names to return, as `fnmatch` matches them.
       edit: functions by pattern. Each replaces the activations that its pattern matches.
-      embeddings: dtype[T, d] in place of the embeddings of tokens, or None.
+      inputs_embeds: float[T, d] in place of the embeddings of tokens, or None.
       full_attention: compute all scores of attention in every layer, which is differentiable.
       lead: the axes in place of T in activations, such as (B, T).
       layer: the layer that is being traced, or None outside of all layers.
       taken: the activations that `taps` match, by name.
       reached: the names of all activations of the model so far.
+      read: the arguments that the decoder read: "inputs_embeds" or nothing.
     """
 
     taps: tuple[str, ...] = ()
     edit: Mapping[str, Edit] = field(default_factory=dict[str, Edit])
-    embeddings: jax.Array | None = None
+    inputs_embeds: jax.Array | None = None
     full_attention: bool = False
     lead: tuple[int, ...] | None = None
     layer: int | None = None
     taken: dict[str, jax.Array] = field(default_factory=dict[str, jax.Array])
     reached: set[str] = field(default_factory=set[str])
+    read: set[str] = field(default_factory=set[str])
 
     def in_layer(self, layer: int) -> Probe:
         """Return the probe for the modules of a layer, with the same records."""
         return replace(self, layer=layer)
+
+    def embeddings(self) -> jax.Array | None:
+        """Return `inputs_embeds`, and record that the decoder read them."""
+        self.read.add("inputs_embeds")
+        return self.inputs_embeds
 
     def wants(self, point: str) -> bool:
         """Return True if this call returns or replaces the activation. `point`: e.g. "mlp.out"."""
@@ -91,10 +98,13 @@ class Probe:
         """Return the activations by name.
 
         Raises:
-          ValueError: a pattern matches no activation, or the model does not read `embeddings`.
+          ValueError: a pattern matches no activation, or the decoder did not read `inputs_embeds`.
         """
-        if self.embeddings is not None and "embed" not in self.reached:
-            raise ValueError(f"inputs_embeds is not supported by {architecture}: pass token ids")
+        if self.inputs_embeds is not None and "inputs_embeds" not in self.read:
+            raise ValueError(
+                f"inputs_embeds is not supported by {architecture}, whose decoder does not read "
+                "Ragged.embeddings: pass token ids"
+            )
         for argument, patterns in (("taps", self.taps), ("edit", self.edit)):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in self.reached):
@@ -138,7 +148,7 @@ def new_probe(
     taps: Sequence[str] | None = None,
     edit: Mapping[str, Edit] | None = None,
     *,
-    embeddings: jax.Array | None = None,
+    inputs_embeds: jax.Array | None = None,
     full_attention: bool = False,
     lead: tuple[int, ...] | None = None,
 ) -> Probe | None:
@@ -156,9 +166,9 @@ def new_probe(
                 f"edit[{pattern!r}] must be a function of the activation, got "
                 f"{type(function).__name__}: pass lambda x: ..."
             )
-    if not (taps or edit or full_attention or embeddings is not None):
+    if not (taps or edit or full_attention or inputs_embeds is not None):
         return None
-    return Probe(taps, dict(edit or {}), embeddings, full_attention, lead)
+    return Probe(taps, dict(edit or {}), inputs_embeds, full_attention, lead)
 
 
 def sorted_names(names: Iterable[str]) -> list[str]:

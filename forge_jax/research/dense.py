@@ -79,7 +79,7 @@ def _call(
     else:
         assert tokens is not None
         lead, rows, ids = tokens.shape, None, tokens
-    probe = new_probe(taps, edit, embeddings=rows, full_attention=True, lead=lead)
+    probe = new_probe(taps, edit, inputs_embeds=rows, full_attention=True, lead=lead)
     assert probe is not None
     batch = lead if len(lead) == 2 else (1, *lead)
     logits = dense_logits(model, leaves, ids.reshape(batch), lengths, probe)

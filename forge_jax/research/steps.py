@@ -305,7 +305,7 @@ def decode_step(
         "block_tables": block_tables,
     }
     check_step(built, leaves, kv, arrays, least=1, checks=checks)
-    probe = new_probe(embeddings=inputs_embeds)
+    probe = new_probe(inputs_embeds=inputs_embeds)
     given = inputs_embeds if tokens is None else tokens
     assert given is not None
     rows, seqs = given.shape[0], kv_lens.shape[0]
@@ -351,7 +351,7 @@ def _step_probe(
             "return_hidden_states cannot be used with taps: add 'embed' and 'layers.*.resid' to "
             "taps instead"
         )
-    return new_probe(taps, edit, embeddings=inputs_embeds)
+    return new_probe(taps, edit, inputs_embeds=inputs_embeds)
 
 
 def _no_tokens(positions: jax.Array) -> jax.Array:

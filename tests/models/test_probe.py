@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import forge_jax
-from forge_jax.models.decoder import Ragged
-from forge_jax.models.probe import Probe
+from forge_jax.models.decoder import Decoder, Ragged
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 ALL = ["embed", "layers.*", "final_norm"]
@@ -222,6 +221,7 @@ def test_program_without_taps_is_that_without_probes(models, monkeypatch, name, 
     monkeypatch.setattr(Ragged, "tap", lambda self, point, x: x)
     monkeypatch.setattr(Ragged, "wants", lambda self, point: False)
     monkeypatch.setattr(Ragged, "in_layer", lambda self, layer: self)
+    monkeypatch.setattr(Ragged, "embeddings", lambda self: None)
     monkeypatch.setattr(Ragged, "attention", lambda self: None)
     assert lowered() == ours
 
@@ -311,6 +311,17 @@ def test_per_layer_inputs_require_token_ids(models):
         model(inputs_embeds=jnp.zeros((3, model.spec.hidden_size)))
 
 
-def test_decoder_that_ignores_embeddings_is_rejected():
-    with pytest.raises(ValueError, match="inputs_embeds is not supported by Own"):
-        Probe(embeddings=jnp.zeros((1, 2))).finish("Own")
+@pytest.mark.parametrize("options", [{}, {"taps": ["embed"]}, {"edit": {"embed": lambda x: x}}])
+def test_decoder_that_ignores_embeddings_is_rejected(models, monkeypatch, options):
+    """It taps the embeddings of tokens, as a family with its own decoder may."""
+    model = forge_jax.load(str(GOLDENS / "llama2"), dtype="float32", progress=False)
+    embeds = model.embed(IDS)
+    monkeypatch.setattr(Decoder, "embed", lambda self, tokens, ragged: self.embed_tokens(tokens))
+    message = "inputs_embeds is not supported by LlamaForCausalLM, whose decoder does not read"
+    with pytest.raises(ValueError, match=message):
+        model(inputs_embeds=embeds, **options)
+    batch = jnp.array([0, 6]), jnp.array([6]), jnp.array([[0, 1]])
+    kv = forge_jax.new_kv(model, 2, BLOCK)
+    with pytest.raises(ValueError, match=message):
+        forge_jax.decode_step(model, model.leaves, kv, None, *batch, inputs_embeds=embeds[0])
+    assert model(IDS, **options)[0] is not None

@@ -232,7 +232,7 @@ class Gemma4Decoder(Decoder):
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         del lora  # not supported
         ragged = ragged._replace(axis=self.axis)
-        if self.inputs is not None and ragged.probe and ragged.probe.embeddings is not None:
+        if self.inputs is not None and ragged.embeddings() is not None:
             raise ValueError(
                 "inputs_embeds is not supported by Gemma 4 models with per-layer inputs, which "
                 "depend on token ids: pass token ids, and change embeddings with edit"
