@@ -76,6 +76,8 @@ def _call(
     if inputs_embeds is not None:
         lead, rows = inputs_embeds.shape[:-1], inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         ids = jnp.zeros(lead, jnp.int32)
+        if lengths is not None:  # padding may be NaN, and has no gradient
+            rows = jnp.where(_in_use(lengths, *lead).reshape(-1, 1), rows, 0.0)
     else:
         assert tokens is not None
         lead, rows, ids = tokens.shape, None, tokens
@@ -104,14 +106,13 @@ def dense_logits(
     """
     batch, length = tokens.shape
     rows = batch * length
-    in_use = jnp.ones((batch, length), bool)
-    if lengths is not None:
-        in_use = jnp.arange(length)[None] < lengths[:, None]
+    if lengths is not None:  # padding may have any ids
+        tokens = jnp.where(_in_use(lengths, batch, length), tokens, 0)
     row = jnp.arange(rows, dtype=jnp.int32)
     _, hidden = model.forward(
         leaves,
         _empty_kv(model, batch, length),
-        jnp.where(in_use, tokens, 0).reshape(-1),  # padding may have any ids
+        tokens.reshape(-1),
         row % length,
         row,  # each sequence has one block, whose slots are its positions
         jnp.arange(batch, dtype=jnp.int32)[:, None],
@@ -123,7 +124,14 @@ def dense_logits(
         probe=probe,
     )
     scores = model.logits(leaves, hidden).reshape(batch, length, -1)
-    return scores if lengths is None else jnp.where(in_use[..., None], scores, 0.0)
+    if lengths is None:
+        return scores
+    return jnp.where(_in_use(lengths, batch, length)[..., None], scores, 0.0)
+
+
+def _in_use(lengths: jax.Array, batch: int, length: int) -> jax.Array:
+    """Return bool[B, T], True for the tokens of the sequences. lengths: i32[B]."""
+    return jnp.arange(length)[None] < jnp.asarray(lengths).reshape(batch, 1)
 
 
 def _empty_kv(model: Model, batch: int, length: int) -> KV:

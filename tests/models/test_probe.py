@@ -291,6 +291,43 @@ def test_steps_take_embeddings(models):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["llama2", "deepseek_v3"])
+def test_undefined_embeddings_affect_no_earlier_tokens(models, name):
+    model = models(name)
+    embeds = model.embed(IDS)
+    undefined = embeds.at[0, 4].set(np.nan).at[1, 3].set(np.inf)
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def gradient(embeds):
+        logits = model(inputs_embeds=embeds)
+        return jnp.sum(jnp.sin(logits[0, :4])) + jnp.sum(jnp.sin(logits[1, :3])), logits
+
+    (_, expected), slopes = gradient(embeds)
+    (_, logits), found = gradient(undefined)
+    for row, count in ((0, 4), (1, 3)):
+        np.testing.assert_allclose(logits[row, :count], expected[row, :count], atol=1e-6)
+        assert not np.isfinite(logits[row, count:]).any()
+        np.testing.assert_allclose(found[row, :count], slopes[row, :count], atol=1e-5)
+
+
+def test_embeddings_of_padding_are_ignored(models):
+    model = models("llama2")
+    embeds = model.embed(IDS)
+    undefined, lengths = embeds.at[0, 4:].set(np.nan), jnp.array([4, 6])
+
+    @jax.jit
+    @jax.value_and_grad
+    def gradient(model, embeds):
+        return jnp.sum(jnp.sin(model(inputs_embeds=embeds, lengths=lengths)))
+
+    value, of_weights = gradient(model, undefined)
+    expected, theirs = gradient(model, embeds)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for found, wanted in zip(of_weights.leaves, theirs.leaves, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_soft_prompt_lowers_its_loss(models):
     model = models("llama2")
 

@@ -3,6 +3,9 @@
 Each sequence's keys are gathered once, and all its queries are multiplied by all of them. The
 memory is O(S * Q * C) for Q queries of a sequence and C tokens of a block table. It is
 differentiable for float32 `kv`.
+
+A NaN or infinity affects only the rows that see it. Zero weights do not ensure this, because
+0 * NaN is NaN. Such numbers are replaced by zeros, and the results that depend on them by NaN.
 """
 
 from collections.abc import Callable
@@ -48,10 +51,13 @@ def pattern_attention(  # noqa: PLR0913
     exists &= (jnp.arange(len(kv_lens)) < num_seqs)[:, None]
     seen = jnp.where(exists, visible[row], 0)  # i32[S, Q], the keys that each query sees
 
-    keys, values = _vectors(kv, block_tables, kv_lens, kv_dtype)  # f32[S, K, C, D]
+    vectors = _vectors(kv, block_tables, kv_lens, kv_dtype)  # f32[S, K, C, D]
+    (keys, bad_keys), (values, bad_values) = map(_finite, vectors)
     kv_heads, context = keys.shape[1:3]
-    grouped = q.astype(jnp.float32)[row].reshape(
-        len(kv_lens), queries, kv_heads, heads // kv_heads, -1
+    grouped, bad_queries = _finite(
+        q.astype(jnp.float32)[row].reshape(
+            len(kv_lens), queries, kv_heads, heads // kv_heads, q.shape[-1]
+        )
     )
     exact = lax.Precision.HIGHEST
     scores = sm_scale * jnp.einsum("sqkgd,skcd->sqkgc", grouped, keys, precision=exact)
@@ -61,18 +67,33 @@ def pattern_attention(  # noqa: PLR0913
     allowed = position < seen[..., None]  # [S, Q, C]
     if window is not None:
         allowed &= position >= seen[..., None] - window
+    allowed = allowed[:, :, None, None]
     sink = None if sinks is None else sinks.reshape(1, 1, kv_heads, -1, 1)
-    weights = _softmax(scores, allowed[:, :, None, None], sink)
+    weights = _softmax(scores, allowed, sink)
+    undefined = bad_queries | (allowed & bad_keys[:, None, :, None]).any(axis=-1)  # [S, Q, K, G]
     if tap is not None:
         in_use = (jnp.arange(tokens) < cu_q_lens[num_seqs])[:, None, None]
-        by_row = weights[seq, place].reshape(tokens, heads, context)
+        by_row = jnp.where(undefined[..., None], jnp.nan, weights)
+        by_row = by_row[seq, place].reshape(tokens, heads, context)
         by_row = jnp.where(in_use, by_row, 0.0)
         tapped = tap(by_row)
         if tapped is not by_row:
-            weights = tapped[row].reshape(weights.shape)
+            weights, undefined = _finite(tapped[row].reshape(weights.shape))
+    read = allowed | (weights != 0.0)  # a function of `tap` may add keys that a row does not see
+    undefined |= (read & bad_values[:, None, :, None]).any(axis=-1)
     out = jnp.einsum("sqkgc,skcd->sqkgd", weights, values, precision=exact)
+    out = jnp.where(undefined[..., None], jnp.nan, out)
     out = out[seq, place].reshape(q.shape)
     return jnp.where((visible > 0)[:, None, None], out, 0.0).astype(q.dtype)
+
+
+def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (x with zeros for NaN and infinities, bool[...]: whether a row has any) for [..., D].
+
+    Replaced numbers have no gradient.
+    """
+    finite = jnp.isfinite(x)
+    return jnp.where(finite, x, 0.0), ~finite.all(axis=-1)
 
 
 def _softmax(scores: jax.Array, allowed: jax.Array, sink: jax.Array | None) -> jax.Array:
