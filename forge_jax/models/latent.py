@@ -57,6 +57,14 @@ class LatentSpec(ModelSpec):
     def attention_width(self) -> int:
         return self.num_attention_heads * self.cached_dim
 
+    @property
+    def head_sizes(self) -> tuple[str, ...]:
+        return (
+            f"{self.num_attention_heads} heads of {self.qk_head_dim}, whose values have "
+            f"{self.v_head_dim}",
+            f"latents of {self.kv_lora_rank}",
+        )
+
     def own_sections(self, leaf: str) -> tuple[int, tuple[int, ...]] | None:
         """Return how a leaf is split: by query heads, which have different dims in each leaf."""
         dims = {

@@ -217,6 +217,14 @@ class ModelSpec:
         return max(self.max_position_embeddings, min(int(extended), MAX_POSITIONS))
 
     @property
+    def head_sizes(self) -> tuple[str, ...]:
+        """The heads of attention in words, for a summary."""
+        return (
+            f"{self.num_attention_heads} heads of {self.head_dim}",
+            f"{self.num_key_value_heads} key/value heads",
+        )
+
+    @property
     def attention_width(self) -> int:
         """The numbers per token that attention computes at once."""
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim

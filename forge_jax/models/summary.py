@@ -35,8 +35,7 @@ def _sizes(spec: ModelSpec) -> str:
     sizes = [
         f"{spec.num_hidden_layers} layers",
         f"hidden size {spec.hidden_size}",
-        f"{spec.num_attention_heads} heads of {spec.head_dim}",
-        f"{spec.num_key_value_heads} key/value heads",
+        *spec.head_sizes,
         f"MLP {spec.intermediate_size}",
     ]
     if spec.experts is not None:

@@ -195,3 +195,11 @@ def test_repr_condenses_equal_layers(models):
     assert f"  layers.0-{layers - 1}" in lines
     qkv = models("llama2").leaf("layers.0.attention.qkv.weight")
     assert f"    .attention.qkv.weight   float32{list(qkv.shape)}" in lines
+
+
+def test_repr_of_latent_attention_has_its_sizes(models):
+    spec = models("deepseek_v3").spec
+    sizes = repr(models("deepseek_v3")).splitlines()[1]
+    heads = f"{spec.num_attention_heads} heads of {spec.qk_nope_head_dim + spec.head_dim}"
+    assert f"{heads}, whose values have {spec.v_head_dim}, latents of {spec.kv_lora_rank}" in sizes
+    assert "key/value heads" not in sizes
