@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,20 +156,55 @@ def new_probe(
     """Return the probe for these arguments, or None if the model needs none.
 
     Raises:
-      ValueError: `taps` has something else than names, or `edit` something else than functions.
+      ValueError: as in `tap_patterns` and `edit_functions`.
     """
-    taps = (taps,) if isinstance(taps, str) else tuple(taps or ())
-    if not all(isinstance(each, str) for each in taps):  # pyright: ignore[reportUnnecessaryIsInstance]
+    patterns, functions = tap_patterns(taps), edit_functions(edit)
+    if not (patterns or functions or full_attention or inputs_embeds is not None):
+        return None
+    return Probe(patterns, functions, inputs_embeds, full_attention, lead)
+
+
+def tap_patterns(taps: Any) -> tuple[str, ...]:
+    """Return the patterns of `taps`: names, one name, or None.
+
+    Raises:
+      ValueError: `taps` has something else than names.
+    """
+    if taps is None or isinstance(taps, str):
+        return () if taps is None else (taps,)
+    if not isinstance(taps, Iterable):
         raise ValueError(f"taps must be names such as 'layers.*.resid', got {taps!r}")
-    for pattern, function in (edit or {}).items():
+    for each in taps:
+        if not isinstance(each, str):
+            raise ValueError(f"taps must be names such as 'layers.*.resid', got {each!r} in taps")
+    return tuple(taps)
+
+
+def edit_functions(edit: Any) -> dict[str, Edit]:
+    """Return the functions of `edit` by pattern: a mapping, or None.
+
+    Raises:
+      ValueError: `edit` is not a mapping of names to functions.
+    """
+    if edit is None:
+        return {}
+    if not isinstance(edit, Mapping):
+        raise ValueError(
+            f"edit must have functions by name, got {type(edit).__name__}: pass "
+            "{'layers.0.resid': lambda x: ...}"
+        )
+    for pattern, function in edit.items():
+        if not isinstance(pattern, str):
+            raise ValueError(
+                f"edit must have functions by names such as 'layers.0.resid', got the name "
+                f"{pattern!r}"
+            )
         if not callable(function):
             raise ValueError(
                 f"edit[{pattern!r}] must be a function of the activation, got "
                 f"{type(function).__name__}: pass lambda x: ..."
             )
-    if not (taps or edit or full_attention or inputs_embeds is not None):
-        return None
-    return Probe(taps, dict(edit or {}), inputs_embeds, full_attention, lead)
+    return dict(edit)
 
 
 def sorted_names(names: Iterable[str]) -> list[str]:

@@ -86,6 +86,18 @@ def integers(name: str, x: Any) -> Any:
     return found.astype(np.int32)
 
 
+def floats(name: str, x: Any) -> jax.Array:
+    """Return an array of `x`, which may be a NumPy array or nested lists.
+
+    Raises:
+      ValueError: lists of different lengths, or something else than numbers.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array of floats: {error}") from error
+
+
 def require_shape(name: str, x: Any, shape: tuple[Any, ...], kind: str) -> None:
     """Require an array of this shape, whose letters stand for any size, and kind of number.
 
@@ -181,6 +193,26 @@ def check_dense(
         _require_ids(of, "token_ids", of["ids"], used, spec)
 
 
+def check_ids(model: Model, name: str, ids: Any, *, checks: bool) -> None:
+    """Check token ids i32[...] of any shape.
+
+    Raises:
+      ValueError: an id is known, and is not one of the model's.
+    """
+    of = Values({"ids": ids}, checks=checks)
+    if not of.skipped:
+        _require_ids(of, name, of["ids"], np.ones((1,) * len(np.shape(ids)), bool), model.spec)
+
+
+def check_rows(model: Model, name: str, rows: Any, shape: tuple[str, ...]) -> None:
+    """Require float[..., d] with the hidden size of the model. `shape`: the letters before d.
+
+    Raises:
+      ValueError: another shape or type.
+    """
+    require_shape(name, rows, (*shape, model.spec.hidden_size), "f")
+
+
 def check_step(
     model: Model,
     leaves: Sequence[jax.Array],
@@ -206,6 +238,10 @@ def check_step(
       ValueError: an argument is wrong, see the module.
     """
     require_leaves(model, leaves)
+    if arrays.get("state_slots") is not None and not any(isinstance(each, dict) for each in kv):
+        raise ValueError(
+            f"state_slots: {model.spec.architecture} has no layers with state: omit it"
+        )
     if most is not None and most < 1:
         raise ValueError(f"max_q_len must be at least 1, got {most}")
     if len(kv) != model.spec.num_hidden_layers:

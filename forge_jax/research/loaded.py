@@ -20,11 +20,18 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import GGUFWeights, python_names
 from forge_jax.errors import ModelError
 from forge_jax.models import DecoderModule, Leaves, Model, ModelSpec, build_model
-from forge_jax.models.probe import Edit, Probe, sorted_names
+from forge_jax.models.probe import Edit, Probe, edit_functions, sorted_names, tap_patterns
 from forge_jax.models.registry import decoded
 from forge_jax.models.summary import summarize
 from forge_jax.research.dense import dense_call, dense_logits
-from forge_jax.research.inputs import check_dense, integers, require_leaves
+from forge_jax.research.inputs import (
+    check_dense,
+    check_ids,
+    check_rows,
+    floats,
+    integers,
+    require_leaves,
+)
 from forge_jax.weights.formats import WeightFormats, fused_values
 from forge_kernels import cpu
 
@@ -63,7 +70,7 @@ class LoadedModel:
         self,
         token_ids: TokenIds | None = None,
         *,
-        inputs_embeds: jax.Array | None = None,
+        inputs_embeds: ArrayLike | None = None,
         lengths: ArrayLike | Sequence[int] | None = None,
         leaves: Leaves | None = None,
         taps: None = None,
@@ -76,7 +83,7 @@ class LoadedModel:
         self,
         token_ids: TokenIds | None = None,
         *,
-        inputs_embeds: jax.Array | None = None,
+        inputs_embeds: ArrayLike | None = None,
         lengths: ArrayLike | Sequence[int] | None = None,
         leaves: Leaves | None = None,
         taps: Sequence[str],
@@ -88,7 +95,7 @@ class LoadedModel:
         self,
         token_ids: TokenIds | None = None,
         *,
-        inputs_embeds: jax.Array | None = None,
+        inputs_embeds: ArrayLike | None = None,
         lengths: ArrayLike | Sequence[int] | None = None,
         leaves: Leaves | None = None,
         taps: Sequence[str] | None = None,
@@ -123,18 +130,11 @@ class LoadedModel:
         leaves = self.leaves if leaves is None else leaves
         ids = None if token_ids is None else integers("token_ids", token_ids)
         sizes = None if lengths is None else integers("lengths", lengths)
+        embeds = None if inputs_embeds is None else floats("inputs_embeds", inputs_embeds)
         require_leaves(self.model, leaves)
-        check_dense(self.model, ids, inputs_embeds, sizes, checks=checks)
-        patterns = (taps,) if isinstance(taps, str) else tuple(taps or ())
-        logits, taken = dense_call(
-            self.model,
-            leaves,
-            ids,
-            inputs_embeds,
-            sizes,
-            patterns,
-            edit or {},
-        )
+        check_dense(self.model, ids, embeds, sizes, checks=checks)
+        patterns, functions = tap_patterns(taps), edit_functions(edit)
+        logits, taken = dense_call(self.model, leaves, ids, embeds, sizes, patterns, functions)
         if taps is None:
             return logits
         return logits, {name: taken[name] for name in sorted_names(taken)}
@@ -150,18 +150,35 @@ class LoadedModel:
         jax.eval_shape(call, self.model.leaves, one)  # pyright: ignore[reportUnknownMemberType]
         return tuple(sorted_names(probe.reached))
 
-    def embed(self, token_ids: TokenIds, *, leaves: Leaves | None = None) -> jax.Array:
-        """Return the embeddings of token ids i32[...], dtype[..., d], for `inputs_embeds`."""
-        ids = integers("token_ids", token_ids)
-        embeddings = self.model.embed(self.leaves if leaves is None else leaves, ids.reshape(-1))
-        return embeddings.reshape(*ids.shape, -1)
+    def embed(
+        self, token_ids: TokenIds, *, leaves: Leaves | None = None, checks: bool = False
+    ) -> jax.Array:
+        """Return the embeddings of token ids i32[...], dtype[..., d], for `inputs_embeds`.
 
-    def unembed(self, resid: jax.Array, *, leaves: Leaves | None = None) -> jax.Array:
-        """Return the logits f32[..., V] of a residual stream dtype[..., d]: final norm and head."""
+        Raises:
+          ValueError: an id is not one of the model's, or the model has no embeddings by token. With
+            `checks`, unknown ids are checked as in `__call__`.
+        """
         leaves = self.leaves if leaves is None else leaves
-        rows = resid.reshape(-1, resid.shape[-1])
+        require_leaves(self.model, leaves)
+        ids = integers("token_ids", token_ids)
+        check_ids(self.model, "token_ids", ids, checks=checks)
+        embeddings = self.model.embed(leaves, ids.reshape(-1))
+        return embeddings.reshape(*ids.shape, self.spec.hidden_size)
+
+    def unembed(self, resid: ArrayLike, *, leaves: Leaves | None = None) -> jax.Array:
+        """Return the logits f32[..., V] of a residual stream dtype[..., d]: final norm and head.
+
+        Raises:
+          ValueError: `resid` does not have the hidden size d.
+        """
+        leaves = self.leaves if leaves is None else leaves
+        require_leaves(self.model, leaves)
+        stream = floats("resid", resid)
+        check_rows(self.model, "resid", stream, ("...",) * max(stream.ndim - 1, 0))
+        rows = stream.reshape(-1, self.spec.hidden_size)
         logits = self.model.logits(leaves, self.model.final_norm(leaves, rows))
-        return logits.reshape(*resid.shape[:-1], -1)
+        return logits.reshape(*stream.shape[:-1], self.spec.vocab_size)
 
     def with_leaves(self, leaves: Leaves) -> LoadedModel:
         """Return the model with other weights of the same shapes.

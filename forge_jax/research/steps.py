@@ -7,13 +7,14 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from forge_jax.errors import ConfigError
 from forge_jax.models import KV, Leaves, Model
 from forge_jax.models.kv import EIGHT_BITS, first_paged
-from forge_jax.models.lora import Lora
 from forge_jax.models.probe import Edit, Probe, new_probe
-from forge_jax.research.inputs import check_step, integers
+from forge_jax.research.inputs import check_rows, check_step, floats, integers, require_leaves
 from forge_jax.research.loaded import LoadedModel
 from forge_jax.step.kv_cache import kv_shape
 from forge_kernels.attention import Implementation
@@ -47,7 +48,8 @@ def new_kv(
       num_slots: the most sequences of a call, for models whose layers have state.
 
     Raises:
-      ValueError: the dtype is not one of these, or a size is not positive.
+      ValueError: the dtype is not one of these, the model does not support it, or a size is not
+        positive.
     """
     built = _built(model)
     for name, count in (
@@ -57,21 +59,40 @@ def new_kv(
     ):
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
-    wanted = EIGHT_BITS.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    dtype = jnp.dtype(built.dtype if wanted is None else wanted)
-    if dtype not in (built.dtype, jnp.float32, *EIGHT_BITS.values()):
+    try:
+        return kv_shape(
+            built.spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=_cache_dtype(built, dtype),
+            platform=jax.default_backend(),
+            num_slots=num_slots,
+        ).empty()
+    except ConfigError as error:  # its remedy is a flag
         raise ValueError(
-            f"the KV cache of a {built.dtype} model must be {built.dtype}, float32, "
-            f"{' or '.join(EIGHT_BITS)}, got {dtype}"
+            f"dtype: {built.spec.architecture} does not support a KV cache of {dtype}, because the "
+            "cache has its own layout: use the model's dtype or float32"
+        ) from error
+
+
+def _cache_dtype(model: Model, dtype: DTypeLike | None) -> np.dtype:
+    """Return the type of elements for `new_kv`.
+
+    Raises:
+      ValueError: no such type, or not one of a cache of this model.
+    """
+    wanted = EIGHT_BITS.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    try:
+        found = jnp.dtype(model.dtype if wanted is None else wanted)
+    except TypeError:
+        found = None
+    if found not in (model.dtype, jnp.float32, *EIGHT_BITS.values()) or found is None:
+        plain = ", ".join(dict.fromkeys([str(model.dtype), "float32"]))
+        raise ValueError(
+            f"the KV cache of a {model.dtype} model must be {plain}, {' or '.join(EIGHT_BITS)}, "
+            f"got {dtype if found is None else found}"
         )
-    return kv_shape(
-        built.spec,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=dtype,
-        platform=jax.default_backend(),
-        num_slots=num_slots,
-    ).empty()
+    return found
 
 
 @overload
@@ -91,7 +112,6 @@ def forward(
     implementation: Implementation = "auto",
     max_q_len: int | None = None,
     uniform: bool = False,
-    lora: Lora | None = None,
     state_slots: jax.Array | None = None,
     return_hidden_states: Literal[False] = False,
     taps: None = None,
@@ -117,7 +137,6 @@ def forward(
     implementation: Implementation = "auto",
     max_q_len: int | None = None,
     uniform: bool = False,
-    lora: Lora | None = None,
     state_slots: jax.Array | None = None,
     return_hidden_states: Literal[True],
     taps: None = None,
@@ -143,7 +162,6 @@ def forward(
     implementation: Implementation = "auto",
     max_q_len: int | None = None,
     uniform: bool = False,
-    lora: Lora | None = None,
     state_slots: jax.Array | None = None,
     return_hidden_states: Literal[False] = False,
     taps: Sequence[str],
@@ -168,7 +186,6 @@ def forward(  # noqa: PLR0913
     implementation: Implementation = "auto",
     max_q_len: int | None = None,
     uniform: bool = False,
-    lora: Lora | None = None,
     state_slots: jax.Array | None = None,
     return_hidden_states: bool = False,
     taps: Sequence[str] | None = None,
@@ -193,12 +210,11 @@ def forward(  # noqa: PLR0913
       cu_q_lens: i32[S + 1], the offset of each sequence's first token, then the total.
       num_seqs: i32[], the number of sequences, at most S.
       inputs_embeds: float[T, d] in place of tokens, as `LoadedModel.embed` returns.
-      implementation: the attention kernel. "auto" selects one for the platform. "reference" with a
-        float32 cache is differentiable.
+      implementation: the attention kernel. "auto" selects one for the platform. All have gradients.
       max_q_len: upper bound of the new tokens of a sequence. Default: T.
       uniform: compute every row of attention in the same way, as `--deterministic` does.
-      lora: adapters, and the adapter of each token.
-      state_slots: i32[S], the slot of each sequence in layers with state. Default: its index.
+      state_slots: i32[S], the slot of each sequence in layers with state. Default: its index. Only
+        for models with such layers.
       return_hidden_states: also return the residual stream. Excludes `taps`.
       taps: names of activations to return, or patterns such as "layers.*.attn.pattern". See
         `LoadedModel.tap_names`.
@@ -214,9 +230,12 @@ def forward(  # noqa: PLR0913
 
     Raises:
       ValueError: an argument is wrong, or a name in `taps` or `edit` does not exist.
-      NotImplementedError: a gradient was requested of another cache or implementation.
+      NotImplementedError: `kv` is not float32, and a gradient was requested with respect to `kv` or
+        through layers that share a cache. Also if `taps` or `edit` name a pattern of attention.
     """
     built = _built(model)
+    if inputs_embeds is not None:
+        inputs_embeds = floats("inputs_embeds", inputs_embeds)
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "inputs_embeds": inputs_embeds,
@@ -244,7 +263,6 @@ def forward(  # noqa: PLR0913
         max_q_len=max_q_len,
         uniform=uniform,
         return_hidden_states=return_hidden_states,
-        lora=lora,
         state_slots=state_slots,
         probe=probe,
     )
@@ -253,8 +271,15 @@ def forward(  # noqa: PLR0913
 
 
 def logits(model: LoadedModel | Model, leaves: Leaves, hidden: jax.Array) -> jax.Array:
-    """Return logits f32[B, V] for hidden states dtype[B, d] after the final norm."""
-    return _built(model).logits(leaves, hidden)
+    """Return logits f32[B, V] for hidden states dtype[B, d] after the final norm.
+
+    Raises:
+      ValueError: `hidden` or `leaves` has another shape.
+    """
+    built = _built(model)
+    require_leaves(built, leaves)
+    check_rows(built, "hidden", hidden, ("B",))
+    return built.logits(leaves, hidden)
 
 
 def decode_step(
@@ -297,6 +322,8 @@ def decode_step(
       ValueError: an argument is wrong.
     """
     built = _built(model)
+    if inputs_embeds is not None:
+        inputs_embeds = floats("inputs_embeds", inputs_embeds)
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "inputs_embeds": inputs_embeds,

@@ -236,7 +236,11 @@ def test_program_without_taps_is_that_without_probes(models, monkeypatch, name, 
         ({"taps": ["embed", "layers.99.resid"]}, r"'layers.99.resid' matches no .*layers.\d.resid"),
         ({"taps": "layers.0.attn.latent"}, "layer 0 of Llama.* has no attn.latent: it has attn.q"),
         ({"taps": "layers.0.mlp.router.logits"}, "has no mlp.router.logits: it has"),
-        ({"taps": [1]}, "taps must be names"),
+        ({"taps": [1]}, "taps must be names such as .* got 1 in taps"),
+        ({"taps": [["embed"]]}, r"taps must be names such as .* got \['embed'\] in taps"),
+        ({"taps": 3}, "taps must be names such as .* got 3"),
+        ({"edit": {3: lambda x: x}}, "edit must have functions by names .* got the name 3"),
+        ({"edit": [lambda x: x]}, "edit must have functions by name, got list"),
         ({"edit": {"layers.*.x": lambda x: x}}, r"edit: 'layers.\*.x' matches no activation"),
         ({"edit": {"embed": 3}}, r"edit\['embed'\] must be a function"),
         ({"edit": {"embed": lambda x: x[:2]}}, "returned .* for embed: return the shape"),
@@ -289,6 +293,24 @@ def test_steps_take_embeddings(models):
     _, found, ours = jax.jit(step)(None, *batch, inputs_embeds=model.embed(tokens))
     np.testing.assert_allclose(ours, logits, atol=1e-4)
     np.testing.assert_array_equal(found, expected)
+
+
+def test_embeddings_may_be_numpy_arrays_or_lists(models):
+    model = models("llama2")
+    embeds = np.asarray(model.embed(IDS[0]))
+    edit = {"embed": lambda x: x.at[0].set(0.0)}
+    expected = model(IDS[0], edit=edit)
+    for each in (embeds, embeds.astype(np.float64), embeds.tolist()):
+        np.testing.assert_allclose(model(inputs_embeds=each, edit=edit), expected, atol=1e-5)
+    batch = jnp.array([0, 6]), jnp.array([6]), jnp.array([[0, 1]])
+    step = partial(forge_jax.decode_step, model, model.leaves, forge_jax.new_kv(model, 2, BLOCK))
+    _, found, _ = step(None, *batch, inputs_embeds=embeds)
+    np.testing.assert_array_equal(found, step(jnp.asarray(IDS[0]), *batch)[1])
+    step = partial(paged, model, IDS, 0, forge_jax.new_kv(model, 4, BLOCK), edit=edit)
+    with pytest.raises(ValueError, match="pass either tokens or inputs_embeds, got both"):
+        step(inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="inputs_embeds must be an array of floats"):
+        model(inputs_embeds=[[1.0, 2.0], [3.0]])
 
 
 @pytest.mark.parametrize("name", ["llama2", "deepseek_v3"])

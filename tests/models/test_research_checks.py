@@ -229,3 +229,60 @@ def test_wrong_caches_leaves_and_embeddings_are_rejected(model):
 def test_wrong_arguments_of_a_call_are_rejected(model, ids, options, message):
     with pytest.raises(ValueError, match=message):
         model(ids, **options)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 331], "token_ids: 331 is not a token id of this model: ids are 0 to 330"),
+        ([[1, 2], [3, -1]], "token_ids: -1 is not a token id"),
+        (-1, "token_ids: -1 is not a token id"),
+        ([1.5], "token_ids must be integers"),
+    ],
+)
+def test_wrong_ids_have_no_embeddings(model, ids, message):
+    with pytest.raises(ValueError, match=message):
+        model.embed(ids)
+
+
+def test_compiled_embed_makes_the_same_checks(model):
+    embed = jax.jit(checkify.checkify(partial(model.embed, checks=True)))
+    assert embed(jnp.array([[1, 330]]))[0].get() is None
+    assert "token_ids: 331 is not a token id" in embed(jnp.array([[1, 331]]))[0].get()
+    assert jax.jit(model.embed)(jnp.array([1, 331])).shape == (2, model.spec.hidden_size)
+
+
+def test_shapes_of_embeddings_and_logits_follow_their_arguments(model):
+    d, vocab = model.spec.hidden_size, model.spec.vocab_size
+    for shape in ((), (0,), (2, 3), (2, 0)):
+        embeds = model.embed(jnp.zeros(shape, jnp.int32))
+        assert embeds.shape == (*shape, d)
+        assert model.unembed(embeds).shape == (*shape, vocab)
+
+
+@pytest.mark.parametrize("resid", [jnp.zeros((2, 3)), jnp.zeros(()), jnp.zeros((2, 64, 3))])
+def test_stream_of_another_width_has_no_logits(model, resid):
+    d = model.spec.hidden_size
+    with pytest.raises(ValueError, match=rf"resid must be a float array \[.*{d}\]"):
+        model.unembed(resid)
+    with pytest.raises(ValueError, match=rf"hidden must be a float array \[B, {d}\]"):
+        forge_jax.logits(model, model.leaves, resid)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float64", jnp.int32, object()])
+def test_types_that_no_cache_has_are_rejected(model, dtype):
+    with pytest.raises(ValueError, match="must be float32, fp8 or int8, got"):
+        forge_jax.new_kv(model, 1, 4, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_cache_of_latents_has_no_8_bits(dtype):
+    latent = forge_jax.load(str(GOLDENS / "deepseek_v3"), progress=False)
+    message = f"dtype: Deepseek.* does not support a KV cache of {dtype}.*model's dtype or float32"
+    with pytest.raises(ValueError, match=message):
+        forge_jax.new_kv(latent, 1, 4, dtype)
+
+
+def test_state_slots_require_a_model_with_state(model):
+    with pytest.raises(ValueError, match=r"state_slots: Llama.* has no layers with state: omit it"):
+        run(model, forge_jax.forward, WHOLE | {"state_slots": [0, 1]})
