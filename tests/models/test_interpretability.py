@@ -41,8 +41,11 @@ def test_later_layers_have_induction_heads():
 
 @pytest.mark.slow
 def test_soft_prompt_makes_its_text_likely():
-    losses = found("soft_prompt")["losses"]
+    result = found("soft_prompt")
+    losses, model = result["losses"], result["model"]
     assert losses[0] > 5 and losses[-1] < 0.5
+    program = result["step"].lower(result["prompt"], model).as_text()
+    assert len(program) < model.model.param_bytes  # the weights are arguments, not constants
 
 
 @pytest.mark.slow
