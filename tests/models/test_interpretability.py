@@ -3,6 +3,7 @@
 import runpy
 from pathlib import Path
 
+import jax
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "interpretability"
@@ -11,8 +12,9 @@ MAX_LINES = 25
 
 
 def found(name):
-    """Run an example, and return its variables."""
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    """Run an example with JAX's default promotion, as users do, and return its variables."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
