@@ -249,6 +249,7 @@ def test_blocks_of_256_match_ggml(kind, tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_head_count(heads)
+    writer.add_block_count(1)
     for name in ("attn_q", "attn_v"):
         writer.add_tensor(f"blk.0.{name}.weight", data, raw_dtype=kind)
     writer.write_header_to_file()
