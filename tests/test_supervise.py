@@ -64,6 +64,22 @@ ALLOWED = {
         "serve/forge_serve/server/process.py",
         "add_signal_handler",
     ): "arms the timer that ends the process",
+    (
+        "serve/forge_serve/integrations/inspect/provider.py",
+        "Thread",
+    ): "runs an event loop until `close` joins it",
+    (
+        "serve/forge_serve/integrations/inspect/provider.py",
+        "create_task",
+    ): "requests await the load",
+    (
+        "serve/forge_serve/integrations/inspect/provider.py",
+        "run_coroutine_threadsafe",
+    ): "futures are awaited",
+    (
+        "serve/forge_serve/integrations/inspect/provider.py",
+        "call_soon_threadsafe",
+    ): "stops the loop",
 }
 
 
