@@ -196,7 +196,8 @@ with LLM(sys.argv[1], **SIZES, dtype=sys.argv[2], tensor_parallel=2) as llm:
     print(all(map(np.array_equal, before, llm.leaves)))
     scored = jitted(llm)
     try:
-        jax.grad(lambda leaves: scored(leaves, runs.tokens, runs.lengths, 1.0).sum())(llm.leaves)
+        total = lambda leaves: scored(leaves, runs.tokens, runs.lengths, 1.0).sum()
+        jax.grad(total, allow_int=True)(llm.leaves)  # bfloat16 leaves may be stored as uint16
     except ModelError as error:
         print("tensor_parallel=1" in str(error))
 """

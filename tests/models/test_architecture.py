@@ -266,7 +266,7 @@ def test_engine_runs_a_decoder_with_its_own_cache(latent_folder):
 
 def test_8_bit_cache_requires_keys_and_values(latent_folder):
     loaded = forge_jax.load(str(latent_folder), progress=False)
-    with pytest.raises(ConfigError, match="--kv-dtype int8 is not supported for LatentForCausal"):
+    with pytest.raises(ValueError, match="LatentForCausalLM does not support a KV cache of int8"):
         forge_jax.new_kv(loaded, 4, 16, dtype="int8")
 
 
