@@ -6,6 +6,7 @@ import importlib.resources
 import re
 from pathlib import Path
 
+from forge_jax.checkpoint.gguf.split import first_files
 from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import ModelError
 from forge_jax.host.files import GGUF_SUFFIX, file_size
@@ -23,7 +24,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
     Args:
       model: "forge-tiny", an existing folder or GGUF file, or a Hub id ("organization/name"). An
-        existing path takes precedence. A folder without config.json may hold one GGUF file.
+        existing path takes precedence. A folder without config.json may hold one GGUF model.
       revision: branch, tag or commit of a Hub id.
 
     Raises:
@@ -82,7 +83,7 @@ def _only_gguf(folder: Path) -> Path | None:
     """Return the GGUF file of a folder without config.json, or None."""
     if (folder / "config.json").exists():
         return None
-    files = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if file.is_file())
+    files = first_files(file for file in folder.glob(f"*{GGUF_SUFFIX}") if file.is_file())
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:10]) + (", ..." if files[10:] else "")
         raise ModelError(f"{folder} has {len(files)} GGUF files: pass one of them ({names})")

@@ -18,6 +18,7 @@ import jax
 
 import forge_jax
 from forge_jax.checkpoint.converted import WEIGHTS
+from forge_jax.checkpoint.gguf.split import part_files
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import file_size
 
@@ -32,8 +33,8 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
     """Return the fingerprint: "fp_" and 12 hexadecimal digits.
 
     Args:
-      folder: the model's folder, or its only file. Files count by name, size and content; the
-        content of large files is sampled.
+      folder: the model's folder, its only file, or its first part. Files count by name, size and
+        content; the content of large files is sampled.
       device: the device that the model runs on.
       settings: everything else that determines the bits, JSON-serializable.
     """
@@ -54,7 +55,7 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
 
 def _model_files(folder: Path) -> list[tuple[str, Path]]:
     if folder.is_file():
-        return [(folder.name, folder)]
+        return [(file.name, file) for file in part_files(folder) if file.exists()]
     files = {file for pattern in MODEL_FILES for file in folder.glob(pattern)}
     return sorted((file.name, file) for file in files if _counts(file, folder))
 

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from forge_jax.checkpoint.gguf.metadata import Metadata
-from forge_jax.checkpoint.gguf.reader import read_gguf
+from forge_jax.checkpoint.gguf.split import read_gguf
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import short_repr
 from forge_jax.text.patterns import DEEPSEEK_V3, GPT4, GPT4O, QWEN, QWEN_MARKS, TEKKEN

@@ -336,7 +336,6 @@ def with_gating(writer, function):
             lambda w: w.add_expert_shared_feed_forward_length(32),
             "granitemoe.expert_shared_feed_forward_length is 32",
         ),
-        ("llama2", lambda w: w.add_uint16("split.count", 2), "split.count"),
         (
             "llama2",
             lambda w: w.add_key_length(8),

@@ -104,10 +104,6 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
             f"supported: {', '.join(ARCHITECTURES)}. Use the model's safetensors "
             "checkpoint, if that is supported"
         )
-    if metadata.integer("split.count", 0) > 1:
-        raise metadata.unsupported(
-            "split files (split.count above 1) are not supported: merge them with llama-gguf-split"
-        )
     if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", gemma4.ARCH, *MOE):
         raise metadata.unsupported(f"{arch}.expert_count: {arch} with experts is not supported")
     config = _Reader(gguf, metadata, arch).config()

@@ -102,8 +102,8 @@ def is_gguf(model: Path) -> bool:
     return model.suffix == GGUF_SUFFIX and not model.is_dir()
 
 
-def read_gguf(file: Path) -> GGUFFile:
-    """Read the header of a file; tensor data is mapped when it is read.
+def read_file(file: Path) -> GGUFFile:
+    """Read the header of one file; tensor data is mapped when it is read.
 
     Raises:
       CheckpointError: the file is not GGUF, is truncated, or has contradictory values.

@@ -33,7 +33,8 @@ from forge_jax.checkpoint.gguf.names import (
     hf_name,
     is_number,
 )
-from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor, read_gguf
+from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor
+from forge_jax.checkpoint.gguf.split import read_gguf
 from forge_jax.checkpoint.gguf.weights import GGUFWeight
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.host.files import short_repr
