@@ -77,7 +77,9 @@ def test_renamed_part_is_rejected(parts):
 
 def test_exchanged_parts_are_rejected(parts):
     shutil.copy(parts / NAMES[2], parts / NAMES[1])
-    with pytest.raises(CheckpointError, match=r"declares that it is part 3 of 3, .* says 2 of 3"):
+    with pytest.raises(
+        CheckpointError, match=r"declares that it is part 3 of 3, .* is named part 2 of 3"
+    ):
         read_gguf(parts / NAMES[0])
 
 

@@ -71,7 +71,7 @@ def _part(file: Path, index: int, count: int) -> GGUFFile:
     if (view.integer(_NUMBER), view.integer(_COUNT)) != (index, count):
         raise CheckpointError(
             f"{file} declares that it is part {view.integer(_NUMBER) + 1} of "
-            f"{view.integer(_COUNT)}, but its name says {index + 1} of {count}: download it again"
+            f"{view.integer(_COUNT)}, but is named part {index + 1} of {count}: download it again"
         )
     return header
 
