@@ -30,6 +30,7 @@ from forge_jax.telemetry.engine_state import EngineState
 from forge_jax.telemetry.phases import Phase, PhaseTotals, TokenTotals
 
 if TYPE_CHECKING:
+    from forge_jax.engine.control import Control
     from forge_jax.engine.weights import NewWeights
     from forge_jax.grammar import GrammarCompiler
     from forge_jax.text import ChatTemplate, Tokenizer
@@ -76,6 +77,9 @@ class EngineStats:
     startup_seconds: dict[str, float]  # by phase, "serving" and "ready" since the start
     step_token_budget: int  # limit of the latest step with room for prompts
     expected_step_s: float | None  # of such a step; None: unknown
+    paused: bool = False  # no step is computed until it is resumed
+    sleeping: bool = False  # also, weights or KV cache are not on the device
+    weight_version: int = 0  # of the current weights
     speculation: SpeculationStats | None = None  # None: off
 
 
@@ -88,6 +92,7 @@ class AsyncEngine(ABC):
       limits: limits of every request.
       adapters: the LoRA adapters. It has no slots if LoRA is disabled.
       lifecycle: the engine's state.
+      control: pauses and sleep. None if the engine runs in another process.
       streams: the open streams, and the requests that wait for their first token.
       news_interval_s: maximum time in seconds to hold a step's deltas, to deliver them together
         with later ones. Larger values wake the event loop less often. Use it for responses that
@@ -119,6 +124,7 @@ class AsyncEngine(ABC):
         self.grammars: GrammarCompiler | None = None
         self.adapters = Adapters.none()
         self.lifecycle = Lifecycle()
+        self.control: Control | None = None
         self.streams = StreamTable(
             queue_limits=queue_limits or QueueLimits(),
             clock=clock,

@@ -36,6 +36,7 @@ from forge_jax.engine.compile_cache import (
 from forge_jax.engine.core import EngineCore, make_scheduler, max_rows
 from forge_jax.engine.draft import Draft
 from forge_jax.engine.fingerprint import system_fingerprint
+from forge_jax.engine.offload import Offload
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small, max_drafts
 from forge_jax.engine.weights import EngineWeights
@@ -160,6 +161,7 @@ def assemble(
     adapters = None if design.lora is None else _load_adapters(design, design.lora, runner)
     _log_sizes(design)
     rng = random.Random(config.model.seed)
+    weights = EngineWeights(runner, design.draft, draft_model)
     core = _make_core(design, runner, draft_model, tokenizer, rng)
     fingerprint = None
     if config.model.deterministic:
@@ -177,7 +179,8 @@ def assemble(
         pooler=runner,
         adapters=adapters,
         steps=runner,
-        weights=EngineWeights(runner, design.draft, draft_model),
+        weights=weights,
+        offload=Offload(runner, weights, design.draft, draft_model),
         startup=startup,
         system_fingerprint=fingerprint,
         architecture=design.spec.architecture,

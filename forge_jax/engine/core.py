@@ -3,7 +3,7 @@
 `EngineCore` owns the scheduler, the device and every live sequence. `LLM` calls `tick` in the
 caller's thread, `Engine` in its engine thread. The core uses neither asyncio nor HTTP.
 
-A tick runs in one of four modes. They are the functions at the end of this file, each one step from
+A tick runs in one of five modes. They are the functions at the end of this file, each one step from
 top to bottom.
 """
 
@@ -164,12 +164,20 @@ class EngineCore:
         self._in_flight: _InFlight | None = None
         self._tick = _Tick()
         self._failed = False
+        self._paused = False
         self._clock = clock
         self._progress_s = clock()
 
     @property
     def has_work(self) -> bool:
-        return self._in_flight is not None or bool(self._immediate) or self.scheduler.has_work
+        if self._in_flight is not None or self._immediate:
+            return True
+        return self.scheduler.has_work and not self._paused
+
+    @property
+    def paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._paused
 
     @property
     def stalled_s(self) -> float:
@@ -245,8 +253,7 @@ class EngineCore:
 
     def drain(self) -> Outputs:
         """Abort everything and wait for the device. Return the last deltas."""
-        for request_id in self.scheduler.request_ids():
-            self.abort(request_id)
+        self.abort_all()
         outputs = self.tick()
         assert self._in_flight is None and not self.scheduler.has_work
         return outputs
@@ -289,6 +296,36 @@ class EngineCore:
         self._failed = False
         return outputs
 
+    # ---- pauses ----------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Read the step in flight, and schedule no other step until `resume`. Requests stay.
+
+        Raises:
+          EngineError: if an earlier tick failed.
+        """
+        self._settle()
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._progress_s = self._clock()
+
+    def drop_kv(self) -> None:
+        """Queue all running sequences again, and forget every key and value. They are recomputed.
+
+        Raises:
+          EngineError: if an earlier tick failed.
+        """
+        self._settle()
+        if self.speculator is not None:
+            self.speculator.reset()
+        self.scheduler.recover()
+
+    def abort_all(self) -> None:
+        for request_id in self.scheduler.request_ids():
+            self.abort(request_id)
+
     # ---- new weights -----------------------------------------------------------------------------
 
     @property
@@ -312,32 +349,32 @@ class EngineCore:
         Raises:
           EngineError: if an earlier tick failed.
         """
-        if self._failed:
-            raise EngineError("an earlier step failed: create a new engine")
-        self._failed = True  # until the step in flight has been read
         self._settle()
-        self._failed = False
         install()
         self._texts.weight_version = version
         # First of all: no error below may leave keys and values of the old weights in use.
         for seq in self.scheduler.unread_prompts():
             seq.num_scored = 0  # all logprobs of a prompt are of one version
             self._texts.forget_prompt(seq)
-        if self.speculator is not None:
-            self.speculator.reset()
-        self.scheduler.recover()
+        self.drop_kv()
         if in_flight == "abort":
-            for request_id in self.scheduler.request_ids():
-                self.abort(request_id)
+            self.abort_all()
         elif in_flight == "restart":
             for request in self.scheduler.requests():
                 self._restart(request)
 
     def _settle(self) -> None:
-        """Read and commit the step in flight, if any. The next tick returns its deltas."""
+        """Read and commit the step in flight, if any. The next tick returns its deltas.
+
+        Raises:
+          EngineError: if an earlier tick failed.
+        """
+        if self._failed:
+            raise EngineError("an earlier step failed: create a new engine")
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
+        self._failed = True  # until the step in flight has been read
         self._tick = _Tick()
         self.phases.begin()
         try:
@@ -347,6 +384,7 @@ class EngineCore:
         else:
             self._add_deltas(self._tick.updates or [], self._immediate)
         self._tick = _Tick()
+        self._failed = False
 
     def _restart(self, request: Request) -> None:
         """Queue the unfinished samples of a request again, without their output.
@@ -539,6 +577,8 @@ def _drafts_need(core: EngineCore, speculator: Speculator, plan: StepPlan) -> bo
 
 
 def _mode_of(core: EngineCore) -> Callable[[EngineCore], None]:
+    if core._paused:
+        return _paused
     if not core._one_step_ahead:
         return _synchronous
     if core.speculator is not None:
@@ -548,6 +588,11 @@ def _mode_of(core: EngineCore) -> Callable[[EngineCore], None]:
         if core.constraints.waits(running):
             return _masks_late
     return _one_step_ahead
+
+
+def _paused(core: EngineCore) -> None:
+    """Compute nothing: the tick only returns deltas that do not wait for a step."""
+    assert core._in_flight is None
 
 
 def _one_step_ahead(core: EngineCore) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import jax
 
     from forge_jax.engine.adapters import Adapters
+    from forge_jax.engine.offload import Offload
     from forge_jax.engine.weights import EngineWeights
     from forge_jax.step.executables import BackgroundCompile
     from forge_jax.text import ChatTemplate, Tokenizer
@@ -77,6 +78,7 @@ class EngineParts:
     pooler: Pooler | None = None  # None: the device can pool from the start
     steps: Steps | None = None  # None: the device is fake
     weights: EngineWeights | None = None  # None: the device is fake
+    offload: Offload | None = None  # None: the device is fake
     late: BackgroundCompile | None = None  # None: everything is compiled and active
     startup: StartupTimes = field(default_factory=StartupTimes)
 

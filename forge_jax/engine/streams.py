@@ -151,6 +151,9 @@ class StreamTable:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._streams
 
+    def request_ids(self) -> list[str]:
+        return list(self._streams)
+
     @property
     def num_waiting(self) -> int:
         """Requests that have no token yet."""

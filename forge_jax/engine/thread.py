@@ -31,14 +31,16 @@ from forge_jax.engine.commands import (
     Stop,
     Submit,
 )
+from forge_jax.engine.control import Control
 from forge_jax.engine.core import EngineCore, Outputs
+from forge_jax.engine.gate import Gate
 from forge_jax.engine.gc_tuning import short_pauses
 from forge_jax.engine.lifecycle import Lifecycle
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.preparation import Preparation
 from forge_jax.engine.streams import QueueLimits, last_deltas, samples_of
 from forge_jax.engine.validation import check_in_flight, new_version, versioned
-from forge_jax.errors import EngineError, ForgeError, ModelError
+from forge_jax.errors import EngineError, ForgeError, ModelError, RequestError
 from forge_jax.host import supervise
 from forge_jax.host.panics import is_panic
 from forge_jax.sampling_params import SamplingParams
@@ -85,6 +87,8 @@ class Engine(AsyncEngine):
             delay_s=lambda: self.news_interval_s,
             on_error=self._thread_failed,
         )
+        self._control = Control(parts, self._thread)
+        self.control = self._control
         self._preparation = Preparation(parts, self._thread.send, self.streams.deliver)
         self._recorder: Recorder | None = None  # created for the first profile
 
@@ -220,7 +224,7 @@ class Engine(AsyncEngine):
             state=self.lifecycle.state,
             healthy=self.lifecycle.healthy and self._thread.alive,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self._thread.gate.num_waiting,
             num_deferred=scheduler.num_deferred,
             num_slots=scheduler.config.max_num_seqs,
             policy=scheduler.config.policy,
@@ -249,6 +253,9 @@ class Engine(AsyncEngine):
             compilations_after_ready=self._parts.compilations(),
             step_phases=core.phases.totals(),
             startup_seconds=self._parts.startup.seconds,
+            paused=self._control.paused,
+            sleeping=self._control.sleeping,
+            weight_version=core.weight_version,
             step_token_budget=scheduler.token_budget,
             expected_step_s=None if scheduler.budget is None else scheduler.budget.expected_s,
             speculation=None if core.speculator is None else core.speculator.stats(),
@@ -300,9 +307,12 @@ class Engine(AsyncEngine):
         check_in_flight(in_flight)
         new_version(version, self.weight_version)  # before anything is copied
         leaves = self._weights.prepare(weights)
-        self._thread.between_steps(
-            lambda: self._weights.update(self._core, leaves, version, in_flight)
-        )
+
+        def update() -> None:
+            self._weights.update(self._core, leaves, version, in_flight)
+            self._control.weights_installed()
+
+        self._thread.between_steps(update)
         fingerprint = self._parts.system_fingerprint
         self.system_fingerprint = versioned(fingerprint, self.weight_version)
 
@@ -352,6 +362,7 @@ class EngineThread:
         self._delay_s = delay_s
         self._on_error = on_error
         self._clock = parts.clock
+        self.gate = Gate()
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -405,6 +416,20 @@ class EngineThread:
             except TimeoutError:
                 self.check_alive()
 
+    def reopen(self) -> None:
+        """Continue after a pause with the requests that waited. Call it in the thread."""
+        self.gate.closed = False
+        self.gate.idle(RequestError("the engine was resumed before its requests finished"))
+        self._core.resume()
+        for request in self.gate.take_requests():
+            self._queue(request)
+
+    def activate_held(self) -> None:
+        """Run the activations that waited for the device's arrays. Call it in the thread."""
+        self.gate.holds_activations = False
+        for command in self.gate.take_activations():
+            self._obey(command)
+
     def join(self) -> None:
         assert self._thread is not None
         self._thread.join()
@@ -429,6 +454,9 @@ class EngineThread:
                     self._held.append(outputs)
                 if not core.has_work:
                     self._deliver_held()
+                    if self.gate.awaits_idle:
+                        core.pause()
+                        self.gate.idle()
 
     def _sleep(self) -> None:
         self._turn_began_s = None
@@ -442,9 +470,11 @@ class EngineThread:
             self._deliver_held()
         match command:
             case Submit(request):
-                self._queue(request)
+                self._admit(request)
             case Abort(request_id):
-                self._core.abort(request_id)
+                self._abort(request_id)
+            case ActivateExecutables() | ActivatePooling() if self.gate.holds_activations:
+                self.gate.hold_activation(command)
             case Call():
                 command.run()
             case ActivateExecutables(late):
@@ -452,9 +482,25 @@ class EngineThread:
             case ActivatePooling(pooler):
                 pooler.activate_pooling()
             case Stop():
+                self.gate.idle(EngineError("the engine has been stopped"))
+                for request in self.gate.take_requests():
+                    self._deliver([{request.request_id: last_deltas(samples_of(request), "abort")}])
                 self._deliver([self._core.drain()])
                 return False
         return True
+
+    def _admit(self, request: Request) -> None:
+        if self.gate.closed:
+            self.gate.hold(request)
+        else:
+            self._queue(request)
+
+    def _abort(self, request_id: str) -> None:
+        held = self.gate.drop(request_id)
+        if held is None:
+            self._core.abort(request_id)
+        else:
+            self._deliver([{request_id: last_deltas(samples_of(held), "abort")}])
 
     def _queue(self, request: Request) -> None:
         try:

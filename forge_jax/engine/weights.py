@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from forge_jax.checkpoint.load import load_floats, load_tensors
+from forge_jax.checkpoint.load import load_floats, load_tensors, load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.engine.validation import new_version
 from forge_jax.errors import ModelError
 from forge_jax.models.registry import build_model
@@ -22,11 +25,13 @@ if TYPE_CHECKING:
     from forge_jax.engine.draft import Draft
     from forge_jax.engine.validation import InFlightRequests
     from forge_jax.models import Leaves, Model
+    from forge_jax.models.spec import ExpertSpec, ModelSpec
     from forge_jax.speculate.draft_model import DraftModel
     from forge_jax.step.runner import Runner
 
-# The leaves in the order of `Model.names`, or arrays by name: the model's, or the checkpoint's.
-NewWeights = Sequence[Any] | Mapping[str, Any]
+# The leaves in the order of `Model.names`, arrays by name (the model's or the checkpoint's), or the
+# path of a model folder or GGUF file.
+NewWeights = Sequence[Any] | Mapping[str, Any] | str | Path
 
 
 class EngineWeights:
@@ -64,16 +69,21 @@ class EngineWeights:
           ModelError: if a leaf or tensor is missing or unknown, or has the wrong shape or type. The
             message names it. Also if the weights do not fit into the memory of the device.
         """
+        if isinstance(weights, str | Path):
+            return self._fitting(lambda: self._loaded(Path(weights)))
         if not isinstance(weights, Mapping | Sequence):
             raise ModelError(
-                "the new weights must be a sequence of arrays, or a mapping of arrays by name, not "
-                f"{type(weights).__name__}"
+                "the new weights must be a sequence of arrays, a mapping of arrays by name, or the "
+                f"path of a folder, not {type(weights).__name__}"
             )
         if isinstance(weights, Mapping):
             weights = {name: _array(name, array) for name, array in weights.items()}
             self._reject_floats(weights)
+        return self._fitting(lambda: self._prepared(weights))
+
+    def _fitting(self, prepare: Callable[[], Leaves]) -> Leaves:
         try:
-            return self._prepared(weights)
+            return prepare()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -83,7 +93,7 @@ class EngineWeights:
                 "engine with a lower memory_fraction or num_blocks"
             ) from error
 
-    def _prepared(self, weights: NewWeights) -> Leaves:
+    def _prepared(self, weights: Sequence[Any] | Mapping[str, Any]) -> Leaves:
         if not isinstance(weights, Mapping):
             names = self.model.names
             if len(weights) != len(names):
@@ -110,6 +120,25 @@ class EngineWeights:
                     f"but the model's has {shape}"
                 )
         return load_floats(self.model, _on_host(weights), **place)
+
+    def _loaded(self, folder: Path) -> Leaves:
+        """Read the weights of a folder whose other files describe the same model.
+
+        Raises:
+          ModelError: if they describe another one, or the files do not have its weights.
+        """
+        if not folder.exists():
+            raise ModelError(f"{folder} does not exist")
+        differing = _differing_fields(read_spec(folder), self.model.spec)
+        if differing:
+            raise ModelError(
+                f"{folder} describes another model ({', '.join(differing)} differ): start an "
+                "engine with it instead"
+            )
+        options = self._runner.options
+        return load_weights(
+            self.model, folder, device=options.device, mesh=options.mesh, progress=False
+        )
 
     def install(self, leaves: Leaves) -> None:
         """Use prepared weights from the next step on. Call it while no step is in flight."""
@@ -189,6 +218,27 @@ class EngineWeights:
             jax.block_until_ready(jax.device_put(weights[name], leaf.sharding, may_alias=False))
             for name, leaf in zip(self.model.names, self.leaves, strict=True)
         )
+
+
+# Fields that the choice of formats changes. The leaves' own shapes and types depend on them.
+_CHOSEN = frozenset({"experts", "ggml_types", "dtype"})
+
+
+def _differing_fields(new: ModelSpec, current: ModelSpec) -> list[str]:
+    """Return the fields in which the models differ, as in `config.json`.
+
+    `dtype` may differ, because weights are cast in loading.
+    """
+    names = [field.name for field in fields(new) if field.name not in _CHOSEN]
+    differing = [name for name in names if getattr(new, name) != getattr(current, name)]
+    if _plain(new.experts) != _plain(current.experts):
+        differing.append("experts")
+    return differing
+
+
+def _plain(experts: ExpertSpec | None) -> ExpertSpec | None:
+    """Return experts as a checkpoint describes them, without expert parallelism."""
+    return None if experts is None else replace(experts, whole=False)
 
 
 def _check_names(given: set[str], wanted: set[str]) -> None:

@@ -178,6 +178,11 @@ class BlockPool:
         self._num_registered += 1
         self._ages[block] = self._num_registered
 
+    def evict_all(self) -> None:
+        """Empty the prefix cache, except for blocks that sequences hold."""
+        while self._cached:
+            self._free.append(self._evict())
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests: takes O(num_blocks)."""
         free, cached = set(self._free), set(self._cached)

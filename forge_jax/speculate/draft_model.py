@@ -197,6 +197,14 @@ class DraftModel:
         """Use other weights. Call `reset` afterwards, because the KV cache is of the old ones."""
         self._leaves = leaves
 
+    @property
+    def leaves(self) -> tuple[jax.Array, ...]:
+        return self._leaves
+
+    def release(self) -> None:
+        """Release the KV cache. `reset` creates a new one."""
+        self._kv = ()
+
     def reset(self) -> None:
         """Replace the KV cache with an empty one, and drop all drafts."""
         if self._draft_probs is not None:
