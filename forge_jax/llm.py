@@ -162,9 +162,9 @@ class LLM:
 
         Args:
           weights: the leaves in the order of `model.names`, a mapping of arrays by name, or the
-            path of a folder or GGUF file with the same model. Names are those of `model.names`,
-            with floats as in an unpacked model, or those of the checkpoint. Arrays in a mapping are
-            cast and packed as in loading.
+            path of a folder or GGUF file. Names are those of `model.names`, with floats as in an
+            unpacked model, or those of the checkpoint. Arrays in a mapping are cast and packed as
+            in loading. Files must describe the same model.
           version: of the new weights, above the current one. Default: the next number.
           in_flight: "keep" continues unfinished requests with the new weights, after computing
             the keys and values of their tokens again. "restart" drops their output and starts them

@@ -1,7 +1,7 @@
 """Tensors in POSIX shared memory, which another process of this machine has written.
 
-The segment is read, not mapped: if its owner truncates it meanwhile, the read is short and raises,
-whereas an access to mapped memory would end the process.
+The segment is read, not mapped. If its owner truncates it meanwhile, the read is short and raises
+an error. An access to mapped memory would end the process.
 """
 
 from __future__ import annotations

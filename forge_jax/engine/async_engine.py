@@ -92,7 +92,6 @@ class AsyncEngine(ABC):
       limits: limits of every request.
       adapters: the LoRA adapters. It has no slots if LoRA is disabled.
       lifecycle: the engine's state.
-      control: pauses and sleep. None if the engine runs in another process.
       streams: the open streams, and the requests that wait for their first token.
       news_interval_s: maximum time in seconds to hold a step's deltas, to deliver them together
         with later ones. Larger values wake the event loop less often. Use it for responses that
@@ -124,7 +123,6 @@ class AsyncEngine(ABC):
         self.grammars: GrammarCompiler | None = None
         self.adapters = Adapters.none()
         self.lifecycle = Lifecycle()
-        self.control: Control | None = None
         self.streams = StreamTable(
             queue_limits=queue_limits or QueueLimits(),
             clock=clock,
@@ -186,6 +184,11 @@ class AsyncEngine(ABC):
         """Fail the engine, and end every stream with an error. Call it on the event loop."""
 
     # ---- weights -------------------------------------------------------------------------------
+
+    @property
+    def control(self) -> Control | None:
+        """Pauses and sleep of the engine. None if it runs in another process."""
+        return None
 
     async def update_weights(
         self,

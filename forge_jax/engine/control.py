@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forge_jax.engine.thread import EngineThread
 
 PauseMode = Literal["abort", "wait", "keep"]
-Resident = Literal["weights", "kv_cache"]  # what `wake_up` brings back
+Resident = Literal["weights", "kv_cache"]  # arguments of `wake_up`
 LEVELS = (1, 2)
 _ALIVE_S = 1.0  # interval between checks that the engine thread is alive
 

@@ -312,7 +312,7 @@ class EngineCore:
         self._progress_s = self._clock()
 
     def drop_kv(self) -> None:
-        """Queue all running sequences again, and forget every key and value. They are recomputed.
+        """Queue all running sequences again, without keys and values. These are recomputed.
 
         Raises:
           EngineError: if an earlier tick failed.

@@ -59,7 +59,7 @@ class Offload:
             draft_model.release()
 
     def drop_copy(self) -> None:
-        """Forget the weights on the host, because newer ones are installed or will be."""
+        """Drop the weights on the host, because newer ones are installed or will be."""
         self._leaves = None
 
     def restore_weights(self) -> None:

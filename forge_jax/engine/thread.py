@@ -88,7 +88,6 @@ class Engine(AsyncEngine):
             on_error=self._thread_failed,
         )
         self._control = Control(parts, self._thread)
-        self.control = self._control
         self._preparation = Preparation(parts, self._thread.send, self.streams.deliver)
         self._recorder: Recorder | None = None  # created for the first profile
 
@@ -286,6 +285,11 @@ class Engine(AsyncEngine):
           ModelError: if the engine is not deterministic.
         """
         return self._weights.score_options
+
+    @property
+    def control(self) -> Control:
+        """Pauses and sleep of this engine."""
+        return self._control
 
     @property
     def weight_version(self) -> int:

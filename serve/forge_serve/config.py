@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -115,6 +116,12 @@ class ServerConfig:
     profile_dir: str | None = option(
         None, "folder for profiles; enables POST /start_profile and /stop_profile"
     )
+    weight_sync_dir: str | None = option(
+        None,
+        "folder with checkpoints that clients may load as new weights; enables the endpoints for "
+        "trainers, such as POST /update_weights, /pause and /sleep. Requires API keys, or a "
+        "loopback address",
+    )
     fake: bool = option(
         False,
         "for testing: serve deterministic text from a fake device, without loading a model",
@@ -189,6 +196,7 @@ class ServerConfig:
                 f"not {endpoint!r}"
             )
         self._check_exposure()
+        self._check_weight_sync()
 
     def _check_exposure(self) -> None:
         for name in ("api_key", "cors_origin", "allowed_host"):
@@ -212,6 +220,29 @@ class ServerConfig:
                     f"--cors-origin must be * or an origin such as https://example.org, "
                     f"without a path, not {origin}"
                 )
+
+    def _check_weight_sync(self) -> None:
+        if self.weight_sync_dir is None:
+            return
+        if not self.weight_sync_dir:
+            raise ConfigError("--weight-sync-dir must not be empty: omit it to disable weight sync")
+        if self.engine_process:
+            raise ConfigError(
+                "--weight-sync-dir cannot be combined with --engine-process, because a new process "
+                "would load the old weights: omit one of them"
+            )
+        if not (self.api_key or self.api_key_file or _is_loopback(self.host)):
+            raise ConfigError(
+                "--weight-sync-dir lets clients replace the model: set --api-key-file, or listen "
+                "on a loopback address"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_api_key(key: str, where: str) -> None:

@@ -90,6 +90,10 @@ class ProfilesOffError(RequestError):
     """The server was started without a folder for profiles."""
 
 
+class WeightSyncOffError(RequestError):
+    """The server was started without a folder for new weights."""
+
+
 class UnauthorizedError(ForgeError):
     """The request has no valid API key."""
 
@@ -139,6 +143,14 @@ class BodyTooLargeError(ForgeError):
 
     def __init__(self) -> None:
         super().__init__("the request body is larger than this server accepts")
+
+
+class AbortedError(ForgeError):
+    """A trainer aborted the request, by a pause, an update or by its ID."""
+
+
+class RestartedError(ForgeError):
+    """An update restarted a request after a part of its output had been sent."""
 
 
 class StoppingError(EngineError):
@@ -220,6 +232,7 @@ _RULES: Mapping[type[BaseException], _Rule] = {
     ForeignSiteError: _Rule(403, "origin_not_allowed"),
     HostNotAllowedError: _Rule(403, "host_not_allowed"),
     ProfilesOffError: _Rule(404, "profiles_off"),
+    WeightSyncOffError: _Rule(404, "weight_sync_off"),
     UnknownAdapterError: _Rule(404, "adapter_not_found"),
     UnknownModelError: _Rule(404, "model_not_found"),
     UnknownPathError: _Rule(404, "not_found"),
@@ -232,6 +245,8 @@ _RULES: Mapping[type[BaseException], _Rule] = {
     LostAdapterError: _Rule(500, "adapter_lost", "server_error"),
     NumericalError: _Rule(500, "numerical_error", "numerical_error"),
     StepError: _Rule(500, "step_failed", "server_error"),
+    AbortedError: _Rule(503, "request_aborted", "server_error"),
+    RestartedError: _Rule(503, "request_restarted", "server_error"),
     EngineError: _Rule(503, "engine_unavailable", "server_error", message=_UNAVAILABLE),
     NotReadyError: _Rule(503, "not_ready", "server_error"),
     OverloadedError: _Rule(503, "overloaded", "server_error"),

@@ -25,6 +25,7 @@ from forge_serve.openapi.payload import Payload
 from forge_serve.server.app import make_app
 from forge_serve.server.openapi import OPERATIONS
 from forge_serve.server.service import Service
+from forge_serve.weight_sync.endpoints import WeightSyncEndpoints
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 
@@ -32,6 +33,7 @@ HANDLED = {
     (path, method): OPERATIONS[name]
     for path, method, name in routes(make_app(Service(ServerConfig())).router)
 }
+SYNC = {path for route in WeightSyncEndpoints.ROUTES for path in route.paths}
 ROOT = Path(__file__).parent.parent.parent
 USER = {"role": "user", "content": "the dog"}
 TAKES_TOOLS = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
@@ -225,8 +227,8 @@ async def test_documented_examples_are_served(server):
     document = await served(server)
     validator, tried = judge(document), 0
     for path, item in document["paths"].items():
-        if "requestBody" not in item.get("post", {}) or "lora" in path:
-            continue  # test_http_lora.py covers adapters, which must exist
+        if "requestBody" not in item.get("post", {}) or "lora" in path or path in SYNC:
+            continue  # test_http_lora.py and test_weight_sync.py cover them, with files
         body = item["post"]["requestBody"]["content"]["application/json"]
         events = "text/event-stream" in item["post"]["responses"]["200"]["content"]
         assert list(body["examples"]) == ["whole", "streamed"][: 1 + events]
@@ -322,7 +324,8 @@ async def test_stored_responses_match_the_openapi_document(start):
         assert gone["error"]["code"] == "response_not_found"
 
 
-async def test_read_endpoints_match_the_openapi_document(server):
+async def test_read_endpoints_match_the_openapi_document(start, tmp_path):
+    server = await start(Engine.fake(), ServerConfig(weight_sync_dir=str(tmp_path)))
     document = await served(server)
     validator = judge(document)
     for path, item in document["paths"].items():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from forge_jax.errors import EngineError
 from forge_jax.host import supervise
 from forge_jax.sampling_params import SamplingParams
-from forge_serve.errors import DeadlineError, StoppingError
+from forge_serve.errors import AbortedError, DeadlineError, RestartedError, StoppingError
 from forge_serve.generation.progress import PromptProgress
 from forge_serve.generation.prompts import Prompt
 from forge_serve.openapi.payload import Payload
@@ -82,6 +82,8 @@ class Generation:
     Args:
       timeout_s: the time limit of the request; None: no limit.
       reasoning: counters of reasoning tokens by choice; empty: they are not counted.
+      whole: deliver everything at the end, so that samples can restart with new weights. Otherwise,
+        the request fails if one does.
 
     Raises:
       RequestError: a prompt cannot be served. No prompt has been submitted.
@@ -99,6 +101,7 @@ class Generation:
         timeout_s: float | None,
         metrics: Metrics,
         reasoning: Sequence[TokenCounter] = (),
+        whole: bool = False,
     ):
         self.request_id = options.request_id
         self.params = params
@@ -116,6 +119,8 @@ class Generation:
         self._progress = [PromptProgress(len(prompt.token_ids), params.n) for prompt in prompts]
         self._streams: list[Stream] = []
         self._receive: Callable[[Updates], None] | None = None
+        self._lifecycle = engine.lifecycle
+        self._retained: Updates | None = [] if whole else None  # without voided deltas
         self._deadline: asyncio.TimerHandle | None = None
         self._gathered: Updates = []  # updates of this step, until all prompts have delivered
         self._delivery_due = False
@@ -257,6 +262,9 @@ class Generation:
         if self._receive is None:
             return
         updates = self._account(prompt, deltas)
+        if self._retained is not None:
+            self._retain(self._retained, updates)
+            return
         if len(self._streams) == 1:
             self._deliver(updates)
             return
@@ -267,6 +275,24 @@ class Generation:
                 self._deliver_gathered, "delivering a request's deltas", self._broken
             )
             asyncio.get_running_loop().call_soon(deliver)
+
+    def _retain(self, retained: Updates, updates: Updates) -> None:
+        for choice, delta in updates:
+            if delta.restarted:
+                retained[:] = [update for update in retained if update[0] != choice]
+            else:
+                retained.append((choice, delta))
+        if not self.over:
+            return
+        self.num_output_tokens = 0
+        for choice, delta in retained:
+            self._count(choice, delta)
+        self._deliver(retained)
+
+    def _count(self, choice: int, delta: Delta) -> None:
+        self.num_output_tokens += len(delta.token_ids)
+        if self._reasoning:
+            self._reasoning[choice].push(delta.token_ids)
 
     def _deliver_gathered(self) -> None:
         updates, self._gathered = self._gathered, []
@@ -295,8 +321,15 @@ class Generation:
             if self._n > 1:
                 lengths = progress.lengths
                 lengths[delta.index] = lengths.get(delta.index, 0) + len(delta.token_ids)
-            if self._reasoning:
-                self._reasoning[first_choice + delta.index].push(delta.token_ids)
+            if self._retained is None:
+                if delta.restarted:
+                    self.failure = RestartedError(
+                        "new weights restarted the request after a part of its output had been "
+                        "sent: send it again"
+                    )
+                    self._abort()
+                    break
+                self._count(first_choice + delta.index, delta)
             progress.add(delta)
             if delta.finish_reason is not None:
                 self._finish(delta, delta.finish_reason)
@@ -318,12 +351,15 @@ class Generation:
         if reason == "error":
             self.failure = delta.error or EngineError("the engine reported no reason")
         elif reason == "abort":
-            self.failure = StoppingError("the engine is shutting down")
+            self.failure = (
+                StoppingError("the engine is shutting down")
+                if self._lifecycle.state in ("stopping", "stopped")
+                else AbortedError("the request was aborted by a client: send it again")
+            )
 
     def _observe_tokens(
         self, progress: PromptProgress, num_tokens: int, deltas: list[Delta]
     ) -> None:
-        self.num_output_tokens += num_tokens
         progress.output_tokens += num_tokens
         now_s = time.monotonic() - self._submitted_s
         if progress.last_s is None:

@@ -100,6 +100,7 @@ async def begin[Serializer: ResponseSerializer](
             timeout_s=service.timeout_s(request.timeout),
             metrics=service.metrics,
             reasoning=serializer.reasoning_tokens,
+            whole=service.weight_sync.enabled and not serializer.streams,
         )
     except RequestError as error:
         raise request.translate_params(error) from error

@@ -23,6 +23,7 @@ from forge_serve.server.endpoints import ServerEndpoints
 from forge_serve.server.envelope import Envelope
 from forge_serve.server.page import Page
 from forge_serve.server.service import Service
+from forge_serve.weight_sync.endpoints import WeightSyncEndpoints
 
 
 def make_app(service: Service) -> web.Application:
@@ -59,6 +60,7 @@ def make_app(service: Service) -> web.Application:
         OpenAIEndpoints(handler),
         ResponsesEndpoints(handler, logs),
         MessagesEndpoints(handler),
+        WeightSyncEndpoints(service, bodies),
         ServerEndpoints(service),
     )
     app.add_routes(Page().routes())

@@ -20,11 +20,13 @@ from forge_serve.responses_api import openapi as responses_api
 from forge_serve.telemetry import info
 from forge_serve.telemetry.engine_view import EngineStateAnswer
 from forge_serve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
+from forge_serve.weight_sync import openapi as weight_sync
 
 OPERATIONS = {
     **openai.OPERATIONS,
     **anthropic.OPERATIONS,
     **responses_api.OPERATIONS,
+    **weight_sync.OPERATIONS,
     "version": Operation(summary="Get the version of forge-jax", answer=info.Version),
     "server_info": Operation(
         summary="Get the server's capacity and load", answer=info.ServerInfo, errors=NOT_READY

@@ -19,6 +19,7 @@ from forge_serve.server.profiles import Profiles
 from forge_serve.telemetry import info
 from forge_serve.telemetry.metrics import Metrics
 from forge_serve.telemetry.tracing import Tracing
+from forge_serve.weight_sync.sync import WeightSync
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
@@ -50,6 +51,7 @@ class Service:
         self.tracing = Tracing.of(config)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
         self.profiles = Profiles(config.profile_dir)
+        self.weight_sync = WeightSync(config.weight_sync_dir)
         self.workers = Workers()
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
         self.sockets: set[ResponsesSocket] = set()  # the open WebSockets

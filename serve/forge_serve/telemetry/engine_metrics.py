@@ -220,6 +220,13 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
         labels,
         {(): stats.stalled_s},
     )
+    states = {
+        "engine_paused": ("1 while the engine is paused, else 0", int(stats.paused)),
+        "engine_sleeping": ("1 while weights or KV cache are off the device", int(stats.sleeping)),
+        "weight_version": ("Version of the current weights", stats.weight_version),
+    }
+    for name, (doc, value) in states.items():
+        yield gauge(f"forge:{name}", doc, labels, {(): value})
     yield gauge(
         "forge:step_token_budget",
         "Token budget of the latest step that could include prefill",

@@ -1,0 +1,1 @@
+"""Endpoints for trainers: pauses, sleep and new weights, in vLLM's protocol."""
