@@ -50,7 +50,7 @@ class Control:
 
         Args:
           mode: "abort" ends unfinished requests, "wait" finishes them first, and "keep" freezes
-            them until `resume`.
+            them until `resume`. If the engine is paused already, "wait" leaves them frozen.
 
         Raises:
           RequestError: if the mode is unknown, or `resume` ended the wait.

@@ -458,7 +458,7 @@ class EngineThread:
                     self._held.append(outputs)
                 if not core.has_work:
                     self._deliver_held()
-                    if self.gate.awaits_idle:
+                    if self.gate.awaits_idle and not core.scheduler.has_work:
                         core.pause()
                         self.gate.idle()
 

@@ -116,6 +116,21 @@ async def test_resume_ends_the_wait_of_a_pause():
         assert len(await request) == LONG.max_tokens
 
 
+async def test_wait_does_not_end_while_another_pause_freezes_its_requests():
+    async with fake(step_time_s=0.002) as engine:
+        request = asyncio.create_task(tokens(engine, PROMPTS[1]))
+        await started(engine, 1)
+        wait = asyncio.create_task(engine.control.pause("wait"))
+        while not engine.control.paused:
+            await asyncio.sleep(0.001)
+        await engine.control.pause("keep")
+        await asyncio.sleep(0.05)
+        assert not wait.done() and not request.done()
+        await engine.control.pause("abort")
+        await wait
+        assert len(await request) < LONG.max_tokens
+
+
 async def test_waiting_requests_can_be_aborted_and_do_not_outlive_the_engine():
     async with fake() as engine:
         await engine.control.pause("keep")

@@ -48,7 +48,7 @@ class UpdateWeightsRequest(msgspec.Struct, kw_only=True):
         msgspec.Meta(description="Above the current version. Default: the next number."),
     ] = None
     in_flight: Annotated[
-        InFlight, msgspec.Meta(description="What happens to unfinished requests.")
+        InFlight, msgspec.Meta(description="Treatment of unfinished requests.")
     ] = "keep"
 
 

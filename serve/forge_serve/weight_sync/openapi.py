@@ -20,7 +20,7 @@ from forge_serve.weight_sync.forms import (
 OFF = (404, *NOT_READY)
 REJECTS = (400, *OFF)
 MODE: Schema = {"enum": ["abort", "wait", "keep"], "default": "abort"}
-_MODE = Parameter("mode", "query", MODE, "what happens to unfinished requests")
+_MODE = Parameter("mode", "query", MODE, "treatment of unfinished requests")
 
 OPERATIONS = {
     "pause": Operation(
@@ -97,7 +97,7 @@ OPERATIONS = {
                 "tags",
                 "query",
                 {"type": "string", "enum": ["weights", "kv_cache", "weights,kv_cache"]},
-                "what to bring back; default: both",
+                "arrays to bring back; default: both",
             ),
         ),
     ),

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from forge_serve.weight_sync.forms import InFlight
 
 TRANSPORTS = (
-    "NCCL and device handles are not supported: save the weights to a folder below "
-    "--weight-sync-dir and send update_info.folder, or put them into POSIX shared memory and send "
-    "update_info.shared_memory with names, dtype_names, shapes and offsets"
+    "NCCL and device handles are not supported. Send update_info.folder, a folder below "
+    "--weight-sync-dir, or update_info.shared_memory, a POSIX segment, with names, dtype_names, "
+    "shapes and offsets"
 )
 
 
