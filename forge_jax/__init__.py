@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from forge_jax.llm import LLM
     from forge_jax.models.plugins import register
     from forge_jax.research import LoadedModel, decode_step, forward, load, logits, new_kv
-    from forge_jax.sampling_params import SamplingParams
+    from forge_jax.sampling_params import SamplingParams, SteeringVector
     from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
     from forge_jax.schedule.plan import TokenLogprobs
     from forge_jax.schedule.request import FinishReason
@@ -83,7 +83,7 @@ _MODULES = {
     "forge_jax.schedule.outputs": ("Completion", "Delta", "RequestOutput"),
     "forge_jax.engine.process.client": ("EngineProcess",),
     "forge_jax.research": ("LoadedModel", "decode_step", "forward", "load", "logits", "new_kv"),
-    "forge_jax.sampling_params": ("SamplingParams",),
+    "forge_jax.sampling_params": ("SamplingParams", "SteeringVector"),
     "forge_jax.schedule.plan": ("TokenLogprobs",),
     "forge_jax.schedule.request": ("FinishReason",),
     "forge_jax.scoring": ("ScoreOptions", "score"),
@@ -127,6 +127,7 @@ __all__ = [
     "ScoreOptions",
     "SpeculationConfig",
     "SpeculationStats",
+    "SteeringVector",
     "StepError",
     "Stream",
     "TokenLogprobs",

@@ -24,6 +24,7 @@ MAX_ALLOWED_TOKEN_IDS = 128 * 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_N = 128
+MAX_STEERING_VECTORS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Range:
 
 TOKEN_ID = Range(0, 2**31 - 1, whole=True)
 BIAS = Range(-100.0, 100.0)
+STEERING_SCALE = Range(-1e6, 1e6)
+LAYER = Range(0, 2**16 - 1, whole=True)
 RANGES = {  # allowed values of the numeric fields
     "n": Range(1, MAX_N, whole=True),
     "max_tokens": Range(0, 2**31 - 1, whole=True),
@@ -61,6 +64,43 @@ RANGES = {  # allowed values of the numeric fields
     "prompt_logprobs": Range(0, MAX_LOGPROBS, whole=True),
 }
 _MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeringVector:
+    """A loaded steering vector that a request adds to the residual stream of its tokens.
+
+    Args:
+      name: as in the option `steering_vectors`.
+      scale: the factor of the vector, rounded to float32. 0 adds nothing.
+      layers: the layers whose output it is added to. None: all layers of a vector per layer.
+
+    Raises:
+      RequestError: a value is out of range.
+    """
+
+    name: str
+    scale: float = 1.0
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise RequestError("steering_vectors: name must be a string", param="steering_vectors")
+        STEERING_SCALE.check("steering_vectors", self.scale)
+        if self.layers is None:
+            return
+        if isinstance(self.layers, str) or not isinstance(self.layers, Sequence):
+            raise RequestError(
+                "steering_vectors: layers must be a list of integers", param="steering_vectors"
+            )
+        if not self.layers:
+            raise RequestError(
+                "steering_vectors: layers must not be empty: omit it for all layers",
+                param="steering_vectors",
+            )
+        for layer in self.layers:
+            LAYER.check("steering_vectors", layer)
+        object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +153,8 @@ class SamplingParams:
     # Texts whose tokens never appear in the output, tokenized with and without a leading space.
     # Other tokenizations of the same text are not detected.
     bad_words: Sequence[str] = ()
+    # Vectors to add to the residual stream, in this order.
+    steering_vectors: Sequence[SteeringVector] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -154,6 +196,8 @@ class SamplingParams:
             _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        _steering(self.steering_vectors)
+        object.__setattr__(self, "steering_vectors", tuple(self.steering_vectors))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings require detokenize=True", param="stop")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -189,6 +233,11 @@ class SamplingParams:
     def held_tokens(self) -> int:
         """Number of output tokens for which the sampler masks stop tokens; 0 if a grammar does."""
         return 0 if self.constrained else self.min_tokens
+
+    @property
+    def steered_by(self) -> tuple[SteeringVector, ...]:
+        """The steering vectors that change something: their scale is not 0."""
+        return tuple(vector for vector in self.steering_vectors if vector.scale)
 
     @property
     def penalized(self) -> bool:
@@ -229,6 +278,21 @@ def _texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> None:
             raise RequestError(
                 f"{name}: a string is longer than {most_chars} characters", param=name
             )
+
+
+def _steering(vectors: Sequence[SteeringVector]) -> None:
+    if not isinstance(vectors, Sequence) or not all(
+        isinstance(each, SteeringVector) for each in vectors
+    ):
+        raise RequestError(
+            "steering_vectors must be a list of SteeringVector", param="steering_vectors"
+        )
+    if len(vectors) > MAX_STEERING_VECTORS:
+        raise RequestError(
+            f"steering_vectors has {len(vectors)} entries; at most {MAX_STEERING_VECTORS} are "
+            "allowed",
+            param="steering_vectors",
+        )
 
 
 def _token_ids(name: str, ids: Sequence[int], most: int) -> None:

@@ -28,6 +28,7 @@ from forge_jax.config.options import (
     option,
     python_names,
     split_lora,
+    split_steering,
 )
 
 __all__ = [
@@ -53,4 +54,5 @@ __all__ = [
     "option",
     "python_names",
     "split_lora",
+    "split_steering",
 ]

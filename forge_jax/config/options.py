@@ -28,6 +28,7 @@ SELF = "self"  # draft model: the first layers of the model itself
 LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}", re.ASCII)
 MAX_LORAS = 64  # every row is multiplied by each adapter
 MAX_LORA_RANK = 512
+MAX_STEERING_FILES = 64
 MAX_ENGINE_TIMEOUT_S = 24 * 3600
 MAX_ITL_TARGET_MS = 60_000
 MAX_DRAFT_TOKENS = 31  # each draft token is a row of the verification executables
@@ -122,6 +123,11 @@ class ModelConfig:
     max_lora_rank: int = option(
         16,
         "maximum LoRA rank, 1 to 512; every adapter takes as much memory as one of this rank",
+    )
+    steering_vectors: tuple[str, ...] = option(
+        (),
+        "steering vector as NAME=FILE.safetensors, with one tensor of shape [d] or [layers, d]. "
+        "Requests select it by NAME. May be repeated, up to 64 times",
     )
     seed: int = option(0, "random seed that determines the seeds of requests without a seed")
 
@@ -338,6 +344,7 @@ class EngineConfig:
         _check_draft_model(self.speculation)
         _check_verification(self)
         _check_lora(self.model)
+        _check_steering(self.model)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size splits prompts, which --no-chunked-prefill forbids: "
@@ -524,9 +531,7 @@ def _check_lora(model: ModelConfig) -> None:
     if isinstance(model.lora, str):
         raise ConfigError("lora must be a tuple of strings")
     names = [split_lora(option)[0] for option in model.lora]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"--lora {name}: two adapters have this name; rename one")
+    _check_unique(names, "--lora", "adapters")
     places = model.max_loras
     if places is not None and not len(names) <= places <= MAX_LORAS:
         raise ConfigError(
@@ -549,13 +554,44 @@ def split_lora(option: str) -> tuple[str, str]:
     Raises:
       ConfigError: the option does not have this form.
     """
-    name, _, folder = option.partition("=")
-    if not LORA_NAME.fullmatch(name) or not folder:
+    return _split_name(option, "--lora", "FOLDER")
+
+
+def _check_steering(model: ModelConfig) -> None:
+    if isinstance(model.steering_vectors, str):
+        raise ConfigError("steering_vectors must be a tuple of strings")
+    names = [split_steering(option)[0] for option in model.steering_vectors]
+    _check_unique(names, "--steering-vectors", "steering vectors")
+    if len(names) > MAX_STEERING_FILES:
         raise ConfigError(
-            f"--lora must be NAME=FOLDER, where NAME has at most 128 letters, digits and any of "
+            f"--steering-vectors can be set at most {MAX_STEERING_FILES} times, but is set "
+            f"{len(names)} times"
+        )
+
+
+def split_steering(option: str) -> tuple[str, str]:
+    """Return the name and file of NAME=FILE.
+
+    Raises:
+      ConfigError: the option does not have this form.
+    """
+    return _split_name(option, "--steering-vectors", "FILE")
+
+
+def _check_unique(names: list[str], flag: str, what: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{flag} {name}: two {what} have this name; rename one")
+
+
+def _split_name(option: str, flag: str, what: str) -> tuple[str, str]:
+    name, _, path = option.partition("=")
+    if not LORA_NAME.fullmatch(name) or not path:
+        raise ConfigError(
+            f"{flag} must be NAME={what}, where NAME has at most 128 letters, digits and any of "
             f"._:/@+-, not {option!r}"
         )
-    return name, folder
+    return name, path
 
 
 def _check_types(section: Any) -> None:

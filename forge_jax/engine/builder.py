@@ -24,7 +24,8 @@ from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.checkpoint.model_spec import read_spec
-from forge_jax.config import SELF, EngineConfig, split_lora
+from forge_jax.checkpoint.steering import SteeringVectors, read_steering
+from forge_jax.config import SELF, EngineConfig, split_lora, split_steering
 from forge_jax.engine.adapters import Adapters, LoadedAdapter, Run
 from forge_jax.engine.bundle import bundle_folder, identity, open_bundle
 from forge_jax.engine.compile_cache import (
@@ -39,6 +40,7 @@ from forge_jax.engine.fingerprint import system_fingerprint
 from forge_jax.engine.offload import Offload
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small, max_drafts
+from forge_jax.engine.validation import Steering
 from forge_jax.engine.weights import EngineWeights
 from forge_jax.errors import (
     CheckpointError,
@@ -106,6 +108,7 @@ class Design:
     device: jax.Device
     mesh: TensorMesh | None
     lora: LoraShape | None
+    steering: SteeringVectors | None
     draft: Draft | None
     draft_probs: DraftProbs | None
     memory_limit: int
@@ -158,6 +161,8 @@ def assemble(
         runner.start(leaves)
         if draft_model is not None:
             draft_model.start(draft_leaves)
+    if design.steering is not None:
+        runner.set_steering(design.steering.stack)
     adapters = None if design.lora is None else _load_adapters(design, design.lora, runner)
     _log_sizes(design)
     rng = random.Random(config.model.seed)
@@ -233,9 +238,17 @@ def make_design(
         config = _without_prefix_cache(config, model)
         if lora is not None:
             _check_adapters(config, model, lora)
+        steering = _read_steering(config, spec)
         draft = _choose_draft(config, model, kernels, device)
         sizes = Sizes.choose(
-            Residents(config=config, model=model, device=device, draft=draft, lora=lora)
+            Residents(
+                config=config,
+                model=model,
+                device=device,
+                draft=draft,
+                lora=lora,
+                steering=None if steering is None else steering.shape,
+            )
         )
         use_compilation_cache(config)
     return Design(
@@ -247,6 +260,7 @@ def make_design(
         device=device,
         mesh=mesh,
         lora=lora,
+        steering=steering,
         draft=draft,
         memory_limit=free_bytes(device, shards),  # before the arrays below use some of it
         draft_probs=_make_draft_probs(config, draft, device if mesh is None else mesh.whole),
@@ -377,7 +391,15 @@ def _make_core(
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config, draft_model),
+        steering=_steering(design),
     )
+
+
+def _steering(design: Design) -> Steering | None:
+    vectors = design.steering
+    if vectors is None:
+        return None
+    return Steering(vectors.shape.layers, vectors.one_vector, vectors.shape.digest)
 
 
 def choose_budget(
@@ -435,6 +457,17 @@ def _check_adapters(config: EngineConfig, model: Model, shape: LoraShape) -> Non
             check_adapter(Path(split_lora(option)[1]), model, shape)
         except ModelError as error:
             raise type(error)(f"--lora {option}: {error}") from error
+
+
+def _read_steering(config: EngineConfig, spec: ModelSpec) -> SteeringVectors | None:
+    """Return the vectors of `--steering-vectors`; None without them."""
+    options = [split_steering(option) for option in config.model.steering_vectors]
+    if not options:
+        return None
+    try:
+        return read_steering([(name, Path(file)) for name, file in options], spec)
+    except ModelError as error:
+        raise type(error)(f"--steering-vectors: {error}") from error
 
 
 def _load_adapters(design: Design, shape: LoraShape, runner: Runner) -> Adapters:
@@ -501,6 +534,7 @@ def runner_options(design: Design) -> RunnerOptions:
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
         lora=design.lora,
+        steering=None if design.steering is None else design.steering.shape,
         memory_limit=design.memory_limit - sizes.draft_bytes,
         mesh=design.mesh,
         bundle=design.bundle,

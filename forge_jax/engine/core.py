@@ -40,7 +40,7 @@ from forge_jax.telemetry.phases import PhaseTimes, StepTokens
 from forge_jax.telemetry.spans import span, step_span
 
 if TYPE_CHECKING:
-    from forge_jax.engine.validation import InFlightRequests
+    from forge_jax.engine.validation import InFlightRequests, Steering
     from forge_jax.grammar import Grammar, GrammarCompiler
     from forge_jax.grammar.token_filter import TokenFilter
     from forge_jax.text import Tokenizer
@@ -125,6 +125,7 @@ class EngineCore:
       one_step_ahead: dispatch a step while the previous one runs. Otherwise a tick waits for the
         step that it has dispatched.
       unrecoverable: exceptions of the device that `tick` raises instead of recovering.
+      steering: the steering vectors of the device. None: it has none.
     """
 
     def __init__(
@@ -139,11 +140,13 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         unrecoverable: tuple[type[Exception], ...] = (),
+        steering: Steering | None = None,
     ):
         self.grammars = grammars
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self._steering = steering
         self.speculator = speculator
         self.constraints = Constraints(vocab_size, scheduler.config.eos_token_ids)
         self.num_steps = 0
@@ -192,6 +195,7 @@ class EngineCore:
             vocab_size=self.vocab_size,
             context=self.scheduler.config.max_model_len,
             kv_tokens=pool.num_blocks * pool.block_size,
+            steering=self._steering,
         )
 
     def check(self, request: Request) -> None:

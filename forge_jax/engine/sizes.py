@@ -14,6 +14,7 @@ from forge_jax.engine.core import max_rows
 from forge_jax.errors import ConfigError
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
+from forge_jax.models.steering import SteeringShape
 from forge_jax.step.kv_cache import (
     CPU_SEQUENCE_TOKENS,
     GIB,
@@ -36,13 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Residents:
-    """The owners of a device's memory: the model, a draft model and LoRA adapters."""
+    """The owners of a device's memory: the model, a draft model, adapters, steering vectors."""
 
     config: EngineConfig
     model: Model
     device: jax.Device
     draft: Draft | None = None
     lora: LoraShape | None = None
+    steering: SteeringShape | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -78,11 +80,13 @@ class Residents:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights and adapters, per shard."""
+        """Bytes of all weights, adapters and steering vectors, per shard."""
         total = self.model.param_bytes + (0 if self.draft is None else self.draft.param_bytes)
         if self.lora is not None:
             of_shard = shard_spec(self.model.spec, self.model.shards)
             total += self.lora.num_bytes(of_shard, self.model.dtype)
+        if self.steering is not None:
+            total += self.steering.num_bytes
         return total
 
     def activation_bytes(self, max_tokens: int) -> int:

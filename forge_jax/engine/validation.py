@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from forge_jax.config import Pooling
+from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_jax.grammar.spec import refused
 from forge_jax.sampling_params import SamplingParams
@@ -17,12 +18,21 @@ if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
 
 
+class Steering(NamedTuple):
+    """The steering vectors that requests can select."""
+
+    layers: int  # of the model
+    one_vector: dict[str, bool]  # by name: True if it has no layers of its own
+    digest: str  # hash of names and values
+
+
 class Limits(NamedTuple):
     """Limits of every request, in tokens and ids."""
 
     vocab_size: int  # the model's output width
     context: int  # prompt and output of a sequence
     kv_tokens: int  # capacity of the engine's KV cache
+    steering: Steering | None = None  # None: no steering vectors are loaded
 
 
 def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> None:
@@ -34,6 +44,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
     _check_pooling(request)
+    _check_steering(request.params, limits.steering)
     if request.params.constrained and tokenizer is None:
         raise refused("the model has no tokenizer")
     if request.params.stop and tokenizer is None:
@@ -70,6 +81,22 @@ def _check_pooling(request: Request) -> None:
         raise RequestError(
             "pooling returns no output: max_tokens must be 0 and n must be 1", param="max_tokens"
         )
+
+
+def _check_steering(params: SamplingParams, steering: Steering | None) -> None:
+    for vector in params.steering_vectors:
+        if steering is None:
+            reason = "no steering vectors are loaded: start the engine with --steering-vectors"
+        elif vector.name not in steering.one_vector:
+            names = steering.one_vector
+            reason = f"no vector with this name is loaded{did_you_mean(vector.name, names)}"
+        elif vector.layers is None and steering.one_vector[vector.name]:
+            reason = f"{vector.name} has one vector for all layers: set layers"
+        elif vector.layers is not None and max(vector.layers) >= steering.layers:
+            reason = f"layers must be from 0 to {steering.layers - 1}"
+        else:
+            continue
+        raise RequestError(f"steering_vectors: {reason}", param="steering_vectors")
 
 
 def check_salt(salt: str) -> None:

@@ -76,14 +76,20 @@ class Request:
 def cache_name(request: Request) -> str:
     """Return the namespace of a request's cached blocks and of learned draft tokens.
 
-    It consists of the salt and the adapter, because an adapter changes keys and values. A salt
-    cannot collide with an adapter: a salt that starts with a zero character gets another one in
-    front.
+    It consists of the salt, the adapter and the steering, which change keys and values. A salt
+    cannot collide with an adapter or steering: a salt that starts with a zero character gets
+    another one in front.
     """
-    salt, adapter = request.cache_salt, request.lora
+    name, adapter = request.cache_salt, request.lora
     if adapter is not None:
-        return f"\0lora {adapter.identity}\0{salt}"
-    return f"\0{salt}" if salt.startswith("\0") else salt
+        name = f"\0lora {adapter.identity}\0{name}"
+    elif name.startswith("\0"):
+        name = f"\0{name}"
+    steering = request.params.steered_by
+    if not steering:
+        return name
+    parts = [(each.name, float(each.scale).hex(), each.layers) for each in steering]
+    return f"\0steering {parts}\0{name}"
 
 
 def output_room(request: Request, context: int, kv_tokens: int) -> int:

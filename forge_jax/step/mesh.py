@@ -138,15 +138,22 @@ class TensorMesh:
         )
 
     def shard_step(
-        self, model: Model, step: Callable[..., Any], *, lora: bool = False
+        self,
+        model: Model,
+        step: Callable[..., Any],
+        *,
+        lora: bool = False,
+        steering: bool = False,
     ) -> Callable[..., Any]:
         """Return `step(leaves, kv, *rest) -> (kv, *results)`, run by each device on its shards.
 
         `rest`, `results` and all of a model that is not sharded are replicated on every device. If
-        `lora`, the adapters' arrays follow the weights in `leaves`.
+        `lora`, the adapters' arrays follow the weights in `leaves`. If `steering`, the last leaf is
+        the stack of steering vectors, which is replicated.
         """
         leaves = tuple(leaf_spec(model, name) for name in model.names)
         leaves += stack_specs(model) if lora else ()
+        leaves += (_WHOLE,) if steering else ()
         kv_spec, layouts = kv_specs(model), cache_layouts(model)
 
         def of_shard(leaves: Any, kv: Any, *rest: Any) -> Any:

@@ -16,6 +16,7 @@ from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.lora import LoraShape
+    from forge_jax.models.steering import SteeringShape
     from forge_jax.step.bundle import Bundle
     from forge_jax.step.draft_probs import DraftProbs
     from forge_jax.step.inputs import StepShape
@@ -82,6 +83,7 @@ class RunnerOptions:
         then do not depend on batch composition.
       command_buffers: allow XLA:GPU to use command buffers (CUDA graphs).
       lora: shape of the LoRA adapters. None: LoRA is off.
+      steering: shape of the steering vectors. None: steering is off.
       memory_limit: bytes of the device that all of this may take. None: no limit.
       bundle: holds executables that are loaded instead of compiled, if they have these shapes.
     """
@@ -100,6 +102,7 @@ class RunnerOptions:
     deterministic: bool = False
     command_buffers: bool = True
     lora: LoraShape | None = None
+    steering: SteeringShape | None = None
     memory_limit: int | None = None
     bundle: Bundle | None = None
 

@@ -66,7 +66,14 @@ class Placement:
         )
 
     def shard_step(
-        self, model: Model, step: Callable[..., Any], *, lora: bool = False
+        self,
+        model: Model,
+        step: Callable[..., Any],
+        *,
+        lora: bool = False,
+        steering: bool = False,
     ) -> Callable[..., Any]:
         """Return `step` as each device runs it on its shards; see `TensorMesh.shard_step`."""
-        return step if self.mesh is None else self.mesh.shard_step(model, step, lora=lora)
+        if self.mesh is None:
+            return step
+        return self.mesh.shard_step(model, step, lora=lora, steering=steering)

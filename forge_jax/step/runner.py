@@ -88,7 +88,7 @@ class Runner:
 
     @property
     def leaves(self) -> tuple[jax.Array, ...]:
-        """The weights, without the LoRA adapters."""
+        """The weights, without LoRA adapters and steering vectors."""
         return self.state.weights
 
     @property
@@ -157,8 +157,12 @@ class Runner:
         adapter = arrays if mesh is None else mesh.cut_adapter(self.model, arrays)
         self.state.set_adapter(place, adapter)
 
+    def set_steering(self, stack: np.ndarray) -> None:
+        """Set the values of all steering vectors, f32[n, L, d], before the first sequence."""
+        self.state.set_steering(stack)
+
     def replace_weights(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Use other weights from the next step on. The LoRA adapters stay.
+        """Use other weights from the next step on. LoRA adapters and steering vectors stay.
 
         Call it in the thread that dispatches, while no step is in flight.
         """

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from forge_jax.models.steering import SteeringShape
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from forge_jax.schedule.plan import Admission
 from forge_kernels.sampling.api import IN_PROMPT
@@ -56,10 +57,21 @@ class Slots(NamedTuple):
 
     counts: jax.Array  # i32[S, V]: IN_PROMPT + count in the output, only read if PENALIZED
     lora: jax.Array | None = None  # i32[S], the adapter's slot, None if LoRA is off
+    steering: jax.Array | None = None  # i32[S, columns], see `SteeringShape`, None if it is off
 
 
-def slots_shape(num_slots: int, max_blocks: int, vocab_size: int, *, lora: bool = False) -> Slots:
-    """Return the shapes of `Slots` as `ShapeDtypeStruct`s. `lora` adds the adapters' column."""
+def slots_shape(
+    num_slots: int,
+    max_blocks: int,
+    vocab_size: int,
+    *,
+    lora: bool = False,
+    steering: SteeringShape | None = None,
+) -> Slots:
+    """Return the shapes of `Slots` as `ShapeDtypeStruct`s.
+
+    `lora` adds the adapters' column, and `steering` the columns of steering vectors.
+    """
 
     def i32(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -75,22 +87,30 @@ def slots_shape(num_slots: int, max_blocks: int, vocab_size: int, *, lora: bool 
         bias=f32(num_slots, MAX_LOGIT_BIAS),
         counts=i32(num_slots, vocab_size),
         lora=i32(num_slots) if lora else None,
+        steering=None if steering is None else i32(num_slots, steering.columns),
     )
 
 
-def admission_width(max_blocks: int, *, lora: bool = False) -> int:
-    return 1 + NUM_COLUMNS + max_blocks + lora
+def admission_width(
+    max_blocks: int, *, lora: bool = False, steering: SteeringShape | None = None
+) -> int:
+    return 1 + NUM_COLUMNS + max_blocks + (0 if steering is None else steering.columns) + lora
 
 
 def pack_admissions(
-    admissions: tuple[Admission, ...], max_blocks: int, *, lora: bool = False
+    admissions: tuple[Admission, ...],
+    max_blocks: int,
+    *,
+    lora: bool = False,
+    steering: SteeringShape | None = None,
 ) -> np.ndarray:
     """Pack at most `ADMISSIONS` rows as i32[ADMISSIONS, 1 + NUM_COLUMNS + max_blocks].
 
-    `lora` adds one column.
+    `steering` adds its columns, and `lora` one column after them.
     """
     assert len(admissions) <= ADMISSIONS
-    packed = np.zeros((ADMISSIONS, admission_width(max_blocks, lora=lora)), np.int32)
+    width = admission_width(max_blocks, lora=lora, steering=steering)
+    packed = np.zeros((ADMISSIONS, width), np.int32)
     packed[:, 0] = PADDING
     for row, admission in zip(packed, admissions, strict=False):
         p = admission.params
@@ -121,6 +141,11 @@ def pack_admissions(
         assert lora or not admission.lora, f"{admission.seq_key}: no room for an adapter"
         if lora:
             row[-1] = admission.lora
+        vectors = p.steered_by
+        assert steering or not vectors, f"{admission.seq_key}: no steering vectors are loaded"
+        if steering is not None:
+            first = 1 + NUM_COLUMNS + max_blocks
+            row[first : first + steering.columns] = steering.row(vectors)
     return packed
 
 
@@ -132,6 +157,10 @@ def admit(slots: Slots, packed: jax.Array) -> Slots:
     if slots.lora is not None:
         tables, lora = tables[:, :-1], tables[:, -1]
         slots = slots._replace(lora=slots.lora.at[index].set(lora, mode="drop"))
+    if slots.steering is not None:
+        max_blocks = slots.block_tables.shape[1]
+        tables, rows = tables[:, :max_blocks], tables[:, max_blocks:]
+        slots = slots._replace(steering=slots.steering.at[index].set(rows, mode="drop"))
     return slots._replace(
         params=slots.params.at[index].set(params, mode="drop"),
         block_tables=slots.block_tables.at[index].set(tables, mode="drop"),

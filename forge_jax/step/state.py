@@ -25,7 +25,7 @@ class StepState:
 
     def __init__(self, builder: StepBuilder, options: RunnerOptions):
         self.compiled: dict[str, jax.stages.Compiled] = {}  # active, by name
-        self.leaves: tuple[jax.Array, ...] = ()  # weights, followed by the adapters
+        self.leaves: tuple[jax.Array, ...] = ()  # weights, adapters, steering vectors
         self.kv: KV = ()
         self.slots: Any = None
         self._num_weights = 0
@@ -36,29 +36,36 @@ class StepState:
         self._sharding = options.placement.sharding
 
     def set_weights(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Set the weights, and zero every LoRA adapter."""
+        """Set the weights, and zero every LoRA adapter and steering vector."""
         stacks = tuple(
             jax.device_put(np.zeros(stack.shape, stack.dtype), stack.sharding)
-            for stack in self._builder.stacks
+            for stack in self._builder.stacks + self._builder.steering
         )
         self._num_weights = len(leaves)
         self.leaves = (*leaves, *stacks)
 
     def replace_weights(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Replace the weights by arrays of the same shapes, and keep the LoRA adapters."""
+        """Replace the weights by arrays of the same shapes, and keep the others."""
         assert len(leaves) == self._num_weights
         self.leaves = (*leaves, *self.leaves[self._num_weights :])
 
     @property
     def weights(self) -> tuple[jax.Array, ...]:
-        """The weights without the adapters."""
+        """The weights without adapters and steering vectors."""
         return self.leaves[: self._num_weights]
 
     def set_adapter(self, place: int, adapter: tuple[Any, ...]) -> None:
         """Write a LoRA adapter to its slot. If it raises, the adapters are unchanged."""
-        stacks = self.leaves[self._num_weights :]
+        end = self._num_weights + len(self._builder.stacks)
+        stacks, steering = self.leaves[self._num_weights : end], self.leaves[end:]
         new = self.compiled["set_adapter"](stacks, np.int32(place), adapter)
-        self.leaves = (*self.weights, *jax.block_until_ready(new))
+        self.leaves = (*self.weights, *jax.block_until_ready(new), *steering)
+
+    def set_steering(self, stack: np.ndarray) -> None:
+        """Set the values of all steering vectors, f32[n, L, d]."""
+        [shape] = self._builder.steering
+        assert stack.shape == shape.shape
+        self.leaves = (*self.leaves[:-1], jax.device_put(stack, shape.sharding))
 
     def new_sums(self) -> None:
         zeros = np.zeros(self._builder.sums.shape, np.float32)

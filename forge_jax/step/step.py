@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from forge_jax.config import Verification
 from forge_jax.models.kv import KV, first_paged
 from forge_jax.models.lora import Lora
+from forge_jax.models.steering import SteeringShape
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import inputs as meta_bits
 from forge_jax.step.draft_probs import Proposed
@@ -63,10 +64,12 @@ def make_step(
     sampler: Sampler = "xla",
     verification: Verification = "coupled",
     uniform: bool = False,
+    steering: SteeringShape | None = None,
 ) -> Callable[..., Any]:
     """Return the step function of one shape. Jit it with `donate_argnums=(1, 2)`.
 
-    If the slots have adapters, their stacks follow the weights in `leaves`.
+    If the slots have adapters, their stacks follow the weights in `leaves`. The stack of steering
+    vectors is the last leaf.
 
     Args:
       implementation: of attention.
@@ -74,6 +77,7 @@ def make_step(
       verification: of drafts. For rejection, the step takes the draft model's distributions as one
         more argument. If that is missing, draft tokens (found in text) have probability 1.
       uniform: compute every row in the same way.
+      steering: the steering vectors that the slots select. None: steering is off.
     """
 
     def step(
@@ -90,6 +94,11 @@ def make_step(
             slots = _take_blocks(slots, m)
             num_kv = first_paged(kv).shape[0] * block_size
             batch = _batch(shape, m, slots, block_size, num_kv)
+            probe = None
+            if steering is not None and slots.steering is not None:
+                leaves, stack = leaves[:-1], leaves[-1]
+                seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
+                probe = steering.probe(stack, slots.steering[m.slot], seq)
             leaves, lora = _split_adapters(leaves, slots, batch, len(model.leaves))
         kv, hidden = model.forward(
             leaves,
@@ -106,8 +115,11 @@ def make_step(
             uniform=uniform,
             lora=lora,
             state_slots=m.slot,
+            probe=probe,
             skip_padding=True,
         )
+        if probe is not None:
+            probe.finish(model.spec.architecture)
         pooled = None
         if sums is not None:
             with jax.named_scope("pool"):

@@ -60,16 +60,21 @@ class StepBuilder:
             sampler=self._options.sampler,
             verification=self._options.verification,
             uniform=self._options.deterministic,
+            steering=self._options.steering,
         )
-        has_lora = self._options.lora is not None
-        step = self._placement.shard_step(self._model, step, lora=has_lora)
+        step = self._placement.shard_step(
+            self._model,
+            step,
+            lora=self._options.lora is not None,
+            steering=self._options.steering is not None,
+        )
         donated = (1, 2, 6) if shape.pools else (1, 2)
         executables.add(shape.name, step, *self._step_inputs(shape), donate_argnums=donated)
 
     def _step_inputs(self, shape: StepShape) -> list[Any]:
         place = self._placement
         inputs = [
-            place.leaves(self._model) + self.stacks,
+            place.leaves(self._model) + self.stacks + self.steering,
             place.kv(self._model, self._options.kv_shape),
             place.put(self._slots),
             place.i32(shape.width),
@@ -100,7 +105,9 @@ class StepBuilder:
         place, lora, mesh = self._placement, self._options.lora, self._options.mesh
         slots = place.put(self._slots)
         whole = {} if mesh is None else {"out_shardings": place.sharding}
-        width = admission_width(self._options.max_blocks, lora=lora is not None)
+        width = admission_width(
+            self._options.max_blocks, lora=lora is not None, steering=self._options.steering
+        )
         rows = place.i32(ADMISSIONS, width)
         executables.add("admit", admit, slots, rows, donate_argnums=0, **whole)
         history = place.i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
@@ -124,6 +131,12 @@ class StepBuilder:
         return self._placement.put(lora.stacks(self._model.spec, self._model.dtype))
 
     @property
+    def steering(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shape of the stack of steering vectors, or nothing without them."""
+        shape = self._options.steering
+        return () if shape is None else (self._placement.put(shape.stack),)
+
+    @property
     def sums(self) -> jax.ShapeDtypeStruct:
         """f32[num_slots, d], the sums of pooled hidden states per slot."""
         shape = (self._options.num_slots, self._model.spec.hidden_size)
@@ -145,6 +158,7 @@ class StepBuilder:
             options.max_blocks,
             self._model.spec.vocab_size,
             lora=options.lora is not None,
+            steering=options.steering,
         )
 
     @property
@@ -154,6 +168,8 @@ class StepBuilder:
         if self._options.lora is not None:
             of_shard = shard_spec(self._model.spec, self._model.shards)
             own += self._options.lora.num_bytes(of_shard, self._model.dtype)
+        if self._options.steering is not None:
+            own += self._options.steering.num_bytes
         masks = sum(4 * math.prod(self.masks_shape(shape)) for shape in self._options.shapes)
         return self._model.param_bytes + self._options.kv_shape.total_bytes + own + masks
 
@@ -178,6 +194,7 @@ class StepBuilder:
             "compiler_options": options.compiler_options,
             "model_code": code_digest(self._model.spec.architecture),
             **({} if options.lora is None else {"lora": dataclasses.asdict(options.lora)}),
+            **({} if options.steering is None else {"steering": options.steering.digest}),
         }
         if options.mesh is None:
             return settings

@@ -29,7 +29,7 @@ class Uploads:
 
     def __init__(self, options: RunnerOptions, vocab_size: int):
         self._max_blocks = options.max_blocks
-        self._lora = options.lora is not None
+        self._lora, self._steering = options.lora is not None, options.steering
         self._vocab_size = vocab_size
         self._num_slots = options.num_slots
         self.reset()
@@ -42,7 +42,10 @@ class Uploads:
         """Yield the names of the executables that update slots, each with its packed argument."""
         for i in range(0, len(admissions), ADMISSIONS):
             some = admissions[i : i + ADMISSIONS]
-            yield "admit", pack_admissions(some, self._max_blocks, lora=self._lora)
+            yield (
+                "admit",
+                pack_admissions(some, self._max_blocks, lora=self._lora, steering=self._steering),
+            )
         for admission in admissions:
             self._params[admission.slot] = admission.params
             self._flags.admit(admission.slot, admission.params)

@@ -23,6 +23,7 @@ from forge_jax.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_STEERING_VECTORS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -91,6 +92,7 @@ class Limits:
     allowed_token_ids: int = _row(MAX_ALLOWED_TOKEN_IDS, "allowed token IDs", low=1)
     bad_words: int = _row(MAX_BAD_WORDS, "bad words", low=1)
     bad_word_bytes: int = _row(MAX_BAD_WORD_CHARS, "bytes in a bad word", low=1)
+    steering_vectors: int = _row(MAX_STEERING_VECTORS, "steering vectors per request", low=1)
     cache_salt_chars: int = _row(128, "characters in a cache salt", low=1)
     template_kwargs_bytes: int = _row(64 * KIB, "bytes in chat_template_kwargs as JSON", low=KIB)
     tools: int = _row(

@@ -67,6 +67,7 @@ IN_COMPLETIONS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "allowed_token_ids": [5, 6],
     "bad_words": ["dog"],
+    "steering_vectors": {"steering_vectors": []},
     "suffix": "the end",
     "prompt_embeds": "AAAA",
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},

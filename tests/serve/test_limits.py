@@ -164,6 +164,10 @@ CASES = [
     completion("bad_words", "bad_words", lambda k: [f"word {i}" for i in range(k)]),
     completion("bad_word_bytes", "bad_words", lambda k: ["x" * k]),
     completion("bad_word_bytes", "bad_words", lambda k: ["é" * (k // 2) + "x" * (k % 2)]),
+    completion(
+        "steering_vectors", "steering_vectors", lambda k: [{"name": "v"}] * k,
+        otherwise="no steering vectors are loaded",
+    ),
     completion("cache_salt_chars", "cache_salt", lambda k: "é" * k),
     chat("template_kwargs_bytes", "chat_template_kwargs", object_of),
     chat("tools", "tools", lambda k: [{"type": "function", "function": {"name": "f"}}] * k),

@@ -233,7 +233,8 @@ class EngineProcess(AsyncEngine):
     # ---- called by the supervisor --------------------------------------------------------------
 
     def _introduce(self, hello: Hello) -> None:
-        """Adopt the properties of a process. End requests whose adapters it could not load."""
+        """Adopt the properties of a process. End requests whose adapters or vectors are lost."""
+        steering = self.limits.steering
         self.name, self.max_model_len = hello.name, hello.max_model_len
         self.system_fingerprint = hello.system_fingerprint
         self.architecture = hello.architecture
@@ -247,6 +248,13 @@ class EngineProcess(AsyncEngine):
                 "are missing or have changed"
             )
             for request_id in self._journal.requests_with(name):
+                self._end(request_id, "error", error)
+        if hello.limits.steering != steering:
+            error = EngineError(
+                "a file of --steering-vectors changed while the engine restarted after a crash: "
+                "send the request again"
+            )
+            for request_id in self._journal.steered():
                 self._end(request_id, "error", error)
 
     def _receive(self, message: FromEngine) -> None:

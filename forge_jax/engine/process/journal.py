@@ -87,6 +87,10 @@ class Journal:
             if entry.request.lora is not None and entry.request.lora.name == lora
         ]
 
+    def steered(self) -> list[str]:
+        """Return the ids of the requests with steering vectors."""
+        return [each for each, entry in self._entries.items() if entry.request.params.steered_by]
+
     def unsent(self) -> Iterator[Request]:
         """Yield the rest of each request that may run and has not been sent. Mark it as sent."""
         only = self._bisection.only

@@ -18,7 +18,15 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.host.files import short_repr
-from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, LogprobsMode, SamplingParams
+from forge_jax.sampling_params import (
+    BIAS,
+    RANGES,
+    STEERING_SCALE,
+    TOKEN_ID,
+    LogprobsMode,
+    SamplingParams,
+    SteeringVector,
+)
 from forge_serve.openai.structured import FIELD_SCHEMAS, asks_for_something, demand
 from forge_serve.openai.tools import CHOICE_SCHEMA, TOOL_SCHEMA, ToolChoice, tool_choice
 from forge_serve.openapi.schema import (
@@ -74,6 +82,20 @@ TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class SteeringRequest(msgspec.Struct):
+    """A steering vector of `--steering-vectors` that a request uses."""
+
+    name: str
+    scale: Annotated[float | None, rule(**number(STEERING_SCALE))] = None  # default: 1
+    # Indices of layers. Default: all, if the vector has values for each layer.
+    layers: Annotated[list[int] | None, rule(minItems=1)] = None
+
+    def vector(self) -> SteeringVector:
+        """Return the engine's steering vector. Raise `RequestError` if a value is out of range."""
+        scale = 1.0 if self.scale is None else self.scale
+        return SteeringVector(name=self.name, scale=scale, layers=self.layers)
 
 
 def _up_to(most: int) -> str:
@@ -220,6 +242,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             "A string has at most 256 bytes in UTF-8. At least one token must remain allowed.",
             schema=_bad_words,
             most=("bad_words", "strings"),
+        ),
+    ] = None
+    steering_vectors: Annotated[
+        list[SteeringRequest] | None,
+        rule(
+            "Names are those of `--steering-vectors`, and layers those of the model.",
+            most=("steering_vectors", "entries"),
         ),
     ] = None
     # Number of tokens to keep; -1 keeps as many as the context has room for.
@@ -418,6 +447,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         options = {name: value for name, value in given.items() if value is not None}
         if self.stop is not None:
             options["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.steering_vectors:
+            options["steering_vectors"] = tuple(each.vector() for each in self.steering_vectors)
         demanded = demand(self)
         if demanded is not None:
             options["structured_outputs"] = demanded[1]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 # Server flags that also apply to an engine in the command's own process.
 OF_SERVER = ("reasoning_parser", "fake", "fake_step_time_ms")
 # Engine flags that do not apply: the sampling flags have their own seed, and the commands request
-# neither embeddings nor adapters.
-LEFT_OUT = ("seed", "pooling", "lora", "max_loras", "max_lora_rank")
+# neither embeddings, adapters nor steering vectors.
+LEFT_OUT = ("seed", "pooling", "lora", "max_loras", "max_lora_rank", "steering_vectors")
 
 
 def add_engine(parser: Parser) -> None:
