@@ -24,7 +24,7 @@ from forge_serve.config import ServerConfig
 from forge_serve.server.process import bind, make_runner
 from forge_serve.server.routes import ROUTES
 from forge_serve.server.service import Service
-from forge_serve.weight_sync.endpoints import WeightSyncEndpoints
+from forge_serve.server.weight_sync.endpoints import WeightSyncEndpoints
 
 pytestmark = pytest.mark.long
 

@@ -25,7 +25,7 @@ from forge_serve.openapi.payload import Payload
 from forge_serve.server.app import make_app
 from forge_serve.server.openapi import OPERATIONS
 from forge_serve.server.service import Service
-from forge_serve.weight_sync.endpoints import WeightSyncEndpoints
+from forge_serve.server.weight_sync.endpoints import WeightSyncEndpoints
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 

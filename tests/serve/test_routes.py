@@ -23,7 +23,7 @@ from forge_serve.server.endpoints import ServerEndpoints
 from forge_serve.server.openapi import OPERATIONS
 from forge_serve.server.routes import ROUTES
 from forge_serve.server.service import Service
-from forge_serve.weight_sync.endpoints import WeightSyncEndpoints
+from forge_serve.server.weight_sync.endpoints import WeightSyncEndpoints
 
 PAGE = Path(__file__).parent.parent.parent / "docs/http.md"
 KEY = "sk-alpha-0123456789"

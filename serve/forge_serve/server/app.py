@@ -23,7 +23,7 @@ from forge_serve.server.endpoints import ServerEndpoints
 from forge_serve.server.envelope import Envelope
 from forge_serve.server.page import Page
 from forge_serve.server.service import Service
-from forge_serve.weight_sync.endpoints import WeightSyncEndpoints
+from forge_serve.server.weight_sync.endpoints import WeightSyncEndpoints
 
 
 def make_app(service: Service) -> web.Application:

@@ -17,10 +17,10 @@ from forge_serve.openapi.document import make_document
 from forge_serve.openapi.operation import NOT_READY, WHOLE, Operation, Parameter
 from forge_serve.openapi.schema import About
 from forge_serve.responses_api import openapi as responses_api
+from forge_serve.server.weight_sync import openapi as weight_sync
 from forge_serve.telemetry import info
 from forge_serve.telemetry.engine_view import EngineStateAnswer
 from forge_serve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
-from forge_serve.weight_sync import openapi as weight_sync
 
 OPERATIONS = {
     **openai.OPERATIONS,

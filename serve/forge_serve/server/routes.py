@@ -22,7 +22,7 @@ from forge_serve.http.routes import Route
 from forge_serve.openai.endpoints import OpenAIEndpoints
 from forge_serve.responses_api.endpoints import ResponsesEndpoints
 from forge_serve.server.endpoints import ServerEndpoints
-from forge_serve.weight_sync.endpoints import WeightSyncEndpoints
+from forge_serve.server.weight_sync.endpoints import WeightSyncEndpoints
 
 # The routes of the page's static files are not in the table: see `Page.routes`.
 ROUTES: tuple[Route, ...] = (

@@ -16,10 +16,10 @@ from forge_serve.http.memory import MemoryGuard
 from forge_serve.http.timeouts import Timeouts
 from forge_serve.responses_api.store import ResponseStore
 from forge_serve.server.profiles import Profiles
+from forge_serve.server.weight_sync.sync import WeightSync
 from forge_serve.telemetry import info
 from forge_serve.telemetry.metrics import Metrics
 from forge_serve.telemetry.tracing import Tracing
-from forge_serve.weight_sync.sync import WeightSync
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine

@@ -15,7 +15,7 @@ from forge_serve.http.query import is_true, whole_number
 from forge_serve.http.replies import encoded_response
 from forge_serve.http.routes import Route, get, post
 from forge_serve.openai.validation import decode_form
-from forge_serve.weight_sync.forms import (
+from forge_serve.server.weight_sync.forms import (
     Aborted,
     AbortRequest,
     FinishUpdateRequest,
@@ -26,7 +26,7 @@ from forge_serve.weight_sync.forms import (
     WeightUpdate,
     WorldSize,
 )
-from forge_serve.weight_sync.sync import TRANSPORTS, WeightSync
+from forge_serve.server.weight_sync.sync import TRANSPORTS, WeightSync
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine

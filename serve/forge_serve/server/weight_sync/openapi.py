@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forge_serve.openapi.operation import NOT_READY, READS, WHOLE, Operation, Parameter
 from forge_serve.openapi.schema import Schema
-from forge_serve.weight_sync.forms import (
+from forge_serve.server.weight_sync.forms import (
     Aborted,
     AbortRequest,
     FinishUpdateRequest,

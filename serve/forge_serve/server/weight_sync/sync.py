@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from forge_jax.errors import ModelError, RequestError
 from forge_serve.errors import WeightSyncOffError
-from forge_serve.weight_sync.forms import UpdateInfo, WeightInfo
+from forge_serve.server.weight_sync.forms import UpdateInfo, WeightInfo
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_jax.engine.control import Control
-    from forge_serve.weight_sync.forms import InFlight
+    from forge_serve.server.weight_sync.forms import InFlight
 
 TRANSPORTS = (
     "NCCL and device handles are not supported. Send update_info.folder, a folder below "
