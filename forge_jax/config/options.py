@@ -128,6 +128,7 @@ class ModelConfig:
         (),
         "steering vector as NAME=FILE.safetensors, with one tensor of shape [d] or [layers, d]. "
         "Requests select it by NAME. May be repeated, up to 64 times",
+        essential=True,
     )
     seed: int = option(0, "random seed that determines the seeds of requests without a seed")
 
