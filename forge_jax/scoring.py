@@ -16,6 +16,7 @@ the two probabilities is then exactly 1.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -166,31 +167,61 @@ def score(
         options = ScoreOptions.default(built, tokens.shape[-1])
     rows = jnp.atleast_2d(tokens).astype(jnp.int32)
     batch, longest = rows.shape
-    if longest > options.max_len:
-        raise ValueError(
-            f"tokens: {longest} per sequence, but the options allow {options.max_len}: "
-            "raise max_model_len"
-        )
+    _check_length(longest, options)
     lengths = jnp.broadcast_to(longest if lengths is None else lengths, (batch,))
     scale = jnp.broadcast_to(1.0 if temperature is None else temperature, (batch,))
     # Division by a constant would become a multiplication, which rounds differently.
     scale = jax.lax.optimization_barrier(scale.astype(jnp.float32))
     leaves = tuple(map(jnp.asarray, leaves))  # a gradient cannot save NumPy's arrays
-    scores: Any = _scores(built, options, leaves, rows, scale)
+    scores: Any = _rows(built, options, _logprobs, leaves, rows, scale)
+    scores = jnp.roll(scores, 1, axis=1)  # a row scores the token after its own
     place = jnp.arange(longest)[None]
     scores = jnp.where((place > 0) & (place < lengths[:, None]), scores, 0.0)
     return scores.reshape(tokens.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scores(
+def _check_length(longest: int, options: ScoreOptions) -> None:
+    if longest > options.max_len:
+        raise ValueError(
+            f"tokens: {longest} per sequence, but the options allow {options.max_len}: "
+            "raise max_model_len"
+        )
+
+
+def served_logits(
+    model: Model, leaves: Leaves, tokens: jax.Array, options: ScoreOptions
+) -> jax.Array:
+    """Return the logits of each token, computed as `score` computes them.
+
+    Pure, jittable and differentiable, with the conditions and errors of `score`. The logits of all
+    tokens are in memory at the same time.
+
+    Args:
+      tokens: i32[B, T], padded at the end with any token.
+
+    Returns:
+      f32[B, T, V]: row t is the distribution of the token after t. Padding has any value.
+    """
+    _check_length(tokens.shape[-1], options)
+    temperature = jnp.ones(len(tokens), jnp.float32)
+    rows: Any = _rows(model, options, _all_logits, tuple(leaves), tokens, temperature)
+    return rows
+
+
+# (logits f32[R, V], the next tokens i32[R], temperatures f32[R]) -> f32[R, ...]
+type _Head = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rows(
     model: Model,
     options: ScoreOptions,
+    head: _Head,
     leaves: Leaves,
     tokens: jax.Array,  # i32[B, T]
     temperature: jax.Array,  # f32[B]
-) -> jax.Array:  # f32[B, T], with any value for the first token
-    """Score sequences in steps, as many at once as one step has room for."""
+) -> jax.Array:  # f32[B, T, ...], with any value for the last token
+    """Compute `head` of each token in steps, with as many sequences as one step has room for."""
     batch, longest = tokens.shape
     together = max(1, min(options.num_tokens // longest, options.num_seqs, batch))
     groups = -(-batch // together)
@@ -198,33 +229,34 @@ def _scores(
     tokens = jnp.pad(tokens, ((0, padding), (0, 0)))
     temperature = jnp.pad(temperature, (0, padding), constant_values=1.0)
     grouped = tokens.reshape(groups, together, longest)
-    step = options.placement.shard_step(model, partial(_step, model, options, longest))
+    step = options.placement.shard_step(model, partial(_step, model, options, head, longest))
     num_chunks = -(-longest // options.num_tokens)
 
     def of_group(kv: KV, group: tuple[jax.Array, jax.Array]) -> tuple[KV, jax.Array]:
         def of_chunk(kv: KV, chunk: jax.Array) -> tuple[KV, jax.Array]:
-            kv, scores = step(leaves, kv, *group, chunk)
-            return kv, scores
+            kv, rows = step(leaves, kv, *group, chunk)
+            return kv, rows
 
-        kv, scores = jax.lax.scan(of_chunk, kv, jnp.arange(num_chunks))
-        return kv, scores
+        kv, rows = jax.lax.scan(of_chunk, kv, jnp.arange(num_chunks))
+        return kv, rows
 
     blocks = together * -(-longest // options.kv.block_size)
     whole = options.placement.whole_kv(
         model, dataclasses.replace(options.kv, num_blocks=blocks, num_slots=options.num_seqs)
     )
-    _, scores = jax.lax.scan(
+    _, rows = jax.lax.scan(
         of_group, whole.empty(), (grouped, temperature.reshape(groups, together))
     )
     # [groups, chunks, T]: the rows of several sequences, or chunks of one.
-    scores = scores.reshape(groups, -1)[:, : together * longest]
-    scores = scores.reshape(groups * together, longest)[:batch]
-    return jnp.roll(scores, 1, axis=1)  # a row scores the token after its own
+    each = rows.shape[3:]
+    rows = rows.reshape(groups, -1, *each)[:, : together * longest]
+    return rows.reshape(groups * together, longest, *each)[:batch]
 
 
 def _step(
     model: Model,
     options: ScoreOptions,
+    head: _Head,
     longest: int,
     leaves: Leaves,
     kv: KV,
@@ -232,7 +264,7 @@ def _step(
     temperature: jax.Array,  # f32[n]
     chunk: jax.Array,  # i32[]
 ) -> tuple[KV, jax.Array]:
-    """Compute a chunk of each sequence as the engine does. Return (kv, f32[T])."""
+    """Compute a chunk of each sequence as the engine does. Return (kv, f32[T, ...])."""
     n, size, most = len(tokens), options.num_tokens, options.num_seqs
     block_size = options.kv.block_size
     q_len = jnp.minimum(longest - chunk * size, size) if n == 1 else jnp.int32(longest)
@@ -269,10 +301,10 @@ def _step(
 
     def of_rows(row: jax.Array) -> jax.Array:
         rows = model.logits(leaves, embed(hidden, row), jnp.int32(options.num_rows))
-        return _logprobs(rows, tokens[seq[row], after[row]], temperature[seq[row]])
+        return head(rows, tokens[seq[row], after[row]], temperature[seq[row]])
 
-    scores = jax.lax.map(of_rows, row.reshape(groups, options.num_rows))
-    return kv, scores.reshape(-1)[:size]
+    rows = jax.lax.map(of_rows, row.reshape(groups, options.num_rows))
+    return kv, rows.reshape(-1, *rows.shape[2:])[:size]
 
 
 def _logprobs(
@@ -284,9 +316,23 @@ def _logprobs(
     return sampling.token_logprobs(scaled, wanted, 1)[0]
 
 
-def _scores_forward(
+def _dense_logprobs(
+    logits: jax.Array,  # f32[R, V]
+    wanted: jax.Array,  # i32[R]
+    temperature: jax.Array,  # f32[R]
+) -> jax.Array:  # f32[R]
+    logprobs = jax.nn.log_softmax(logits / temperature[:, None])
+    return jnp.take_along_axis(logprobs, wanted[:, None], axis=1)[:, 0]
+
+
+def _all_logits(logits: jax.Array, wanted: jax.Array, temperature: jax.Array) -> jax.Array:
+    return logits
+
+
+def _rows_forward(
     model: Model,
     options: ScoreOptions,
+    head: _Head,
     leaves: Leaves,
     tokens: jax.Array,
     temperature: jax.Array,
@@ -301,30 +347,32 @@ def _scores_forward(
             f"score: gradients require plain float weights, but some are {sorted(model.formats)}: "
             'use dtype="float32" or kernels="xla", and gguf_weights="decoded"'
         )
-    return _scores(model, options, leaves, tokens, temperature), (leaves, tokens, temperature)
+    return _rows(model, options, head, leaves, tokens, temperature), (leaves, tokens, temperature)
 
 
-def _scores_backward(
-    model: Model, options: ScoreOptions, saved: Any, cotangent: jax.Array
+def _rows_backward(
+    model: Model, options: ScoreOptions, head: _Head, saved: Any, cotangent: jax.Array
 ) -> tuple[Any, None, jax.Array]:
     leaves, tokens, temperature = saved
-    dense = partial(_dense_scores, model, options, tokens)
+    head = _dense_logprobs if head is _logprobs else head
+    dense = partial(_dense_rows, model, options, head, tokens)
     _, pull = jax.vjp(dense, leaves, temperature)
     to_leaves, to_temperature = pull(cotangent)
     return to_leaves, None, to_temperature
 
 
-_scores.defvjp(_scores_forward, _scores_backward)
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
-def _dense_scores(
+def _dense_rows(
     model: Model,
     options: ScoreOptions,
+    head: _Head,
     tokens: jax.Array,  # i32[B, T]
     leaves: Leaves,
     temperature: jax.Array,  # f32[B]
-) -> jax.Array:  # f32[B, T]
-    """Score all sequences in one differentiable step. Equal to `_scores` up to rounding."""
+) -> jax.Array:  # f32[B, T, ...]
+    """Compute all sequences in one differentiable step. Equal to `_rows` up to rounding."""
     batch, longest = tokens.shape
     block_size = options.kv.block_size
     blocks = -(-longest // block_size)
@@ -363,11 +411,11 @@ def _dense_scores(
     @jax.checkpoint
     def of_rows(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         hidden, wanted, scale = rows
-        logprobs = jax.nn.log_softmax(model.logits(leaves, hidden) / scale[:, None])
-        return jnp.take_along_axis(logprobs, wanted[:, None], axis=1)[:, 0]
+        return head(model.logits(leaves, hidden), wanted, scale)
 
     after = jnp.roll(tokens, -1, axis=1).reshape(-1)
     of_row = jnp.repeat(temperature, longest)
-    scores = jax.lax.map(of_rows, (grouped(hidden), grouped(after), grouped(of_row, 1.0)))
-    scores = scores.reshape(-1)[: batch * longest].reshape(batch, longest)
-    return jnp.roll(scores, 1, axis=1)
+    rows = jax.lax.map(of_rows, (grouped(hidden), grouped(after), grouped(of_row, 1.0)))
+    each = rows.shape[2:]
+    rows = rows.reshape(-1, *each)[: batch * longest]
+    return rows.reshape(batch, longest, *each)
