@@ -36,7 +36,8 @@ from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImpo
 from forge_jax import LLM
 from forge_jax.integrations.tunix import ForgePolicy, ForgeRollout, ForgeTokenizer
 
-LARGEST = 160  # numbers above 99 are new to forge-tiny
+LARGEST = 100  # forge-tiny adds numbers below 100
+TEMPERATURE = 2.0  # makes it err, so that answers to the same sum have different rewards
 MAX_PROMPT, MAX_ANSWER = 32, 16  # tokens
 OPTIONS: dict[str, Any] = {
     "deterministic": True,
@@ -108,7 +109,7 @@ def make_cluster(llm: LLM, *, steps: int, learning_rate: float, seed: int = 0) -
         rollout_config=RolloutConfig(
             max_prompt_length=MAX_PROMPT,
             max_tokens_to_generate=MAX_ANSWER,
-            temperature=1.0,
+            temperature=TEMPERATURE,
             seed=seed,  # pyright: ignore[reportArgumentType]
         ),
     )
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--problems", type=int, default=8, help="sums per step")
     parser.add_argument("--samples", type=int, default=8, help="answers to each sum")
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     args = parser.parse_args()
     with LLM(args.model, **OPTIONS) as llm:
         train(

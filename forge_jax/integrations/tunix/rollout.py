@@ -200,7 +200,7 @@ class ForgeRollout(base_rollout.BaseRollout):
           completion_tokens: i32[B, C], padded on the right.
 
         Returns:
-          f32[B, C], 0 for padding.
+          f32[B, C], 0 for padding, and for a sampled padding token at the end.
 
         Raises:
           ValueError: P + C is larger than the engine's context.
