@@ -13,7 +13,7 @@ import pytest
 from forge_jax import Engine, EngineConfig, RequestError, SamplingParams
 from forge_jax.engine.commands import ActivateExecutables
 from forge_jax.schedule.request import Request
-from forge_jax.testing import core_of
+from forge_jax.testing import core_of, drafts_always_pay
 
 PROMPTS = [[5, 6, 7, 8, 9] * n for n in (1, 8, 14)]
 LONG = SamplingParams(max_tokens=160, seed=3, ignore_eos=True, detokenize=False)
@@ -222,10 +222,18 @@ def load(short_stories) -> Callable[..., Engine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [None, "self"])
-async def test_sleep_moves_weights_and_kv_cache_off_the_device(load, draft):
-    options = {"speculation": "draft", "draft_model": draft, "draft_layers": 1} if draft else {}
+@pytest.mark.parametrize("draft", [None, "self", "own"])
+async def test_sleep_moves_weights_and_kv_cache_off_the_device(load, short_stories, draft):
+    options: dict[str, Any] = {} if draft is None else {"speculation": "draft"}
+    if draft == "self":
+        options |= {"draft_model": "self", "draft_layers": 1}
+    elif draft == "own":
+        options["draft_model"] = str(short_stories)
     async with running(lambda: load(**options)) as engine:
+        while engine.lifecycle.state != "ready":
+            await asyncio.sleep(0.01)
+        if draft is not None:
+            drafts_always_pay(core_of(engine).speculator.policy)
         alone = [await tokens(engine, prompt) for prompt in PROMPTS]
         for tags in ([], ["weights"], ["kv_cache"]):
             requests = [asyncio.create_task(tokens(engine, prompt)) for prompt in PROMPTS]
@@ -238,7 +246,9 @@ async def test_sleep_moves_weights_and_kv_cache_off_the_device(load, draft):
             assert not any(leaf.is_deleted() for leaf in engine.leaves)
             assert jax.tree.leaves(state.kv)
             assert await asyncio.gather(*requests) == alone
-        assert engine.stats().recoveries == 0 and engine.stats().compilations_after_ready == 0
+        stats = engine.stats()
+        assert stats.recoveries == 0 and stats.compilations_after_ready == 0
+        assert draft is None or sum(stats.speculation.accepted_per_position) > 0
 
 
 @pytest.mark.slow
