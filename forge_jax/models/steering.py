@@ -1,7 +1,7 @@
 """Steering vectors in a step: which of them a sequence adds to its residual stream.
 
-All vectors of an engine are in one stack on the device, and each slot has a *row* that selects some
-of them, with scales and layers. Shapes are therefore fixed, and a request compiles nothing.
+All vectors of an engine are in one stack on the device. Each slot has a *row* that selects some of
+them, with scales and layers. Shapes are therefore fixed, and a request compiles nothing.
 
 Letters: n vectors, L layers, d hidden size, S sequences, T tokens, K vectors per request.
 """
