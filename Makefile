@@ -1,6 +1,6 @@
 # `make` lists the targets. A target creates .venv and installs its dependencies on first use, and again
 # when the pins change. Separate environments have the GPU compilers (.venv-aot, 300 MB), third-party
-# clients (.venv-clients; the TypeScript ones need Node.js), the site's tools (.venv-docs), TensorBoard with
+# clients (.venv-clients; the TypeScript ones need Node.js), Tunix (.venv-tunix), the site's tools (.venv-docs), TensorBoard with
 # its profile plugin (.venv-pictures, 600 MB) and the browser's driver (.venv-browser). The browser is the
 # system's. If it is missing, `make` installs it as root on Debian.
 
@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: help serve test test-all test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures page-pictures figures train-forge-tiny clean
+.PHONY: help serve test test-all test-clients test-tunix test-browser test-cuda-compile soak fuzz lint format docs site pictures page-pictures figures train-forge-tiny clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test-all: .venv/.dev ## run every test that CI requires, including slow ones
 
 test-clients: .venv/.serve .venv-clients/.clients $(NODE_CLIENTS)/node_modules/.clients ## test a server with other projects' SDKs, agents, evaluations, a router and Ray
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
+
+test-tunix: .venv-tunix/.tunix ## test rollouts for Tunix against its models and its GRPO learner
+	.venv-tunix/bin/python -m pytest --noconftest -W ignore::DeprecationWarning -c tests/clients/pytest.ini tests/clients/in_process/test_tunix_rollout.py $(ARGS)
 
 test-browser: .venv/.serve .venv-browser/.driver ## test the page in headless Chromium
 	.venv-browser/bin/python -m pytest -c tests/browser/pytest.ini tests/browser $(ARGS)
@@ -86,7 +89,7 @@ train-forge-tiny: .venv/.dev ## train the bundled model again
 	$(BIN)/python -m training.forge_tiny
 
 clean: ## remove the environments, the test cache and the site
-	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs .cache site $(NODE_CLIENTS)/node_modules
+	rm -rf .venv .venv-aot .venv-clients .venv-tunix .venv-browser .venv-pictures .venv-docs .cache site $(NODE_CLIENTS)/node_modules
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, which was not found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -116,6 +119,13 @@ clean: ## remove the environments, the test cache and the site
 	@echo "installing third-party clients into .venv-clients"
 	@$(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@touch $@
+
+.venv-tunix/.tunix: pyproject.toml tests/clients/tunix.txt
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
+	@echo "installing Tunix into .venv-tunix (1.5 GB)"
+	@$(PYTHON) -m venv .venv-tunix
+	@.venv-tunix/bin/pip install --quiet --disable-pip-version-check -r tests/clients/tunix.txt -e .
 	@touch $@
 
 NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)'

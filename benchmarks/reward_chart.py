@@ -1,6 +1,6 @@
 """Draw docs/grpo.svg, the reward and the KL divergence of a run of examples/grpo_tunix.py.
 
-    python examples/grpo_tunix.py --steps 60 --problems 16 > docs/grpo.txt
+    python examples/grpo_tunix.py > docs/grpo.txt
     python -m benchmarks.reward_chart [--transcript FILE] [--output FILE]
 
 A dot is the mean reward of one step. The line is the mean of the last ten steps.

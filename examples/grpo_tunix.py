@@ -1,7 +1,7 @@
 """Train a model on sums with Tunix's GRPO, with rollouts whose KL to the trainer is exactly 0.
 
     pip install forge-jax google-tunix
-    python examples/grpo_tunix.py [--steps 30]
+    python examples/grpo_tunix.py [--steps 40]
 
 Tunix trains `ForgePolicy`, which computes the served model. `ForgeRollout` samples the answers and
 gets the new weights after each step. Before each update, the trainer scores the sampled tokens.
@@ -142,7 +142,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="forge-tiny")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--problems", type=int, default=8, help="sums per step")
     parser.add_argument("--samples", type=int, default=8, help="answers to each sum")
     parser.add_argument("--learning-rate", type=float, default=1e-4)

@@ -36,7 +36,7 @@ _USED = {
     *("eos_tokens", "data_type", "tensor_parallel_size", "rollout_vllm_logprobs_mode"),
 }
 _WITHOUT_EFFECT = {"kv_cache_size", "return_logprobs"}
-_SAME_AS_DEFAULT = {"data_parallel_size": 1}  # besides the default
+_SAME_AS_DEFAULT = {"data_parallel_size": 1}  # values that mean the default
 _CHECKED_TOKENS = 16
 _LARGE_DIFFERENCE = 0.1  # nats; bfloat16 differs by a few hundredths
 

@@ -283,7 +283,7 @@ def test_grpo_of_the_example_is_exactly_on_policy(capsys):
     spec.loader.exec_module(example)
     with LLM("forge-tiny", **example.OPTIONS) as llm:
         original = llm.leaves
-        results = example.train(llm, steps=3, count=2, samples=4, learning_rate=1e-4)
+        results = example.train(llm, steps=3, count=4, samples=4, learning_rate=1e-4)
         assert [kl for _, kl in results] == [0.0, 0.0, 0.0]
         assert capsys.readouterr().out.count("KL 0.0\n") == 3
         assert llm.weight_version == 4  # the actor's first weights, and three updates
