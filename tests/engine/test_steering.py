@@ -309,12 +309,15 @@ async def tokens(engine, *chosen) -> tuple[int, ...]:
     return tuple(token for delta in deltas for token in delta.token_ids)
 
 
-async def test_thread_engine_steers(llm, short_stories, vectors):
+async def test_thread_engine_steers_also_after_a_sleep(llm, short_stories, vectors):
     wanted = [o.outputs[0].token_ids for o in run(llm, [IDS] * 2, [SCORED, steered(ONE)])]
     config = EngineConfig.from_options(model=str(short_stories), **OPTIONS, **vectors[1])
     engine = await asyncio.to_thread(Engine.load, config)
     engine.start()
     try:
+        assert await asyncio.gather(tokens(engine), tokens(engine, ONE)) == wanted
+        await engine.control.sleep()
+        await engine.control.wake_up()
         assert await asyncio.gather(tokens(engine), tokens(engine, ONE)) == wanted
     finally:
         await engine.stop()
