@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from forge_jax import LLM, ModelError, RequestOutput, SamplingParams, load, score
-from forge_jax.scoring import ScoreOptions
+from forge_jax.scoring import ScoreOptions, served_logits
 from forge_jax.testing import core_of, drafts_always_pay
 
 pytestmark = pytest.mark.slow
@@ -273,6 +273,30 @@ def test_gradient_is_that_of_the_dense_forward_pass(short_stories):
     direction = jax.random.normal(jax.random.key(1), leaf.shape) * 1e-2
     slope = (loss(leaf + direction) - loss(leaf - direction)) / 2
     assert float(slope) == pytest.approx(float((jax.grad(loss)(leaf) * direction).sum()), rel=1e-2)
+
+
+def test_served_logits_have_the_bits_and_the_gradient_of_score(float32):
+    model, options = float32.model, float32.score_options
+    tokens = jnp.array([[5, 9, 20, 33, 8, 7, 6], [7, 6, 5, 4, 3, 2, 1]], jnp.int32)
+    after = tokens[:, 1:, None]
+
+    def by_logits(leaves: Any) -> jax.Array:
+        logits = served_logits(model, leaves, tokens, options)[:, :-1]
+        chosen = jnp.take_along_axis(logits, after, axis=2)[..., 0]
+        return chosen - jax.nn.logsumexp(logits, axis=2)
+
+    def by_score(leaves: Any) -> jax.Array:
+        return score(model, leaves, tokens, options=options)[:, 1:]
+
+    leaves = float32.leaves
+    assert np.array_equal(jax.jit(by_logits)(leaves), jax.jit(by_score)(leaves))
+    one, other = (
+        jax.jit(jax.grad(lambda x, f=f: f(x).sum()))(leaves) for f in (by_logits, by_score)
+    )
+    for name, a, b in zip(model.names, one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=name)
+    with pytest.raises(ValueError, match="raise max_model_len"):
+        served_logits(model, leaves, jnp.ones((1, options.max_len + 1), jnp.int32), options)
 
 
 def test_gradient_computes_the_logits_of_a_few_rows_at_a_time():
