@@ -177,12 +177,14 @@ def test_cache_names_never_collide():
 def test_schedules_with_preemption_drafts_and_chunks_give_the_same_tokens(
     llm, short_stories, vectors
 ):
-    params = [replace(steered(*chosen), prompt_logprobs=None) for chosen in STEERED]
+    longer = replace(SCORED, prompt_logprobs=None, max_tokens=60)
+    params = [steered(*chosen, params=longer) for chosen in STEERED]
     prompts = [LONG, LONG, IDS, LONG[::-1]]
     wanted = [each.outputs[0].token_ids for each in run(llm, prompts, params)]
-    options = OPTIONS | {"num_blocks": 14, "prefill_chunk_size": 16, "speculation": "ngram"}
+    options = OPTIONS | {"num_blocks": 18, "prefill_chunk_size": 16, "speculation": "ngram"}
     with LLM(short_stories, **options, **vectors[1], block_size=16) as other:
         found = [each.outputs[0].token_ids for each in run(other, prompts, params)]
+        assert core_of(other).scheduler.num_preemptions
     assert found == wanted
 
 
