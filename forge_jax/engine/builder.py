@@ -240,16 +240,11 @@ def make_design(
             _check_adapters(config, model, lora)
         steering = _read_steering(config, spec)
         draft = _choose_draft(config, model, kernels, device)
-        sizes = Sizes.choose(
-            Residents(
-                config=config,
-                model=model,
-                device=device,
-                draft=draft,
-                lora=lora,
-                steering=None if steering is None else steering.shape,
-            )
+        vectors = None if steering is None else steering.shape
+        residents = Residents(
+            config=config, model=model, device=device, draft=draft, lora=lora, steering=vectors
         )
+        sizes = Sizes.choose(residents)
         use_compilation_cache(config)
     return Design(
         config=config,

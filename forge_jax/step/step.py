@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from forge_jax.config import Verification
 from forge_jax.models.kv import KV, first_paged
 from forge_jax.models.lora import Lora
+from forge_jax.models.probe import Probe
 from forge_jax.models.steering import SteeringShape
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import inputs as meta_bits
@@ -94,11 +95,7 @@ def make_step(
             slots = _take_blocks(slots, m)
             num_kv = first_paged(kv).shape[0] * block_size
             batch = _batch(shape, m, slots, block_size, num_kv)
-            probe = None
-            if steering is not None and slots.steering is not None:
-                leaves, stack = leaves[:-1], leaves[-1]
-                seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
-                probe = steering.probe(stack, slots.steering[m.slot], seq)
+            leaves, probe = _split_steering(leaves, slots, shape, m, steering)
             leaves, lora = _split_adapters(leaves, slots, batch, len(model.leaves))
         kv, hidden = model.forward(
             leaves,
@@ -120,16 +117,12 @@ def make_step(
         )
         if probe is not None:
             probe.finish(model.spec.architecture)
-        pooled = None
-        if sums is not None:
-            with jax.named_scope("pool"):
-                pooled = _pool(shape, m, hidden, sums)
+        pooled = None if sums is None else _pool(shape, m, hidden, sums)
         with jax.named_scope("rows"):
             hidden = embed(hidden, m.row_token)
         rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
-        drafts = None
-        if verification == "rejection" and shape.max_drafts:
-            drafts = _drafts(shape, m, batch.tokens, proposed)
+        rejects = verification == "rejection" and shape.max_drafts
+        drafts = _drafts(shape, m, batch.tokens, proposed) if rejects else None
         with jax.named_scope("sample"):
             slots, out = _sample_rows(shape, slots, m, rows, masks, batch, sampler, drafts)
         return (kv, slots, out) if pooled is None else (kv, slots, out, pooled)
@@ -173,6 +166,19 @@ def _batch(shape: StepShape, m: StepInputs, slots: Slots, block_size: int, num_k
     return _Batch(tokens, positions, slot_mapping, slot, tables, kv_lens)
 
 
+def _split_steering(
+    leaves: tuple[jax.Array, ...],
+    slots: Slots,
+    shape: StepShape,
+    m: StepInputs,
+    steering: SteeringShape | None,
+) -> tuple[tuple[jax.Array, ...], Probe | None]:
+    if steering is None or slots.steering is None:
+        return leaves, None
+    seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
+    return leaves[:-1], steering.probe(leaves[-1], slots.steering[m.slot], seq)
+
+
 def _split_adapters(
     leaves: tuple[jax.Array, ...], slots: Slots, batch: _Batch, num_weights: int
 ) -> tuple[tuple[jax.Array, ...], Lora | None]:
@@ -181,6 +187,7 @@ def _split_adapters(
     return leaves[:num_weights], Lora(leaves[num_weights:], slots.lora[batch.slot])
 
 
+@jax.named_scope("pool")
 def _pool(
     shape: StepShape,
     m: StepInputs,
