@@ -29,6 +29,7 @@ from forge_jax.engine.validation import (
 from forge_jax.errors import EngineError, ForgeError, GrammarError, StepError
 from forge_jax.grammar.spec import refused
 from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.cache_events import CacheEvent, CacheEvents
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, StepResult
 from forge_jax.schedule.request import LoraRef, Request, Sequence
@@ -168,6 +169,7 @@ class EngineCore:
         self._tick = _Tick()
         self._failed = False
         self._paused = False
+        self._publish: Callable[[list[CacheEvent]], None] | None = None
         self._clock = clock
         self._progress_s = clock()
 
@@ -298,6 +300,8 @@ class EngineCore:
                         self._give_up(seq, error)
         self._tick = _Tick()  # drop references to sequences that may have ended
         self._failed = False
+        if self._publish is not None:
+            self._publish_events()
         return outputs
 
     # ---- pauses ----------------------------------------------------------------------------------
@@ -329,6 +333,23 @@ class EngineCore:
     def abort_all(self) -> None:
         for request_id in self.scheduler.request_ids():
             self.abort(request_id)
+    # ---- events of the prefix cache --------------------------------------------------------------
+
+    def publish_events(self, publish: Callable[[list[CacheEvent]], None]) -> None:
+        """Call `publish` with the prefix cache's events after each tick that has any.
+
+        It is called in the thread of `tick`, and must not block. Call this method before the first
+        tick.
+        """
+        self.scheduler.pool.events = CacheEvents()
+        self._publish = publish
+
+    def _publish_events(self) -> None:
+        events = self.scheduler.pool.events
+        assert events is not None and self._publish is not None
+        taken = events.take()
+        if taken:
+            self._publish(taken)
 
     # ---- new weights -----------------------------------------------------------------------------
 
@@ -366,6 +387,8 @@ class EngineCore:
         elif in_flight == "restart":
             for request in self.scheduler.requests():
                 self._restart(request)
+        if self._publish is not None:
+            self._publish_events()  # now, because there may be no further tick
 
     def _settle(self) -> None:
         """Read and commit the step in flight, if any. The next tick returns its deltas.

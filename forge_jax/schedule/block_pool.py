@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from forge_jax.schedule.cache_events import CacheEvents
+
 Eviction = Literal["lru", "fifo"]
 
 
@@ -32,6 +34,9 @@ class BlockPool:
 
     `eviction` selects the cached block to evict when no free one is left: the least recently used,
     or the one registered first.
+
+    Attributes:
+      events: records evictions and resets. `PrefixCache` records registrations. None: no events.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class BlockPool:
         self.queried_tokens = 0  # tokens looked up at admissions
         self.hit_tokens = 0  # tokens among them that were found
         self.num_evictions = 0
+        self.events: CacheEvents | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -63,6 +69,8 @@ class BlockPool:
         self._ages = [0] * self.num_blocks
         self._oldest: list[tuple[int, int]] = []  # heap of (age, block)
         self._queued_ages = [0] * self.num_blocks  # the age under which a block is in the heap
+        if self.events is not None:
+            self.events.cleared()
 
     @property
     def num_free(self) -> int:
@@ -167,16 +175,24 @@ class BlockPool:
                 self._queued_ages[block] = self._ages[block]
                 heapq.heappush(self._oldest, (self._ages[block], block))
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Make a full block findable. If another block already has this hash, that one stays."""
+    def register(self, block: int, block_hash: bytes) -> bool:
+        """Make a full block findable, and return True.
+
+        If another block already has this hash, that one stays. The result is then False.
+        """
         if not self.prefix_cache or block_hash in self._index:
-            return
+            return False
         assert self._refs[block] > 0, f"block {block} is registered but unreferenced"
         assert self._hashes[block] is None, f"block {block} is registered twice"
         self._index[block_hash] = block
         self._hashes[block] = block_hash
         self._num_registered += 1
         self._ages[block] = self._num_registered
+        return True
+
+    def cached_hashes(self) -> set[bytes]:
+        """Return the hashes of all registered blocks. Takes O(num_blocks)."""
+        return set(self._index)
 
     def evict_all(self) -> None:
         """Empty the prefix cache, except for blocks that sequences hold."""
@@ -209,6 +225,8 @@ class BlockPool:
         del self._index[block_hash]
         self._hashes[block] = None
         self.num_evictions += 1
+        if self.events is not None:
+            self.events.removed(block_hash)
         return block
 
     def _pop_oldest(self) -> int:

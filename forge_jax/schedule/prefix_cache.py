@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.cache_events import CacheEvents
 from forge_jax.schedule.request import Sequence
 
 
@@ -40,21 +41,50 @@ class PrefixCache:
         """
         while len(seq.block_hashes) < num_full:
             self.hash_next_block(seq, more)
-        if seen:
-            for index in range(seq.num_registered, num_full):
-                self._pool.register(seq.blocks[index], seq.block_hashes[index])
-            seq.num_registered = num_full
+        if not seen:
+            return
+        stored: list[int] = []  # indices of blocks that were not registered before
+        for index in range(seq.num_registered, num_full):
+            if self._pool.register(seq.blocks[index], seq.block_hashes[index]):
+                stored.append(index)
+        seq.num_registered = num_full
+        if stored and self._pool.events is not None:
+            self._record(self._pool.events, seq, stored, more)
 
     def hash_next_block(self, seq: Sequence, more: Seq[int] = ()) -> None:
         """Append to `seq.block_hashes`. The block must be full, including the tokens of `more`."""
-        hashes, block_size, known = seq.block_hashes, self._pool.block_size, len(seq.tokens)
-        start = len(hashes) * block_size
+        hashes = seq.block_hashes
+        tokens = self._tokens(seq, len(hashes), more)
+        parent = hashes[-1] if hashes else None
+        hashes.append(self._pool.hash_block(parent, tokens, seq.salt))
+
+    def _record(
+        self, events: CacheEvents, seq: Sequence, stored: list[int], more: Seq[int]
+    ) -> None:
+        """Record one event for each run of consecutive blocks in `stored`."""
+        hashes, lora = seq.block_hashes, seq.request.lora
+        begin = 0
+        for end in range(1, len(stored) + 1):
+            if end < len(stored) and stored[end] == stored[end - 1] + 1:
+                continue
+            run, begin = stored[begin:end], end
+            events.stored(
+                [hashes[index] for index in run],
+                hashes[run[0] - 1] if run[0] else None,
+                [token for index in run for token in self._tokens(seq, index, more)],
+                self._pool.block_size,
+                None if lora is None else lora.name,
+            )
+
+    def _tokens(self, seq: Sequence, index: int, more: Seq[int]) -> list[int]:
+        """Return the tokens of block `index`, which is full including the tokens of `more`."""
+        block_size, known = self._pool.block_size, len(seq.tokens)
+        start = index * block_size
         tokens = seq.tokens[start : start + block_size]
         if len(tokens) < block_size:
             tokens += more[max(start - known, 0) : max(start + block_size - known, 0)]
         assert len(tokens) == block_size, "only full blocks have a hash"
-        parent = hashes[-1] if hashes else None
-        hashes.append(self._pool.hash_block(parent, tokens, seq.salt))
+        return tokens
 
     def _hashes(self, seq: Sequence, count: int) -> Iterator[bytes]:
         """Yield the hashes of the first `count` blocks, computing missing ones on demand."""
