@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_jax.config import EngineConfig, Pooling, python_names
+from forge_jax.config.kv_events import read_kv_events
 from forge_jax.engine.adapters import Adapters, LoadedAdapter
 from forge_jax.engine.builder import assemble
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.validation import check_in_flight, new_version, versioned
-from forge_jax.errors import ModelError, RequestError
+from forge_jax.errors import ConfigError, ModelError, RequestError
 from forge_jax.host.progress import bar_of
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
@@ -60,7 +61,12 @@ class LLM:
         with python_names():
             # Offline calls have no inter-token latency to protect.
             options.setdefault("itl_target_ms", 0)
-            self._start(assemble(EngineConfig.from_options(model=str(model), **options)))
+            config = EngineConfig.from_options(model=str(model), **options)
+            if read_kv_events(config.cache.kv_events_config) is not None:
+                raise ConfigError(
+                    "--kv-events-config: LLM does not publish events: omit it, or use a server"
+                )
+            self._start(assemble(config))
 
     @classmethod
     def from_pretrained(cls, model: str, **options: Any) -> LLM:

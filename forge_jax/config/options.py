@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from forge_jax.config.aliases import ALIASES, IMPLIED, our_options
+from forge_jax.config.kv_events import read_kv_events
 from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import ConfigError, ForgeError
 
@@ -172,6 +173,12 @@ class CacheConfig:
         "lru",
         "eviction policy of the prefix cache: least recently used block first (lru), or the block "
         "cached first (fifo)",
+    )
+    kv_events_config: str | None = option(
+        None,
+        "publish the prefix cache's changes over ZeroMQ, for routers: vLLM's JSON settings, as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Requires the extra events. '
+        "Default: off",
     )
 
 
@@ -352,6 +359,7 @@ class EngineConfig:
                 "remove one of them"
             )
         _check_itl_target(self)
+        _check_kv_events(self.cache)
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
@@ -593,6 +601,16 @@ def _split_name(option: str, flag: str, what: str) -> tuple[str, str]:
             f"._:/@+-, not {option!r}"
         )
     return name, path
+
+
+def _check_kv_events(cache: CacheConfig) -> None:
+    if read_kv_events(cache.kv_events_config) is None:
+        return
+    if not cache.prefix_cache or cache.kv_cache != "paged":
+        raise ConfigError(
+            "--kv-events-config publishes the prefix cache: omit --no-prefix-cache and "
+            "--kv-cache contiguous, or omit this flag"
+        )
 
 
 def _check_types(section: Any) -> None:

@@ -81,6 +81,7 @@ class EngineStats:
     sleeping: bool = False  # also, weights or KV cache are not on the device
     weight_version: int = 0  # of the current weights
     speculation: SpeculationStats | None = None  # None: off
+    dropped_kv_event_batches: int | None = None  # None: KV events are off
 
 
 class AsyncEngine(ABC):

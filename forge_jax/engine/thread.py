@@ -35,6 +35,7 @@ from forge_jax.engine.control import Control
 from forge_jax.engine.core import EngineCore, Outputs
 from forge_jax.engine.gate import Gate
 from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.engine.kv_events import Publisher
 from forge_jax.engine.lifecycle import Lifecycle
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.preparation import Preparation
@@ -44,6 +45,7 @@ from forge_jax.errors import EngineError, ForgeError, ModelError, RequestError
 from forge_jax.host import supervise
 from forge_jax.host.panics import is_panic
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.cache_events import CacheEvent
 from forge_jax.schedule.request import Request
 from forge_jax.telemetry.engine_state import Capture, EngineState
 from forge_jax.telemetry.spans import span
@@ -65,7 +67,12 @@ log = logging.getLogger(__name__)
 class Engine(AsyncEngine):
     """An engine in a thread of this process, for asyncio programs. Create it with `load`."""
 
-    def __init__(self, parts: EngineParts, queue_limits: QueueLimits | None = None):
+    def __init__(
+        self,
+        parts: EngineParts,
+        queue_limits: QueueLimits | None = None,
+        publisher: Publisher | None = None,
+    ):
         super().__init__(rng=parts.rng, clock=parts.clock, queue_limits=queue_limits)
         self.name = parts.name
         self.max_model_len = parts.max_model_len
@@ -90,6 +97,9 @@ class Engine(AsyncEngine):
         self._control = Control(parts, self._thread)
         self._preparation = Preparation(parts, self._thread.send, self.streams.deliver)
         self._recorder: Recorder | None = None  # created for the first profile
+        self._publisher = publisher
+        if publisher is not None:
+            self.publish_events(publisher.publish)
 
     @classmethod
     def load(
@@ -97,6 +107,8 @@ class Engine(AsyncEngine):
         config: EngineConfig,
         startup: StartupTimes | None = None,
         queue_limits: QueueLimits | None = None,
+        *,
+        publishes: bool = True,
     ) -> Engine:
         """Load the model and compile its first executables. Block until the engine can serve.
 
@@ -105,6 +117,7 @@ class Engine(AsyncEngine):
 
         Args:
           startup: the record of startup phases. Default: a new one.
+          publishes: apply `kv_events_config`. False if the caller publishes the events.
 
         Raises:
           ModelError: if the model cannot be served. The message names the reason.
@@ -124,7 +137,8 @@ class Engine(AsyncEngine):
             from forge_jax.engine.builder import assemble
 
             startup.reached("import")
-            return cls(assemble(config, startup, folder), queue_limits)
+            publisher = Publisher.of(config) if publishes else None
+            return cls(assemble(config, startup, folder), queue_limits, publisher)
 
     @classmethod
     def fake(
@@ -135,6 +149,7 @@ class Engine(AsyncEngine):
         check: bool = False,
         config: EngineConfig | None = None,
         queue_limits: QueueLimits | None = None,
+        publishes: bool = True,
     ) -> Engine:
         """Return an engine on a fake device: no weights, a byte tokenizer, deterministic text.
 
@@ -143,15 +158,21 @@ class Engine(AsyncEngine):
         """
         from forge_jax.engine.fake import assemble_fake
 
+        config = config or EngineConfig()
         return cls(
             assemble_fake(
-                config or EngineConfig(),
+                config,
                 step_time_s=step_time_s,
                 max_model_len=max_model_len,
                 check=check,
             ),
             queue_limits,
+            Publisher.of(config) if publishes else None,
         )
+
+    def publish_events(self, publish: Callable[[list[CacheEvent]], None]) -> None:
+        """Pass the prefix cache's events to `publish`, in its thread. Call it before `start`."""
+        self._core.publish_events(publish)
 
     def start(self) -> None:
         if not self.lifecycle.enter("serving"):
@@ -182,6 +203,8 @@ class Engine(AsyncEngine):
             self.streams.fail(EngineError("the engine has been stopped"))
             if self.grammars is not None:
                 self.grammars.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
         self.lifecycle.enter("stopped")
 
     def abort(self, request_id: str) -> None:
@@ -258,6 +281,9 @@ class Engine(AsyncEngine):
             step_token_budget=scheduler.token_budget,
             expected_step_s=None if scheduler.budget is None else scheduler.budget.expected_s,
             speculation=None if core.speculator is None else core.speculator.stats(),
+            dropped_kv_event_batches=(
+                None if self._publisher is None else self._publisher.num_dropped
+            ),
         )
 
     def _add(self, request: Request) -> None:

@@ -26,7 +26,7 @@ its last token determines the allowed next tokens.
     live_requests.py    the unfinished requests
     backlog.py          sequences without a slot; policy.py: the order of their queue
     slots.py            sequences with a slot: blocks and preemption; block_pool.py: the blocks
-    prefix_cache.py     finds and registers the blocks of sequences
+    prefix_cache.py     finds and registers the blocks of sequences; cache_events.py: its changes
     planner.py          one step, from decodes.py, prefill.py, admission.py and drafts.py
     step_budget.py      remaining capacity of a step; token_budget.py: its size for a latency target
     plan.py             the plan of a step, and its result

@@ -1,4 +1,4 @@
-"""Events of the prefix cache: a reader of the events knows exactly the registered blocks."""
+"""Events of the prefix cache: a reader of the events has exactly the registered blocks."""
 
 from __future__ import annotations
 

@@ -25,12 +25,14 @@ from forge_jax.engine.async_engine import AsyncEngine, EngineStats
 from forge_jax.engine.commands import Abort, Submit
 from forge_jax.engine.fake import fake_chat_template, fake_tokenizer
 from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.engine.kv_events import Publisher
 from forge_jax.engine.process.calls import Calls
 from forge_jax.engine.process.journal import Journal
 from forge_jax.engine.process.launcher import ChildProcess, Launcher, launch
 from forge_jax.engine.process.messages import (
     FromEngine,
     Hello,
+    KVEventBatch,
     Looked,
     LoraLoaded,
     Profiled,
@@ -44,6 +46,7 @@ from forge_jax.engine.process.supervisor import Hooks, Supervisor
 from forge_jax.engine.streams import QueueLimits
 from forge_jax.errors import EngineError, ForgeError, LostAdapterError, OverloadedError, StepError
 from forge_jax.grammar import GrammarCompiler
+from forge_jax.schedule.cache_events import AllBlocksCleared
 from forge_jax.schedule.request import FinishReason, Request
 from forge_jax.telemetry.engine_state import EngineState
 from forge_jax.telemetry.log import LogFormat
@@ -64,11 +67,13 @@ class EngineProcess(AsyncEngine):
         process: ChildProcess,
         *,
         queue_limits: QueueLimits | None = None,
+        publisher: Publisher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         model, hello = start.config.model, process.hello
         super().__init__(rng=random.Random(model.seed), clock=clock, queue_limits=queue_limits)
         self.num_restarts = 0
+        self._publisher = publisher
         self.pooling = model.pooling
         self._journal = Journal()
         self._pauses = contextlib.ExitStack()
@@ -113,8 +118,9 @@ class EngineProcess(AsyncEngine):
           ConfigError: if the configuration does not fit the model or the machine.
           EngineError: if the process could not be started, ended, or froze.
         """
+        publisher = Publisher.of(config)  # before the slow part, because an address may be in use
         start = Start(config, log_format=log_format)
-        return cls(start, launch(start), queue_limits=queue_limits)
+        return cls(start, launch(start), queue_limits=queue_limits, publisher=publisher)
 
     @classmethod
     def fake(
@@ -128,8 +134,9 @@ class EngineProcess(AsyncEngine):
     ) -> EngineProcess:
         """Start a process with an engine on a fake device, like `Engine.fake`."""
         config = config or EngineConfig()
+        publisher = Publisher.of(config)
         start = Start(config, True, step_time_s, max_model_len, log_format=log_format)
-        return cls(start, launch(start), queue_limits=queue_limits)
+        return cls(start, launch(start), queue_limits=queue_limits, publisher=publisher)
 
     @property
     def pid(self) -> int | None:
@@ -157,6 +164,8 @@ class EngineProcess(AsyncEngine):
         await self._supervisor.stop()
         self.streams.fail(EngineError("the engine has been stopped"))
         self._pauses.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
         if self.grammars is not None:
             self.grammars.close()
 
@@ -186,6 +195,9 @@ class EngineProcess(AsyncEngine):
             stalled_s=max(self._stats.stalled_s, self._supervisor.silent_s - 1.0, 0.0),
             restarts=self.num_restarts,
             completed_requests=self.streams.num_completed,
+            dropped_kv_event_batches=(
+                None if self._publisher is None else self._publisher.num_dropped
+            ),
         )
 
     async def look(self) -> EngineState:
@@ -266,6 +278,9 @@ class EngineProcess(AsyncEngine):
                 self.streams.deliver_now(outputs)
             case Stats(stats):
                 self._stats = stats
+            case KVEventBatch(ts, events):
+                if self._publisher is not None:
+                    self._publisher.publish(events, ts)
             case Looked() | Profiled() | LoraLoaded():
                 self._calls.answer(message)
             case _:
@@ -273,6 +288,8 @@ class EngineProcess(AsyncEngine):
 
     def _died(self) -> None:
         self.num_restarts += 1
+        if self._publisher is not None:
+            self._publisher.publish([AllBlocksCleared()])
         self._calls.end(
             OverloadedError(
                 "the engine crashed while it loaded the adapter, and is restarting without "

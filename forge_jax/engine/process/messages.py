@@ -202,6 +202,13 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: EngineStats
 
 
+class KVEventBatch(msgspec.Struct, tag="kv_events"):
+    """Events of the prefix cache in one step."""
+
+    ts: float  # Unix time in seconds
+    events: msgspec.Raw
+
+
 class LoraLoaded(msgspec.Struct, tag="lora_loaded"):
     identity: str
     adapter: LoadedAdapter | None = None
@@ -221,7 +228,9 @@ class Looked(msgspec.Struct, tag="looked"):
     error: WireError | None = None
 
 
-FromEngine = Loading | Hello | Refused | Updates | Stats | LoraLoaded | Profiled | Looked
+FromEngine = (
+    Loading | Hello | Refused | Updates | Stats | KVEventBatch | LoraLoaded | Profiled | Looked
+)
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

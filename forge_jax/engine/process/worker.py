@@ -21,13 +21,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from forge_jax.config.kv_events import read_kv_events
 from forge_jax.engine.async_engine import EngineStats
 from forge_jax.engine.commands import Abort, Submit
 from forge_jax.engine.core import Outputs
+from forge_jax.engine.kv_events import encoded
 from forge_jax.engine.process.messages import (
     Frames,
     FromEngine,
     Hello,
+    KVEventBatch,
     Loading,
     LoadLora,
     Look,
@@ -50,6 +53,7 @@ from forge_jax.engine.streams import last_deltas, samples_of
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, ForgeError, RequestError
 from forge_jax.host import supervise
+from forge_jax.schedule.cache_events import CacheEvent
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.telemetry.log import configure
@@ -150,9 +154,12 @@ class _Worker(asyncio.Protocol):
                     step_time_s=start.fake_step_time_s,
                     max_model_len=start.fake_max_model_len,
                     config=start.config,
+                    publishes=False,
                 )
             else:
-                engine = Engine.load(start.config)
+                engine = Engine.load(start.config, publishes=False)
+            if read_kv_events(start.config.cache.kv_events_config) is not None:
+                engine.publish_events(self._publish)  # the peer's sockets outlive this process
             lost = engine.adapters.restore(start.adapters)
         except BaseException as error:
             refusal = Refused(_wire_error(error, "the model could not be loaded"))
@@ -180,6 +187,13 @@ class _Worker(asyncio.Protocol):
             )
         )
         self._tell_stats()
+
+    def _publish(self, events: list[CacheEvent]) -> None:
+        """Send events to the peer. Called in the engine thread."""
+        self._soon(partial(self._send_events, time.time(), events), "sending KV events")
+
+    def _send_events(self, ts: float, events: list[CacheEvent]) -> None:
+        self._send(KVEventBatch(ts, encoded(events)))
 
     def _tell_of_life(self) -> None:
         """Send the heartbeat until there are stats to send."""

@@ -240,6 +240,13 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
             labels,
             {(): stats.expected_step_s},
         )
+    if stats.dropped_kv_event_batches is not None:
+        yield counter(
+            "forge:kv_event_batches_dropped",
+            "Batches of KV events dropped because the publisher's queue was full",
+            labels,
+            {(): stats.dropped_kv_event_batches},
+        )
     yield from _forge_totals(stats, labels)
 
 

@@ -1,0 +1,142 @@
+"""KV events over ZeroMQ: batches, replay, overload, and crashes of the engine process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import msgspec
+import pytest
+import zmq
+
+from forge_jax import SamplingParams
+from forge_jax.config import EngineConfig
+from forge_jax.config.kv_events import KVEvents
+from forge_jax.engine.kv_events import END, Publisher
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
+from forge_jax.errors import ConfigError
+from forge_jax.schedule.cache_events import AllBlocksCleared, BlockRemoved, public_hash
+
+LOCAL = "tcp://127.0.0.1:*"
+JSON = f'{{"enable_kv_cache_events": true, "endpoint": "{LOCAL}", "replay_endpoint": "{LOCAL}"}}'
+
+
+def replayed(publisher: Publisher, first: int = 0) -> list[tuple[int, list]]:
+    """Return the number and the events of each buffered batch from `first`."""
+    batches: list[tuple[int, list]] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(publisher.replay_endpoint or "")
+        socket.send_multipart((b"", first.to_bytes(8, "big")))
+        while True:
+            _, number, payload = socket.recv_multipart()
+            if number == END:
+                return batches
+            _, events, rank = msgspec.msgpack.decode(payload)
+            assert rank == 0
+            batches.append((int.from_bytes(number, "big"), events))
+
+
+def hashes(batches: list[tuple[int, list]]) -> set[int]:
+    """Return the blocks that remain after the events of all batches."""
+    held: set[int] = set()
+    for _, events in batches:
+        for kind, *fields in events:
+            match kind:
+                case "BlockStored":
+                    held |= set(fields[0])
+                case "BlockRemoved":
+                    held -= set(fields[0])
+                case _:
+                    held.clear()
+    return held
+
+
+async def generate(engine: Engine | EngineProcess, prompt: list[int]) -> None:
+    async for _ in engine.submit(prompt, SamplingParams(max_tokens=8), request_id=f"{prompt[0]}"):
+        pass
+
+
+def test_replay_starts_at_the_requested_number() -> None:
+    publisher = Publisher(KVEvents(endpoint=LOCAL, replay_endpoint=LOCAL, buffer_steps=2))
+    publisher.publish([BlockRemoved([1])])
+    publisher.publish([BlockRemoved([2]), AllBlocksCleared()])
+    removed = [["BlockRemoved", [1], "GPU"]]
+    latest = [["BlockRemoved", [2], "GPU"], ["AllBlocksCleared"]]
+    assert replayed(publisher) == [(1, removed), (2, latest)]
+    assert replayed(publisher, 2) == [(2, latest)]
+    publisher.close()
+
+
+def test_full_queue_drops_batches_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Publisher, "_run", lambda self: None)  # the queue is never emptied
+    publisher = Publisher(KVEvents(endpoint=LOCAL, max_queue_size=2))
+    for _ in range(4):
+        publisher.publish([AllBlocksCleared()])
+    assert publisher.num_dropped == 3  # the publisher itself has sent one
+    publisher._context.destroy(linger=0)
+
+
+async def test_replayed_events_give_the_blocks_of_the_prefix_cache() -> None:
+    config = EngineConfig.from_options(kv_events_config=JSON, num_blocks=12, block_size=8)
+    engine = Engine.fake(config=config, max_model_len=64)
+    engine.start()
+    for first in range(8):
+        await generate(engine, [first + 1] * 30)
+    pool, publisher = engine._core.scheduler.pool, engine._publisher
+    assert publisher is not None
+    assert pool.num_evictions > 0
+    batches = replayed(publisher)
+    assert hashes(batches) == {public_hash(each) for each in pool.cached_hashes()}
+    assert engine.stats().dropped_kv_event_batches == 0
+    await engine.stop()
+
+
+async def test_crash_of_the_engine_process_clears_all_blocks() -> None:
+    engine = EngineProcess.fake(config=EngineConfig.from_options(kv_events_config=JSON))
+    engine.start()
+    await generate(engine, list(range(1, 40)))
+    publisher, pid = engine._publisher, engine.pid
+    assert publisher is not None and pid is not None
+    before = replayed(publisher)
+    assert hashes(before)
+    os.kill(pid, signal.SIGKILL)
+    await generate(engine, list(range(60, 100)))
+    after = replayed(publisher, len(before))
+    assert after[0] == (len(before), [["AllBlocksCleared"]])
+    assert hashes(after)
+    await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("no", "must be a JSON object"),
+        ('{"endpoint": "5557"}', r"\$\.endpoint"),
+        ('{"buffer_steps": 0}', r"\$\.buffer_steps"),
+        ('{"hwm": "x"}', r"\$\.hwm"),
+        ('{"host": "x"}', "unknown field `host`"),
+    ],
+)
+def test_invalid_settings_are_rejected_by_name(text: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        EngineConfig.from_options(kv_events_config=text)
+
+
+def test_events_without_a_prefix_cache_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="prefix_cache=False"):
+        EngineConfig.from_options(kv_events_config=JSON, prefix_cache=False)
+
+
+def test_address_in_use_is_named() -> None:
+    publisher = Publisher(KVEvents(endpoint=LOCAL))
+    with pytest.raises(ConfigError, match="replay_endpoint tcp"):
+        Publisher(KVEvents(endpoint=LOCAL, replay_endpoint=publisher.endpoint))
+    publisher.close()
+
+
+def test_missing_pyzmq_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ConfigError, match=r"forge-jax\[events\]"):
+        Publisher(KVEvents())
