@@ -70,11 +70,10 @@ class Publisher:
         self.endpoint = self._open(self._pub, "endpoint", config.endpoint)
         self.replay_endpoint: str | None = None
         if config.replay_endpoint is not None:
-            self._replay = self._context.socket(zmq.ROUTER)
-            self._replay.set_hwm(config.buffer_steps + 1)
-            self.replay_endpoint = self._open(
-                self._replay, "replay_endpoint", config.replay_endpoint, binds=True
-            )
+            self._replay = replay = self._context.socket(zmq.ROUTER)
+            replay.set_hwm(config.buffer_steps + 1)
+            address = config.replay_endpoint
+            self.replay_endpoint = self._open(replay, "replay_endpoint", address, binds=True)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self.publish([AllBlocksCleared()])

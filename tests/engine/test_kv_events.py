@@ -69,6 +69,24 @@ def test_replay_starts_at_the_requested_number() -> None:
     publisher.close()
 
 
+def test_subscriber_fills_a_gap_by_replay() -> None:
+    publisher = Publisher(KVEvents(endpoint=LOCAL, replay_endpoint=LOCAL, topic="kv"))
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe("kv")
+        socket.connect(publisher.endpoint)
+        number = 0
+        while not socket.poll(20):  # messages before the connection are lost
+            number += 1
+            publisher.publish([BlockRemoved([number])])
+        topic, first, payload = socket.recv_multipart()
+    missed = int.from_bytes(first, "big")
+    assert topic == b"kv" and missed > 0
+    batches = replayed(publisher)
+    assert [each for each, _ in batches] == list(range(number + 1))
+    assert batches[missed][1] == msgspec.msgpack.decode(payload)[1]
+    publisher.close()
+
+
 def test_full_queue_drops_batches_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Publisher, "_run", lambda self: None)  # the queue is never emptied
     publisher = Publisher(KVEvents(endpoint=LOCAL, max_queue_size=2))
@@ -91,6 +109,25 @@ async def test_replayed_events_give_the_blocks_of_the_prefix_cache() -> None:
     assert hashes(batches) == {public_hash(each) for each in pool.cached_hashes()}
     assert engine.stats().dropped_kv_event_batches == 0
     await engine.stop()
+
+
+async def test_new_weights_clear_all_blocks() -> None:
+    engine = Engine.fake(config=EngineConfig.from_options(kv_events_config=JSON))
+    engine.start()
+    await generate(engine, list(range(1, 40)))
+    publisher, core = engine._publisher, engine._core
+    assert publisher is not None
+    before = replayed(publisher)
+    assert hashes(before)
+    engine._thread.between_steps(lambda: core.update_weights(lambda: None, 1, "keep"))
+    assert replayed(publisher, len(before)) == [(len(before), [["AllBlocksCleared"]])]
+    await engine.stop()
+
+
+async def test_engine_without_the_flag_records_no_events() -> None:
+    engine = Engine.fake()
+    assert engine._core.scheduler.pool.events is None
+    assert engine.stats().dropped_kv_event_batches is None
 
 
 async def test_crash_of_the_engine_process_clears_all_blocks() -> None:
