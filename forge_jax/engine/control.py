@@ -107,7 +107,7 @@ class Control:
           running: also recompute the keys and values of running requests.
         """
         core = self._core
-        await self._in_thread(core.drop_kv if running else core.scheduler.pool.evict_all)
+        await self._in_thread(core.drop_kv if running else core.empty_prefix_cache)
 
     def weights_installed(self) -> None:
         """Note that an update has put weights on the device. Call it in the engine thread."""

@@ -300,8 +300,7 @@ class EngineCore:
                         self._give_up(seq, error)
         self._tick = _Tick()  # drop references to sequences that may have ended
         self._failed = False
-        if self._publish is not None:
-            self._publish_events()
+        self._publish_events()
         return outputs
 
     # ---- pauses ----------------------------------------------------------------------------------
@@ -329,10 +328,17 @@ class EngineCore:
         if self.speculator is not None:
             self.speculator.reset()
         self.scheduler.recover()
+        self._publish_events()  # now, because there may be no further tick
+
+    def empty_prefix_cache(self) -> None:
+        """Empty the prefix cache, except for blocks of running requests."""
+        self.scheduler.pool.evict_all()
+        self._publish_events()
 
     def abort_all(self) -> None:
         for request_id in self.scheduler.request_ids():
             self.abort(request_id)
+
     # ---- events of the prefix cache --------------------------------------------------------------
 
     def publish_events(self, publish: Callable[[list[CacheEvent]], None]) -> None:
@@ -346,9 +352,8 @@ class EngineCore:
 
     def _publish_events(self) -> None:
         events = self.scheduler.pool.events
-        assert events is not None and self._publish is not None
-        taken = events.take()
-        if taken:
+        taken = [] if events is None else events.take()
+        if taken and self._publish is not None:
             self._publish(taken)
 
     # ---- new weights -----------------------------------------------------------------------------
@@ -387,8 +392,6 @@ class EngineCore:
         elif in_flight == "restart":
             for request in self.scheduler.requests():
                 self._restart(request)
-        if self._publish is not None:
-            self._publish_events()  # now, because there may be no further tick
 
     def _settle(self) -> None:
         """Read and commit the step in flight, if any. The next tick returns its deltas.

@@ -124,6 +124,21 @@ async def test_new_weights_clear_all_blocks() -> None:
     await engine.stop()
 
 
+async def test_blocks_leave_at_once_in_a_pause() -> None:
+    engine = Engine.fake(config=EngineConfig.from_options(kv_events_config=JSON))
+    engine.start()
+    await generate(engine, list(range(1, 40)))
+    await engine.control.pause()
+    publisher = engine._publisher
+    assert publisher is not None
+    assert hashes(replayed(publisher))
+    await engine.control.reset_prefix_cache()
+    assert not hashes(replayed(publisher))
+    await engine.control.sleep()
+    assert replayed(publisher)[-1][1] == [["AllBlocksCleared"]]
+    await engine.stop()
+
+
 async def test_engine_without_the_flag_records_no_events() -> None:
     engine = Engine.fake()
     assert engine._core.scheduler.pool.events is None
