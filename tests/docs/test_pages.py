@@ -153,8 +153,9 @@ def helps():
 
     def help_of(program: str) -> str:
         if program not in known:
+            every = "--help=all" if program.startswith("forge_serve") else "--help"
             done = subprocess.run(
-                [sys.executable, "-m", *program.split(), "--help"],
+                [sys.executable, "-m", *program.split(), every],
                 cwd=ROOT, capture_output=True, text=True, timeout=120,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ from forge_serve.openai.requests import (
     GenerateRequest,
     GenerationRequest,
     Message,
+    SteeringRequest,
     StreamOptions,
     TokenizeRequest,
     ToolCall,
@@ -104,6 +105,7 @@ VALID: dict[type, dict[str, Any]] = {
     Message: {"role": "user", "content": f"the dog {SENTINEL}"},
     ContentPart: {"type": "text", "text": f"the dog {SENTINEL}"},
     StreamOptions: {"include_usage": True},
+    SteeringRequest: {"name": "calm"},
 }
 
 

@@ -20,6 +20,7 @@ from forge_jax.errors import RequestError
 from forge_jax.host.files import short_repr
 from forge_jax.sampling_params import (
     BIAS,
+    LAYER,
     RANGES,
     STEERING_SCALE,
     TOKEN_ID,
@@ -90,7 +91,7 @@ class SteeringRequest(msgspec.Struct):
     name: str
     scale: Annotated[float | None, rule(**number(STEERING_SCALE))] = None  # default: 1
     # Indices of layers. Default: all, if the vector has values for each layer.
-    layers: Annotated[list[int] | None, rule(minItems=1)] = None
+    layers: Annotated[list[Annotated[int, rule(**number(LAYER))]] | None, rule(minItems=1)] = None
 
     def vector(self) -> SteeringVector:
         """Return the engine's steering vector. Raise `RequestError` if a value is out of range."""

@@ -48,6 +48,9 @@ class CompactRequest(ResponsesRequest, kw_only=True):
         for name in ("stream", "background"):
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported on this endpoint: omit it", param=name)
+        choice = self.tool_choice  # no tool is called, but an unknown choice is a mistake
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+            raise RequestError("tool_choice must be none, auto or required", param="tool_choice")
         ResponsesRequest.check(self)
 
     def chat(self, previous: Turn | None, *, kept: bool) -> ResponsesChat:
