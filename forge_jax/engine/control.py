@@ -1,4 +1,4 @@
-"""Pauses and sleep of an engine in a thread, for a trainer that replaces its weights.
+"""Pause an engine, and free its device memory, while a trainer replaces its weights.
 
 A paused engine computes no step. Requests that arrive meanwhile wait at the gate, and start after
 `resume`. A sleeping engine is paused, and has freed the memory of its weights and KV cache.

@@ -12,7 +12,9 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -80,14 +82,23 @@ class Publisher:
         self._thread = supervise.start_thread(self._run, "the publisher of KV events", _failed)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Publisher | None:
-        """Return the publisher of `--kv-events-config`; None if events are off.
+    @contextmanager
+    def started(cls, config: EngineConfig) -> Iterator[Publisher | None]:
+        """Yield the publisher of `--kv-events-config`, for an engine that the block creates.
+
+        It is None if events are off. If the block raises, the publisher is closed.
 
         Raises:
           ConfigError: if pyzmq is missing, or an endpoint cannot be used.
         """
         events = read_kv_events(config.cache.kv_events_config)
-        return None if events is None else cls(events)
+        publisher = None if events is None else cls(events)
+        try:
+            yield publisher
+        except BaseException:
+            if publisher is not None:
+                publisher.close()
+            raise
 
     def publish(self, events: Seq[CacheEvent] | msgspec.Raw, ts: float | None = None) -> None:
         """Queue a batch. If the queue is full, drop it. Call it from one thread at a time.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Offload:
     """Moves the arrays of one engine off the device and back. Call it while no step is in flight.
 
-    LoRA adapters stay on the device. A draft model with weights of its own is always kept on the
+    LoRA adapters stay on the device. The weights of a separate draft model are always copied to the
     host, because updates do not replace them.
     """
 
@@ -70,7 +70,7 @@ class Offload:
         self.restore_draft()
 
     def restore_draft(self) -> None:
-        """Put the weights of a draft model of its own back on the device."""
+        """Put the weights of a separate draft model back on the device."""
         if self._draft_leaves is None:
             return
         assert self._draft_model is not None

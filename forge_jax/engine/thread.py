@@ -137,8 +137,10 @@ class Engine(AsyncEngine):
             from forge_jax.engine.builder import assemble
 
             startup.reached("import")
-            publisher = Publisher.of(config) if publishes else None
-            return cls(assemble(config, startup, folder), queue_limits, publisher)
+            if not publishes:
+                return cls(assemble(config, startup, folder), queue_limits)
+            with Publisher.started(config) as publisher:
+                return cls(assemble(config, startup, folder), queue_limits, publisher)
 
     @classmethod
     def fake(
@@ -159,16 +161,13 @@ class Engine(AsyncEngine):
         from forge_jax.engine.fake import assemble_fake
 
         config = config or EngineConfig()
-        return cls(
-            assemble_fake(
-                config,
-                step_time_s=step_time_s,
-                max_model_len=max_model_len,
-                check=check,
-            ),
-            queue_limits,
-            Publisher.of(config) if publishes else None,
+        parts = assemble_fake(
+            config, step_time_s=step_time_s, max_model_len=max_model_len, check=check
         )
+        if not publishes:
+            return cls(parts, queue_limits)
+        with Publisher.started(config) as publisher:
+            return cls(parts, queue_limits, publisher)
 
     def publish_events(self, publish: Callable[[list[CacheEvent]], None]) -> None:
         """Pass the prefix cache's events to `publish`, in its thread. Call it before `start`."""

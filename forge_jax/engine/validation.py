@@ -22,7 +22,7 @@ class Steering(NamedTuple):
     """The steering vectors that requests can select."""
 
     layers: int  # of the model
-    one_vector: dict[str, bool]  # by name: True if it has no layers of its own
+    one_vector: dict[str, bool]  # by name: True if all layers share one vector
     digest: str  # hash of names and values
 
 

@@ -16,7 +16,7 @@ from forge_jax.config.kv_events import KVEvents
 from forge_jax.engine.kv_events import END, Publisher
 from forge_jax.engine.process.client import EngineProcess
 from forge_jax.engine.thread import Engine
-from forge_jax.errors import ConfigError
+from forge_jax.errors import ConfigError, ModelError
 from forge_jax.schedule.cache_events import AllBlocksCleared, BlockRemoved, public_hash
 
 LOCAL = "tcp://127.0.0.1:*"
@@ -192,3 +192,14 @@ def test_missing_pyzmq_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"forge-jax\[events\]"):
         Publisher(KVEvents())
+
+
+@pytest.mark.parametrize("load", [Engine.load, EngineProcess.load])
+def test_failed_start_frees_the_address(load, tmp_path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    text = f'{{"enable_kv_cache_events": true, "endpoint": "tcp://*:{port}"}}'
+    config = EngineConfig.from_options(model=str(tmp_path), kv_events_config=text)
+    for _ in range(2):  # a ConfigError of the address would replace the second
+        with pytest.raises(ModelError, match=r"no config\.json"):
+            load(config)

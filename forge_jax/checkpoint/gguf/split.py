@@ -86,7 +86,7 @@ def part_files(file: Path) -> list[Path]:
 
 
 def first_files(files: Iterable[Path]) -> list[Path]:
-    """Return files without those that are later parts of a model among them."""
+    """Return the sorted files without later parts of a model whose first part is listed."""
     listed = sorted(files)
     return [
         file for file in listed if (first := part_files(file)[0]) == file or first not in listed

@@ -118,9 +118,9 @@ class EngineProcess(AsyncEngine):
           ConfigError: if the configuration does not fit the model or the machine.
           EngineError: if the process could not be started, ended, or froze.
         """
-        publisher = Publisher.of(config)  # before the slow part, because an address may be in use
         start = Start(config, log_format=log_format)
-        return cls(start, launch(start), queue_limits=queue_limits, publisher=publisher)
+        with Publisher.started(config) as publisher:  # first: an address may be in use
+            return cls(start, launch(start), queue_limits=queue_limits, publisher=publisher)
 
     @classmethod
     def fake(
@@ -134,9 +134,9 @@ class EngineProcess(AsyncEngine):
     ) -> EngineProcess:
         """Start a process with an engine on a fake device, like `Engine.fake`."""
         config = config or EngineConfig()
-        publisher = Publisher.of(config)
         start = Start(config, True, step_time_s, max_model_len, log_format=log_format)
-        return cls(start, launch(start), queue_limits=queue_limits, publisher=publisher)
+        with Publisher.started(config) as publisher:
+            return cls(start, launch(start), queue_limits=queue_limits, publisher=publisher)
 
     @property
     def pid(self) -> int | None:
