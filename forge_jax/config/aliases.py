@@ -200,12 +200,15 @@ IMPLIED = (
 )
 
 _ONE_HOST = "only tensor parallelism on one host is implemented: use --tensor-parallel"
+_OF_SERVE = "several engines need a server: use --data-parallel of forge-jax serve"
 _CHECKPOINT_FILES = "the files in the model's folder determine it"
 _TEXT_ONLY = "models are text only"
 REFUSED: Mapping[str, str] = {
     "pipeline_parallel_size": _ONE_HOST,
-    "data_parallel_size": _ONE_HOST,
-    "data_parallel_size_local": _ONE_HOST,
+    "data_parallel": _OF_SERVE,
+    "data_parallel_size": _OF_SERVE,
+    "dp_size": _OF_SERVE,
+    "data_parallel_size_local": "set --data-parallel of forge-jax serve on each host",
     "data_parallel_address": _ONE_HOST,
     "prefill_context_parallel_size": _ONE_HOST,
     "decode_context_parallel_size": _ONE_HOST,

@@ -39,6 +39,18 @@ class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def enabled(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
 
+    def of_rank(self, rank: int) -> KVEvents:
+        """Return the settings of one engine of a group, with its own addresses as in vLLM.
+
+        The rank is added to a TCP port, and appended to other addresses.
+        """
+        replay = self.replay_endpoint
+        return msgspec.structs.replace(
+            self,
+            endpoint=_of_rank(self.endpoint, rank),
+            replay_endpoint=None if replay is None else _of_rank(replay, rank),
+        )
+
 
 def read_kv_events(text: str | None) -> KVEvents | None:
     """Return the settings in the JSON text; None if there are none or events are off.
@@ -56,3 +68,12 @@ def read_kv_events(text: str | None) -> KVEvents | None:
             f'"endpoint": "tcp://*:5557"}}: {error}'
         ) from error
     return config if config.enabled else None
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    if rank == 0:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}" if port.isdecimal() else endpoint

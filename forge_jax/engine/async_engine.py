@@ -1,7 +1,8 @@
 """The engine's event-loop interface: requests in, streams out.
 
-`Engine` computes requests in a thread, `EngineProcess` in another process. Both deliver the outputs
-of a step together, by request, and `StreamTable` distributes them to the streams.
+The server uses only this interface. `Engine` computes requests in a thread, `EngineProcess` in
+another process, and `EngineGroup` in several processes. Each delivers the outputs of a step
+together, by request, and `StreamTable` distributes them to the streams.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,13 @@ class EngineStats:
     weight_version: int = 0  # of the current weights
     speculation: SpeculationStats | None = None  # None: off
     dropped_kv_event_batches: int | None = None  # None: KV events are off
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStats(EngineStats):
+    """The totals of a group of engines, and the statistics of each. A single engine has none."""
+
+    engines: list[EngineStats]
 
 
 class AsyncEngine(ABC):
@@ -183,6 +191,11 @@ class AsyncEngine(ABC):
     @abstractmethod
     def _fail(self, error: BaseException) -> None:
         """Fail the engine, and end every stream with an error. Call it on the event loop."""
+
+    @property
+    def engines(self) -> Sequence[AsyncEngine]:
+        """The engines that compute the requests: this one, or each engine of a group."""
+        return (self,)
 
     # ---- weights -------------------------------------------------------------------------------
 

@@ -51,16 +51,21 @@ class Publisher:
 
     The first batch clears all blocks, because subscribers may remember an earlier server.
 
+    Args:
+      config: the settings, with the addresses of this publisher.
+      rank: index of the engine in a group.
+
     Attributes:
       num_dropped: batches that were dropped because the queue was full. Each one leaves a gap in
         the sequence numbers.
       endpoint, replay_endpoint: the addresses, with the actual ports.
     """
 
-    def __init__(self, config: KVEvents):
+    def __init__(self, config: KVEvents, rank: int = 0):
         zmq = _import_zmq()
         self.num_dropped = 0
         self._config = config
+        self._rank = rank
         self._queue: deque[tuple[int, _Batch]] = deque()
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._next = 0  # sequence number
@@ -83,16 +88,19 @@ class Publisher:
 
     @classmethod
     @contextmanager
-    def started(cls, config: EngineConfig) -> Iterator[Publisher | None]:
+    def started(cls, config: EngineConfig, rank: int = 0) -> Iterator[Publisher | None]:
         """Yield the publisher of `--kv-events-config`, for an engine that the block creates.
 
         It is None if events are off. If the block raises, the publisher is closed.
+
+        Args:
+          rank: index of the engine in a group, which selects its addresses.
 
         Raises:
           ConfigError: if pyzmq is missing, or an endpoint cannot be used.
         """
         events = read_kv_events(config.cache.kv_events_config)
-        publisher = None if events is None else cls(events)
+        publisher = None if events is None else cls(events.of_rank(rank), rank)
         try:
             yield publisher
         except BaseException:
@@ -111,7 +119,8 @@ class Publisher:
         if len(self._queue) >= self._config.max_queue_size:
             self.num_dropped += 1
             return
-        self._queue.append((number, _Batch(time.time() if ts is None else ts, events)))
+        batch = _Batch(time.time() if ts is None else ts, events, self._rank)
+        self._queue.append((number, batch))
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:

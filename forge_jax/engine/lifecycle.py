@@ -57,17 +57,17 @@ class Lifecycle:
     @property
     def takes_requests(self) -> bool:
         """True if requests can be submitted. A recovering engine computes them later."""
-        return self._state in ("serving", "ready", "recovering")
+        return self.state in ("serving", "ready", "recovering")
 
     @property
     def healthy(self) -> bool:
         """True if accepted requests are being computed."""
-        return self._state in ("serving", "ready", "stopping")
+        return self.state in ("serving", "ready", "stopping")
 
     @property
     def ended(self) -> bool:
         """True if no request will be computed any more."""
-        return self._state in ("stopped", "failed")
+        return self.state in ("stopped", "failed")
 
     def enter(self, state: State) -> bool:
         """Make a transition.

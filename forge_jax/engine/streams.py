@@ -59,6 +59,7 @@ class Stream:
     ):
         self.request_id = request_id
         self.lora = lora
+        self.engine = 0  # index in the group that computes it
         self.completed = True  # False once a sample is aborted or fails
         self._abort = abort
         self._open = set(samples)  # unfinished samples
@@ -205,6 +206,10 @@ class StreamTable:
         stream = Stream(request_id, samples, self._abort, request.lora)
         self._streams[request_id] = stream
         return stream
+
+    def place(self, request_id: str, engine: int) -> None:
+        """Record which engine of a group computes a request."""
+        self._streams[request_id].engine = engine
 
     def discard(self, request_id: str) -> None:
         """Remove the stream of a request that could not be queued."""

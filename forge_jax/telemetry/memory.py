@@ -27,9 +27,18 @@ _USABLE = 0.96
 _described: contextvars.ContextVar[int | None] = contextvars.ContextVar("described", default=None)
 
 
+_sharers = 1  # processes among which the available memory of the host is divided
+
+
+def share_host_memory(processes: int) -> None:
+    """Leave room in `available_host_bytes` for other processes that are going to load as much."""
+    global _sharers
+    _sharers = processes
+
+
 def available_host_bytes() -> int:
     """Return the bytes that can be allocated without swapping, within the container's limit."""
-    return host_bytes()[0]
+    return host_bytes()[0] // _sharers
 
 
 def host_bytes() -> tuple[int, int]:

@@ -20,6 +20,7 @@ ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral",
 _API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # characters that a header can carry, no spaces
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 ANY_HOST = "*"
+MAX_ENGINES = 64  # of --data-parallel
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 
 
@@ -106,6 +107,13 @@ class ServerConfig:
         "run the engine in its own process and restart it if it dies",
         essential=True,
     )
+    data_parallel: int = option(
+        1,
+        "number of engine processes, each with its own copy of the model, that share the "
+        "requests by cached prefix and load, 1 to 64. Above 1, --engine-process has no effect, "
+        "because every engine has its own process",
+        essential=True,
+    )
     max_stored_responses: int = option(
         1024, "maximum number of responses that /v1/responses stores; 0: none"
     )
@@ -185,6 +193,10 @@ class ServerConfig:
         ):
             if not value >= 0:
                 raise ConfigError(f"{flag} must be at least 0, not {value}")
+        if not 1 <= self.data_parallel <= MAX_ENGINES:
+            raise ConfigError(
+                f"--data-parallel must be between 1 and {MAX_ENGINES}, not {self.data_parallel}"
+            )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
         if self.profile_dir is not None and not self.profile_dir:
@@ -226,10 +238,11 @@ class ServerConfig:
             return
         if not self.weight_sync_dir:
             raise ConfigError("--weight-sync-dir must not be empty: omit it to disable weight sync")
-        if self.engine_process:
+        if self.engine_process or self.data_parallel > 1:
+            flag = "--engine-process" if self.engine_process else "--data-parallel"
             raise ConfigError(
-                "--weight-sync-dir cannot be combined with --engine-process, because a new process "
-                "would load the old weights: omit one of them"
+                f"--weight-sync-dir cannot be combined with {flag}, because a new process would "
+                "load the old weights: omit one of them"
             )
         if not (self.api_key or self.api_key_file or _is_loopback(self.host)):
             raise ConfigError(

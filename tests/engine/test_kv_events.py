@@ -23,7 +23,7 @@ LOCAL = "tcp://127.0.0.1:*"
 JSON = f'{{"enable_kv_cache_events": true, "endpoint": "{LOCAL}", "replay_endpoint": "{LOCAL}"}}'
 
 
-def replayed(publisher: Publisher, first: int = 0) -> list[tuple[int, list]]:
+def replayed(publisher: Publisher, first: int = 0, rank: int = 0) -> list[tuple[int, list]]:
     """Return the number and the events of each buffered batch from `first`."""
     batches: list[tuple[int, list]] = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -33,8 +33,8 @@ def replayed(publisher: Publisher, first: int = 0) -> list[tuple[int, list]]:
             _, number, payload = socket.recv_multipart()
             if number == END:
                 return batches
-            _, events, rank = msgspec.msgpack.decode(payload)
-            assert rank == 0
+            _, events, found = msgspec.msgpack.decode(payload)
+            assert found == rank
             batches.append((int.from_bytes(number, "big"), events))
 
 
@@ -51,6 +51,26 @@ def hashes(batches: list[tuple[int, list]]) -> set[int]:
                 case _:
                     held.clear()
     return held
+
+
+@pytest.mark.parametrize(("endpoint", "expected"), [
+    ("tcp://*:5557", "tcp://*:5559"),
+    (LOCAL, LOCAL),
+    ("ipc:///tmp/events", "ipc:///tmp/events_dp2"),
+])  # fmt: skip
+def test_each_engine_of_a_group_has_its_own_addresses(endpoint, expected):
+    settings = KVEvents(endpoint=endpoint, replay_endpoint=endpoint)
+    assert settings.of_rank(0) == settings
+    moved = settings.of_rank(2)
+    assert (moved.endpoint, moved.replay_endpoint) == (expected, expected)
+
+
+def test_batches_have_the_rank_of_their_engine():
+    publisher = Publisher(KVEvents(endpoint=LOCAL, replay_endpoint=LOCAL), rank=3)
+    try:
+        assert replayed(publisher, rank=3) == [(0, [["AllBlocksCleared"]])]
+    finally:
+        publisher.close()
 
 
 async def generate(engine: Engine | EngineProcess, prompt: list[int]) -> None:

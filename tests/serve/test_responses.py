@@ -85,7 +85,7 @@ def test_continuous_usage_is_in_every_event():
 def test_cheap_histogram_counts_like_prometheus_client():
     bounds = (0.001, 0.01, 0.25, 1, 10)
     registry, expected = CollectorRegistry(), CollectorRegistry()
-    cheap = ModelHistogram("h", "doc", bounds, lambda: {"model_name": "m"})
+    cheap = ModelHistogram("h", "doc", bounds, lambda: [{"model_name": "m"}])
     registry.register(cheap)
     library = Histogram("h", "doc", ("model_name",), buckets=bounds, registry=expected).labels("m")
     rng = random.Random(0)
@@ -103,7 +103,7 @@ def test_cheap_histogram_counts_like_prometheus_client():
 def test_histogram_hides_unreachable_bounds():
     registry = CollectorRegistry()
     labels = {"model_name": "m", "engine": "0"}
-    histogram = ModelHistogram("h", "doc", (1, 10, 100, 1000), lambda: labels, lambda: 100)
+    histogram = ModelHistogram("h", "doc", (1, 10, 100, 1000), lambda: [labels], lambda: 100)
     registry.register(histogram)
     for value in (1, 50, 200):
         histogram.observe(value)
@@ -115,5 +115,5 @@ def test_histogram_hides_unreachable_bounds():
 
 def test_histogram_without_a_model_is_hidden():
     registry = CollectorRegistry()
-    registry.register(ModelHistogram("h", "doc", (1,), dict))
+    registry.register(ModelHistogram("h", "doc", (1,), list))
     assert not list(registry.collect())

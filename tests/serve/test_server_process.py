@@ -7,9 +7,11 @@ import json
 import threading
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.engine.process import launcher
 from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.process.group import EngineGroup
 from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
 from forge_serve.server.process import load_engine
@@ -96,18 +98,63 @@ async def test_sixty_four_streams_survive_kills(start, launches, monkeypatch):
     assert (await server.get("/health"))[0] == 200
     assert (await server.get("/stats"))[1]["restarts"] == 2
     async with server.http.get(server.url + "/metrics") as response:
-        assert 'forge:engine_restarts_total{model_name="forge-fake"} 2.0' in await response.text()
+        found = 'forge:engine_restarts_total{engine="0",model_name="forge-fake"} 2.0'
+        assert found in await response.text()
     await server.idle()
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_flag_decides_where_the_engine_runs(separate):
+async def test_server_reports_each_engine_of_a_group(start):
+    server = await start(await asyncio.to_thread(EngineGroup.fake, 2))
+    shared = "Once upon a time, there was a dog with a very long story. " * 9
+    cached = []
+    for end in ("He", "She", "They"):
+        _, answer = await server.post("/v1/completions", {"prompt": shared + end, "max_tokens": 4})
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 and min(cached[1:]) > 400  # all on the engine with the prefix
+    several = {"prompt": ["a", "b"], "n": 2, "max_tokens": 4}
+    _, answer = await server.post("/v1/completions", several)
+    assert len(answer["choices"]) == 4
+
+    assert await server.get("/health") == (200, {"status": "ready", "engines": ["ready"] * 2})
+    async with asyncio.timeout(5):
+        while server.engine.stats().generation_tokens < 28:  # statistics arrive a little later
+            await asyncio.sleep(0.01)
+    _, stats = await server.get("/stats")
+    generated = [each["generation_tokens"] for each in stats["engines"]]
+    assert all(generated) and sum(generated) == stats["generation_tokens"] == 28
+    assert (await server.get("/server_info"))[1]["dp_size"] == 2
+    _, loads = await server.get("/v1/loads")
+    assert [each["dp_rank"] for each in loads["loads"]] == [0, 1]
+    async with server.http.get(server.url + "/metrics") as response:
+        text = await response.text()
+    series: dict[str, dict[str | None, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            engine = sample.labels.get("engine")
+            of_name = series.setdefault(sample.name, {})
+            of_name[engine] = of_name.get(engine, 0.0) + sample.value
+    for name, values in series.items():
+        if name.startswith("vllm:") and not name.endswith("_created"):
+            shared_by_all = name == "vllm:admission_rejections_total"
+            assert set(values) == ({None} if shared_by_all else {"0", "1"}), name
+    tokens = series["vllm:generation_tokens_total"]
+    assert list(tokens.values()) == generated
+    assert series["vllm:request_generation_tokens_sum"] == tokens
+    assert sum(series["vllm:request_success_total"].values()) == 7
+    assert series["forge:engine_serving"] == {"0": 1.0, "1": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [({}, Engine), ({"engine_process": True}, EngineProcess), ({"data_parallel": 2}, EngineGroup)],
+)
+def test_flags_decide_where_the_engine_runs(flags, kind):
     from forge_jax.config import EngineConfig
 
-    config = ServerConfig(fake=True, engine_process=separate, max_queued_requests=7)
+    config = ServerConfig(fake=True, max_queued_requests=7, **flags)
     engine = load_engine(EngineConfig(), config)
     try:
-        assert isinstance(engine, EngineProcess) is separate
+        assert type(engine) is kind
         assert engine.streams.queue_limits.samples == 7
     finally:
         asyncio.run(engine.stop())

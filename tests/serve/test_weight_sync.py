@@ -86,6 +86,8 @@ def test_flag_is_rejected_where_it_would_be_unsafe():
         ServerConfig(weight_sync_dir="w", host=host)
     with pytest.raises(ConfigError, match="cannot be combined with --engine-process"):
         ServerConfig(weight_sync_dir="w", engine_process=True)
+    with pytest.raises(ConfigError, match="cannot be combined with --data-parallel"):
+        ServerConfig(weight_sync_dir="w", data_parallel=2)
     with pytest.raises(ConfigError, match="must not be empty"):
         ServerConfig(weight_sync_dir="")
 

@@ -50,6 +50,7 @@ from forge_jax.schedule.cache_events import AllBlocksCleared
 from forge_jax.schedule.request import FinishReason, Request
 from forge_jax.telemetry.engine_state import EngineState
 from forge_jax.telemetry.log import LogFormat
+from forge_jax.text import ChatTemplate, Tokenizer
 from forge_jax.text.load import load_text
 
 PROFILE_PATIENCE = 4.0  # factor on the timeout, because writing a profile may block the interpreter
@@ -69,7 +70,15 @@ class EngineProcess(AsyncEngine):
         queue_limits: QueueLimits | None = None,
         publisher: Publisher | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sibling: EngineProcess | None = None,
     ):
+        """Use `load`, except for several engines of one model.
+
+        Args:
+          start: configuration of the process's successors.
+          process: the first process.
+          sibling: an engine of the same model, with which this one shares tokenizer and grammars.
+        """
         model, hello = start.config.model, process.hello
         super().__init__(rng=random.Random(model.seed), clock=clock, queue_limits=queue_limits)
         self.num_restarts = 0
@@ -81,13 +90,12 @@ class EngineProcess(AsyncEngine):
         self.adapters = Adapters(hello.lora_places, self._calls.install, hello.adapters)
         self.adapters.bind(num_requests_with=self.streams.num_requests_with)
         self._introduce(hello)
-        if start.fake:
-            self.tokenizer, self.chat_template = fake_tokenizer(), fake_chat_template()
+        if sibling is not None:
+            self.tokenizer, self.chat_template = sibling.tokenizer, sibling.chat_template
+            self.grammars = sibling.grammars
         else:
-            folder = resolve(model.model, model.revision)
-            text = load_text(folder, model.chat_template, self.vocab_size)
-            self.tokenizer, self.chat_template = text
-        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, hello.end_ids)
+            self.tokenizer, self.chat_template = _load_text(start, self.vocab_size)
+            self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, hello.end_ids)
         hooks = Hooks(
             introduce=self._introduce,
             connected=self._send_unsent,
@@ -143,6 +151,15 @@ class EngineProcess(AsyncEngine):
         """Process id of the latest process; None after `stop`."""
         return self._supervisor.pid
 
+    @property
+    def connected(self) -> bool:
+        """True if a process can be called now."""
+        return self._supervisor.connected
+
+    async def settled(self) -> None:
+        """Wait until a process is connected, or never will be."""
+        await self._supervisor.settled()
+
     def start(self) -> None:
         """Connect to the process on the running event loop."""
         if self.lifecycle.state != "starting":
@@ -179,12 +196,18 @@ class EngineProcess(AsyncEngine):
             self._end(request_id, "abort")
 
     async def load_lora(self, name: str, path: str) -> None:
-        await self._supervisor.settled()
+        await self.settled()
         await super().load_lora(name, path)
 
     async def unload_lora(self, name: str) -> None:
-        await self._supervisor.settled()
+        await self.settled()
         await super().unload_lora(name)
+        self._supervisor.send(UnloadLora(name))
+
+    async def drop_lora(self, name: str) -> None:
+        """Remove an adapter, if it is loaded, without checking for requests that use it."""
+        await self.settled()
+        self.adapters.drop(name)
         self._supervisor.send(UnloadLora(name))
 
     def stats(self) -> EngineStats:
@@ -303,3 +326,10 @@ class EngineProcess(AsyncEngine):
             log.error("request %s ended: the engine crashed at every attempt to run it", request_id)
             error = StepError("the engine crashed at every attempt to run this request")
             self._end(request_id, "error", error)
+
+
+def _load_text(start: Start, vocab_size: int) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    if start.fake:
+        return fake_tokenizer(), fake_chat_template()
+    model = start.config.model
+    return load_text(resolve(model.model, model.revision), model.chat_template, vocab_size)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from forge_jax.config.options import ParallelConfig
 from forge_jax.engine.adapters import LoadedAdapter
 from forge_jax.engine.process.messages import (
     Frames,
@@ -32,6 +34,7 @@ from forge_jax.engine.process.messages import (
     frame,
     from_engine,
 )
+from forge_jax.engine.process.shares import share_of
 from forge_jax.engine.process.watchdog import LOOK_S, Watchdog
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.host import supervise
@@ -160,11 +163,18 @@ def launch(
       ForgeError: if the process reports that it cannot serve, ends, or freezes.
     """
     begun_s = time.monotonic()
+    share = share_of(start.engine, start.num_engines, start.config.parallel)
+    if share.device is not None:
+        start = _on_device(start, share.device)
     ours, theirs = socket.socketpair()
-    command = [sys.executable, *WORKER, str(theirs.fileno())]
+    command = [sys.executable, *WORKER, str(theirs.fileno()), *map(str, share.cpus)]
     try:
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **share.environment},
+            start_new_session=True,
         )
     except OSError as error:
         ours.close()
@@ -186,6 +196,12 @@ def launch(
             raise EngineError(f"communication with the engine process failed: {error}") from error
         raise
     return ChildProcess(process, ours, hello, frames, early, time.monotonic() - begun_s)
+
+
+def _on_device(start: Start, device: int) -> Start:
+    parallel: ParallelConfig = dataclasses.replace(start.config.parallel, device=device)
+    config = dataclasses.replace(start.config, parallel=parallel)
+    return msgspec.structs.replace(start, config=config)
 
 
 def _await_hello(

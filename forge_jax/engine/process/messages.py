@@ -133,6 +133,9 @@ class Start(msgspec.Struct, tag="start"):
     log_format: LogFormat = "text"
     # Adapters of the previous process, to be loaded into the same slots.
     adapters: list[LoadedAdapter] = []
+    engine: int = 0  # index among the engines of --data-parallel
+    num_engines: int = 1
+    host_sharers: int = 1  # engines that the free memory of the host must suffice for
 
 
 class LoadLora(msgspec.Struct, tag="load_lora"):

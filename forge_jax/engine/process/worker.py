@@ -1,6 +1,6 @@
 """The engine process: loads a model, serves one connection, and exits when it closes.
 
-    python -m forge_jax.engine.process.worker FILE_DESCRIPTOR
+    python -m forge_jax.engine.process.worker FILE_DESCRIPTOR [CPU ...]
 
 The peer keeps all state that must survive, so this process saves nothing. When the connection
 closes, for whatever reason, the process exits at once. The operating system then frees its memory
@@ -57,6 +57,7 @@ from forge_jax.schedule.cache_events import CacheEvent
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.telemetry.log import configure
+from forge_jax.telemetry.memory import share_host_memory
 
 STATS_S = 0.05  # interval between messages while stats change
 IDLE_STATS_S = 0.5  # interval while they do not
@@ -95,7 +96,8 @@ class _Worker(asyncio.Protocol):
         engine = self._engine
         match message:
             case Start(log_format=log_format):
-                configure(log_format, process="engine")
+                name = "engine" if message.num_engines == 1 else f"engine {message.engine}"
+                configure(log_format, process=name)
                 supervise.start_thread(partial(self._load, message), "loading the model", _die)
             case Submit(request) if engine is not None:
                 self._submit(engine, request)
@@ -148,6 +150,7 @@ class _Worker(asyncio.Protocol):
             self._send(answer)
 
     def _load(self, start: Start) -> None:
+        share_host_memory(start.host_sharers)
         try:
             if start.fake:
                 engine = Engine.fake(
@@ -274,6 +277,8 @@ async def _serve(sock: socket.socket) -> None:
 
 def main() -> None:
     gc.disable()  # until the engine is ready
+    if cpus := [int(cpu) for cpu in sys.argv[2:]]:
+        os.sched_setaffinity(0, cpus)  # before XLA and the kernels size their thread pools
     # A terminal sends these signals to the whole process group.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -26,6 +26,8 @@ def _origins(value: Any) -> dict[str, Any]:
 
 ALIASES = (
     *aliases.ALIASES,
+    Alias("data_parallel_size", "data_parallel", short="-dp"),
+    Alias("dp_size", "data_parallel"),
     Alias("ssl_certfile", "tls_cert"),
     Alias("ssl_keyfile", "tls_key"),
     Alias("allowed_origins", "cors_origin", convert=_origins),
@@ -39,8 +41,9 @@ ALIASES = (
 
 _TOOLS = "the parsers are built in: see --tool-call-parser"
 _TEXTS = "prompts and outputs are never logged: omit this flag"
+_OF_SERVE = ("data_parallel", "data_parallel_size", "dp_size")  # refused only without a server
 REFUSED: Mapping[str, str] = {
-    **aliases.REFUSED,
+    **{name: why for name, why in aliases.REFUSED.items() if name not in _OF_SERVE},
     "max_num_queued_reqs": "use --max-queued-requests, which does not count running requests",
     "response_role": "the role is always assistant: omit this flag",
     "chat_template_content_format": "the chat template determines it: omit this flag",

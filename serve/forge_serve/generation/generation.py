@@ -125,8 +125,10 @@ class Generation:
         self._gathered: Updates = []  # updates of this step, until all prompts have delivered
         self._delivery_due = False
         self._submit(engine, prompts, options)
-        for _ in prompts:
-            metrics.submitted(params.n, None if options.pooling else params.max_tokens)
+        for progress, stream in zip(self._progress, self._streams, strict=True):
+            progress.engine = stream.engine
+            max_tokens = None if options.pooling else params.max_tokens
+            metrics.submitted(params.n, max_tokens, stream.engine)
 
     def _submit(
         self, engine: AsyncEngine, prompts: Sequence[Prompt], options: EngineOptions
@@ -232,7 +234,8 @@ class Generation:
         if self._deadline is not None:
             self._deadline.cancel()
         if self.unfinished:
-            self._metrics.finished("abort", self.unfinished)
+            for progress in self._progress:
+                self._metrics.finished("abort", progress.engine, progress.unfinished)
             self.finish_reasons["abort"] = None
             self.unfinished = 0
         self._abort()
@@ -332,7 +335,7 @@ class Generation:
                 self._count(first_choice + delta.index, delta)
             progress.add(delta)
             if delta.finish_reason is not None:
-                self._finish(delta, delta.finish_reason)
+                self._finish(delta, delta.finish_reason, progress.engine)
                 if delta.finish_reason in ("error", "abort"):
                     continue
             updates.append((first_choice + delta.index, delta))
@@ -342,11 +345,11 @@ class Generation:
             progress.end_s = time.monotonic() - self._submitted_s
         return updates
 
-    def _finish(self, delta: Delta, reason: str) -> None:
+    def _finish(self, delta: Delta, reason: str, engine: int) -> None:
         self.unfinished -= 1
         self.num_drafted += delta.num_draft_tokens
         self.num_accepted += delta.num_accepted_tokens
-        self._metrics.finished(reason)
+        self._metrics.finished(reason, engine)
         self.finish_reasons[reason] = None
         if reason == "error":
             self.failure = delta.error or EngineError("the engine reported no reason")
@@ -364,7 +367,7 @@ class Generation:
         now_s = time.monotonic() - self._submitted_s
         if progress.last_s is None:
             progress.first_s = now_s
-            self._metrics.first_token(now_s)
+            self._metrics.first_token(now_s, progress.engine)
         else:
-            self._metrics.later_tokens(now_s - progress.last_s, deltas)
+            self._metrics.later_tokens(now_s - progress.last_s, deltas, progress.engine)
         progress.last_s = now_s

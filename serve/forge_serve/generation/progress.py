@@ -21,6 +21,7 @@ class PromptProgress:
       last_s: arrival of the latest token.
       end_s: end of the last sample.
       lengths: output tokens by sample; empty if there is only one.
+      engine: index of the engine that computes them.
     """
 
     prompt_tokens: int
@@ -33,6 +34,7 @@ class PromptProgress:
     output_tokens: int = 0
     preemptions: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
+    engine: int = 0
 
     @property
     def longest_output(self) -> int:
@@ -60,4 +62,5 @@ class PromptProgress:
             generation_tokens=self.output_tokens,
             longest_output=self.longest_output,
             preemptions=self.preemptions,
+            engine=self.engine,
         )

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 from aiohttp import hdrs, web
+from msgspec import UNSET
 
 from forge_serve.http.auth import TENANT
 from forge_serve.http.query import whole_number
@@ -83,11 +84,17 @@ class ServerEndpoints:
         return encoded_response(info.Load(stats.num_running + stats.num_waiting))
 
     async def health(self, http: web.Request) -> web.StreamResponse:
-        return _health(info.Health(self._service.state))
+        service = self._service
+        return _health(info.Health(service.state, service.engine_states or UNSET))
 
     async def detailed_health(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.engine
-        answer = info.DetailedHealth(self._service.state, self._service.model_name or None)
+        service = self._service
+        answer = info.DetailedHealth(
+            status=service.state,
+            engines=service.engine_states or UNSET,
+            model=service.model_name or None,
+        )
         if engine is not None:
             stats = engine.stats()
             answer.max_model_len = engine.max_model_len

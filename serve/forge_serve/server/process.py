@@ -142,6 +142,19 @@ def load_engine(
         prompt_tokens=server_config.max_queued_tokens,
     )
     fake_step_s = server_config.fake_step_time_ms / 1e3
+    if server_config.data_parallel > 1:
+        from forge_jax.engine.process.group import EngineGroup
+
+        count, log_format = server_config.data_parallel, server_config.log_format
+        if server_config.fake:
+            return EngineGroup.fake(
+                count,
+                step_time_s=fake_step_s,
+                config=engine_config,
+                queue_limits=limits,
+                log_format=log_format,
+            )
+        return EngineGroup.load(engine_config, count, limits, log_format)
     if server_config.engine_process:
         from forge_jax.engine.process.client import EngineProcess
 

@@ -72,7 +72,16 @@ class Service:
             return "starting"
         if self._broken:
             return "failed"
-        stats = self.engine.stats()
+        return self._state_of(self.engine)
+
+    @property
+    def engine_states(self) -> list[info.ServerState]:
+        """State of each engine of --data-parallel. Empty if there is only one engine."""
+        engines = () if self.engine is None else self.engine.engines
+        return [self._state_of(each) for each in engines] if len(engines) > 1 else []
+
+    def _state_of(self, engine: AsyncEngine) -> info.ServerState:
+        stats = engine.stats()
         if stats.state not in SERVING_STATES:
             return stats.state
         if not stats.healthy:

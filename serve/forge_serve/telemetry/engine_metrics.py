@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from forge_jax.engine.streams import QueueLimit
 
 STATES = ("starting", "serving", "ready", "recovering", "stalled", "stopping", "stopped", "failed")
-ENGINE = "0"  # vLLM numbers the engines of a server; this server has one
 REJECTIONS: dict[QueueLimit, str] = {  # vLLM's names of the limits
     "samples": "max_num_queued_reqs",
     "prompt_tokens": "max_num_queued_tokens",
@@ -45,9 +44,20 @@ class EngineCollector(Collector):
         engine = self._engine()
         if engine is None:
             return
-        stats, name = engine.stats(), self._model_name()
-        yield from _vllm_series(engine, stats, {"model_name": name, "engine": ENGINE})
-        yield from _forge_series(stats, {"model_name": name})
+        name, families = self._model_name(), dict[str, Metric]()
+        for rank, each in enumerate(engine.engines):
+            stats, labels = each.stats(), engine_labels(name, rank)
+            for found in (*_vllm_series(each, stats, labels), *_forge_series(stats, labels)):
+                family = families.setdefault(found.name, found)
+                if family is not found:
+                    family.samples += found.samples
+        yield from families.values()
+        yield from _shared_series(engine, name)
+
+
+def engine_labels(model_name: str, rank: int) -> dict[str, str]:
+    """Return vLLM's labels of a server's engine, by its index."""
+    return {"model_name": model_name, "engine": str(rank)}
 
 
 def _server_state(now: str) -> Metric:
@@ -66,10 +76,8 @@ def _vllm_series(
         yield gauge(f"vllm:{name}", doc, labels, {(): value})
     for name, (doc, value) in _vllm_counters(stats).items():
         yield counter(f"vllm:{name}", doc, labels, {(): value})
-    yield from _labeled_series(engine, stats, labels)
-    yield _cache_config(engine, stats)
-    if engine.adapters.places:
-        yield _loras(engine)
+    yield from _labeled_series(stats, labels)
+    yield _cache_config(engine, stats, labels["engine"])
     totals = stats.step_tokens
     yield histogram(
         "vllm:iteration_tokens_total",
@@ -124,9 +132,7 @@ def _vllm_counters(stats: EngineStats) -> dict[str, tuple[str, int]]:
     return counters
 
 
-def _labeled_series(
-    engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]
-) -> Iterator[Metric]:
+def _labeled_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
     """Yield the series with further labels."""
     yield gauge(
         "vllm:num_requests_waiting_by_reason",
@@ -155,13 +161,6 @@ def _labeled_series(
         {("device",): stats.cached_prompt_tokens},
         "source",
     )
-    yield counter(
-        "vllm:admission_rejections",
-        "Requests rejected because a queue limit was reached, by limit",
-        {"model_name": labels["model_name"]},
-        {(REJECTIONS[limit],): count for limit, count in engine.streams.refusals.items()},
-        "reason",
-    )
     speculation = stats.speculation
     if speculation is not None:
         yield counter(
@@ -173,14 +172,27 @@ def _labeled_series(
         )
 
 
-def _cache_config(engine: AsyncEngine, stats: EngineStats) -> Metric:
+def _shared_series(engine: AsyncEngine, name: str) -> Iterator[Metric]:
+    """Yield the series that all engines of a server share."""
+    yield counter(
+        "vllm:admission_rejections",
+        "Requests rejected because a queue limit was reached, by limit",
+        {"model_name": name},
+        {(REJECTIONS[limit],): count for limit, count in engine.streams.refusals.items()},
+        "reason",
+    )
+    if engine.adapters.places:
+        yield _loras(engine)
+
+
+def _cache_config(engine: AsyncEngine, stats: EngineStats, rank: str) -> Metric:
     kv_tokens = engine.limits.kv_tokens
     info = {
         "block_size": str(kv_tokens // stats.num_blocks),
         "num_gpu_blocks": str(stats.num_blocks),
         "kv_cache_size_tokens": str(kv_tokens),
         "kv_cache_max_concurrency": f"{kv_tokens / engine.max_model_len:.2f}",
-        "engine": ENGINE,
+        "engine": rank,
     }
     return gauge(
         "vllm:cache_config_info",
@@ -221,6 +233,7 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
         {(): stats.stalled_s},
     )
     states = {
+        "engine_serving": ("1 while the engine computes requests", int(_serves(stats))),
         "engine_paused": ("1 while the engine is paused, else 0", int(stats.paused)),
         "engine_sleeping": ("1 while weights or KV cache are off the device", int(stats.sleeping)),
         "weight_version": ("Version of the current weights", stats.weight_version),
@@ -248,6 +261,10 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
             {(): stats.dropped_kv_event_batches},
         )
     yield from _forge_totals(stats, labels)
+
+
+def _serves(stats: EngineStats) -> bool:
+    return stats.healthy and stats.state in ("serving", "ready")
 
 
 def _forge_totals(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:

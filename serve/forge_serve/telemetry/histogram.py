@@ -10,6 +10,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,13 +18,13 @@ from prometheus_client.utils import floatToGoString
 
 
 class ModelHistogram(Collector):
-    """Histogram with the labels of a model. It is not exported until there are labels.
+    """Histogram of each engine of a model. It is not exported until there are labels.
 
     Args:
       name: name of the metric.
       doc: help text of the metric.
       bounds: upper bounds of the buckets, without infinity.
-      labels: returns the labels; empty until the model is loaded.
+      labels: returns the labels of each engine; empty until the model is loaded.
       last_bound: returns the largest bound to export. Larger values count in the bucket +Inf.
     """
 
@@ -32,20 +33,23 @@ class ModelHistogram(Collector):
         name: str,
         doc: str,
         bounds: Sequence[float],
-        labels: Callable[[], dict[str, str]],
+        labels: Callable[[], Sequence[dict[str, str]]],
         last_bound: Callable[[], float] = lambda: math.inf,
     ):
         self._name = name
         self._doc = doc
         self._bounds = [float(bound) for bound in bounds]
-        self._counts = [0] * (len(bounds) + 1)  # the last one counts values above all bounds
-        self._sum = 0.0
+        self._engines: list[_Counts] = []
         self._labels = labels
         self._last_bound = last_bound
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, engine: int = 0) -> None:
+        """Count a value of the engine with this index."""
+        while engine >= len(self._engines):
+            self._engines.append(_Counts([0] * (len(self._bounds) + 1)))
+        counts = self._engines[engine]
+        counts.buckets[bisect_left(self._bounds, value)] += 1
+        counts.total += value
 
     def describe(self) -> list[Metric]:
         return [HistogramMetricFamily(self._name, self._doc)]
@@ -55,8 +59,17 @@ class ModelHistogram(Collector):
         if not labels:
             return
         bounds = (*self._bounds, math.inf)
-        counts = zip(bounds, itertools.accumulate(self._counts), strict=True)
-        buckets = [(floatToGoString(b), n) for b, n in counts if b <= last or b == math.inf]
-        family = HistogramMetricFamily(self._name, self._doc, labels=list(labels))
-        family.add_metric(list(labels.values()), buckets, self._sum)
+        nothing = _Counts([0] * len(bounds))
+        family = HistogramMetricFamily(self._name, self._doc, labels=list(labels[0]))
+        for engine, of_engine in enumerate(labels):
+            found = self._engines[engine] if engine < len(self._engines) else nothing
+            counts = zip(bounds, itertools.accumulate(found.buckets), strict=True)
+            buckets = [(floatToGoString(b), n) for b, n in counts if b <= last or b == math.inf]
+            family.add_metric(list(of_engine.values()), buckets, found.total)
         yield family
+
+
+@dataclass(slots=True)
+class _Counts:
+    buckets: list[int]  # the last one counts values above all bounds
+    total: float = 0.0

@@ -137,12 +137,16 @@ ServerState = Literal[
 
 
 class Health(Payload):
-    """State of the server. It serves requests if the status is serving or ready."""
+    """State of the server. It serves requests if the status is serving or ready.
+
+    `engines` has the state of each engine of --data-parallel.
+    """
 
     status: ServerState
+    engines: list[ServerState] | UnsetType = UNSET
 
 
-class DetailedHealth(Health):
+class DetailedHealth(Health, kw_only=True):
     """State of the server with its model and, once the engine is loaded, the size of the queue."""
 
     model: str | None
@@ -176,24 +180,28 @@ def server_info(engine: AsyncEngine, name: str, state: str) -> ServerInfo:
         max_model_len=most,
         context_length=most,
         max_req_input_len=most - 1,
-        max_total_num_tokens=engine.limits.kv_tokens,
-        max_total_tokens=engine.limits.kv_tokens,
+        max_total_num_tokens=sum(each.limits.kv_tokens for each in engine.engines),
+        max_total_tokens=sum(each.limits.kv_tokens for each in engine.engines),
         max_running_requests=stats.num_slots,
         max_num_reqs=stats.num_slots,
         tp_size=stats.tensor_parallel,
+        dp_size=len(engine.engines),
         system_fingerprint=engine.system_fingerprint,
-        internal_states=[WorkerLoad(**_load(engine))],
+        internal_states=[WorkerLoad(**_load(each)) for each in engine.engines],
     )
 
 
 @cache
 def stats_type() -> type[EngineStats]:
     """Return the type of `stats`. It is created late, because its base has heavy imports."""
-    from forge_jax.engine.async_engine import EngineStats
+    from forge_jax.engine.async_engine import GroupStats
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class StatsAnswer(EngineStats):
-        """Counters of the engine. Some are repeated under the names of other servers."""
+    class StatsAnswer(GroupStats):
+        """Counters of the engine. Some are repeated under the names of other servers.
+
+        `engines` has the counters of each engine of --data-parallel.
+        """
 
         model: str
         running: int
@@ -206,7 +214,7 @@ def stats_type() -> type[EngineStats]:
 
 def stats(engine: AsyncEngine, name: str) -> EngineStats:
     """Return the engine's counters, some of them also under the names of other servers."""
-    found = engine.stats()
+    found, engines = engine.stats(), engine.engines
     kind: Any = stats_type()
     return kind(
         **vars(found),
@@ -215,13 +223,17 @@ def stats(engine: AsyncEngine, name: str) -> EngineStats:
         page_size=found.block_size,
         average_batch_size=found.step_sequences / found.steps if found.steps else 0.0,
         max_batch_size=found.max_step_sequences,
+        engines=[each.stats() for each in engines] if len(engines) > 1 else [],
     )
 
 
 def loads(engine: AsyncEngine) -> Loads:
-    """Return the load of each replica. This server has one."""
-    load = ReplicaLoad(timestamp=time.time(), **_load(engine))
-    return Loads(timestamp=datetime.now(UTC).isoformat(), loads=[load])
+    """Return the load of each engine."""
+    found = [
+        ReplicaLoad(dp_rank=rank, timestamp=time.time(), **_load(each))
+        for rank, each in enumerate(engine.engines)
+    ]
+    return Loads(timestamp=datetime.now(UTC).isoformat(), loads=found)
 
 
 def ollama_tags(engine: AsyncEngine, names: Sequence[str], created_s: int) -> OllamaTags:

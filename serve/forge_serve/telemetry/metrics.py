@@ -19,7 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from forge_serve.telemetry.engine_metrics import ENGINE, EngineCollector
+from forge_serve.telemetry.engine_metrics import EngineCollector, engine_labels
 from forge_serve.telemetry.request_histograms import (
     HistogramFactory,
     Latencies,
@@ -78,33 +78,34 @@ class Metrics:
         factory = HistogramFactory(self.registry, self._labels, self._context)
         self._latencies = Latencies(factory)
         self._sizes = Sizes(factory)
-        self._finished: dict[str, Counter] = {}  # by reason, once the model has a name
+        # by engine and reason, once the model has a name
+        self._finished: dict[tuple[int, str], Counter] = {}
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count a completed request. The label `status` is its class, `code` its number."""
         self._http.labels(handler, method, f"{status // 100}xx", str(status)).inc()
         self._http_s.labels(handler, method).observe(seconds)
 
-    def finished(self, reason: str, count: int = 1) -> None:
-        """Count samples that have finished."""
-        self._by_reason()[reason].inc(count)
+    def finished(self, reason: str, engine: int, count: int = 1) -> None:
+        """Count samples that have finished on the engine with this index."""
+        self._by_reason()[engine, reason].inc(count)
 
-    def submitted(self, n: int, max_tokens: int | None) -> None:
-        """Observe a prompt that the engine has accepted."""
-        self._sizes.n.observe(n)
+    def submitted(self, n: int, max_tokens: int | None, engine: int) -> None:
+        """Observe a prompt that an engine has accepted."""
+        self._sizes.n.observe(n, engine)
         if max_tokens is not None:
-            self._sizes.max_tokens.observe(max_tokens)
+            self._sizes.max_tokens.observe(max_tokens, engine)
 
-    def first_token(self, seconds: float) -> None:
-        self._latencies.first_token.observe(seconds)
+    def first_token(self, seconds: float, engine: int) -> None:
+        self._latencies.first_token.observe(seconds, engine)
 
-    def later_tokens(self, seconds: float, deltas: Sequence[Delta]) -> None:
+    def later_tokens(self, seconds: float, deltas: Sequence[Delta], engine: int) -> None:
         """Observe the time since the previous deltas, once for all deltas of a step."""
         steps = len(deltas[0].token_ids)
         if len(deltas) > 1:
             first = deltas[0].index
             steps = sum(len(delta.token_ids) for delta in deltas if delta.index == first)
-        self._latencies.inter_token.observe(seconds / max(steps, 1))
+        self._latencies.inter_token.observe(seconds / max(steps, 1), engine)
 
     def prompt(self, times: PromptTimes) -> None:
         """Observe a prompt that has finished or was aborted."""
@@ -117,15 +118,19 @@ class Metrics:
             self._by_reason()  # export zeros, so that the first sample of a reason is an increase
         return generate_latest(self.registry)
 
-    def _by_reason(self) -> dict[str, Counter]:
+    def _by_reason(self) -> dict[tuple[int, str], Counter]:
         if not self._finished:
-            name = self._model_name()
-            self._finished = {r: self._success.labels(name, ENGINE, r) for r in FINISH_REASONS}
+            self._finished = {
+                (rank, reason): self._success.labels(*labels.values(), reason)
+                for rank, labels in enumerate(self._labels())
+                for reason in FINISH_REASONS
+            }
         return self._finished
 
-    def _labels(self) -> dict[str, str]:
-        name = self._model_name()
-        return {"model_name": name, "engine": ENGINE} if name else {}
+    def _labels(self) -> list[dict[str, str]]:
+        name, engine = self._model_name(), self._engine()
+        engines = [] if engine is None or not name else engine.engines
+        return [engine_labels(name, rank) for rank in range(len(engines))]
 
     def _context(self) -> float:
         engine = self._engine()

@@ -46,6 +46,7 @@ class PromptTimes:
     generation_tokens: int  # total of all samples
     longest_output: int
     preemptions: int
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ class HistogramFactory:
 
     Attributes:
       registry: the registry of the server's metrics.
-      labels: returns the labels of the model; empty until it is loaded.
+      labels: returns the labels of each engine; empty until the model is loaded.
       context: returns the context length in tokens. Larger buckets of tokens are not exported.
     """
 
     registry: CollectorRegistry
-    labels: Callable[[], dict[str, str]]
+    labels: Callable[[], Sequence[dict[str, str]]]
     context: Callable[[], float]
 
     def make(
@@ -110,17 +111,17 @@ class Latencies:
 
     def observe(self, times: PromptTimes) -> None:
         """Observe the stages that a finished prompt has reached."""
-        self._e2e.observe(times.e2e_s)
+        self._e2e.observe(times.e2e_s, times.engine)
         if times.queue_s is None:
             return
-        self._queue.observe(times.queue_s)
+        self._queue.observe(times.queue_s, times.engine)
         first_s, last_s = times.first_token_s, times.last_token_s
         if first_s is None or last_s is None:
             return
-        self._prefill.observe(max(first_s - times.queue_s, 0.0))
-        self._decode.observe(last_s - first_s)
-        self._inference.observe(max(last_s - times.queue_s, 0.0))
-        self._per_token.observe((last_s - first_s) / max(times.longest_output - 1, 1))
+        self._prefill.observe(max(first_s - times.queue_s, 0.0), times.engine)
+        self._decode.observe(last_s - first_s, times.engine)
+        self._inference.observe(max(last_s - times.queue_s, 0.0), times.engine)
+        self._per_token.observe((last_s - first_s) / max(times.longest_output - 1, 1), times.engine)
 
 
 class Sizes:
@@ -147,9 +148,9 @@ class Sizes:
 
     def observe(self, times: PromptTimes) -> None:
         """Observe a finished prompt."""
-        self._prompt_tokens.observe(times.prompt_tokens)
-        self._generation_tokens.observe(times.generation_tokens)
-        self._longest_output.observe(times.longest_output)
-        self._preemptions.observe(times.preemptions)
+        self._prompt_tokens.observe(times.prompt_tokens, times.engine)
+        self._generation_tokens.observe(times.generation_tokens, times.engine)
+        self._longest_output.observe(times.longest_output, times.engine)
+        self._preemptions.observe(times.preemptions, times.engine)
         if times.queue_s is not None:
-            self._computed_tokens.observe(times.prompt_tokens - times.cached_tokens)
+            self._computed_tokens.observe(times.prompt_tokens - times.cached_tokens, times.engine)
