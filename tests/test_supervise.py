@@ -44,6 +44,8 @@ ALLOWED = {
     ("forge_jax/engine/streams.py", "call_soon"): "the callback is guarded",
     ("forge_jax/engine/streams.py", "call_soon_threadsafe"): "guarded, or `fail`, which catches",
     ("forge_jax/engine/process/calls.py", "run_coroutine_threadsafe"): "its result is read",
+    ("forge_jax/engine/process/group.py", "ThreadPoolExecutor"): "each future's result is read",
+    ("forge_jax/engine/process/group.py", "run_coroutine_threadsafe"): "its result is read",
     ("forge_jax/engine/process/worker.py", "call_soon_threadsafe"): "guarded: it ends the process",
     ("forge_jax/engine/process/worker.py", "call_later"): "guarded: it ends the process",
     ("kernels/forge_kernels/threads.py", "ThreadPoolExecutor"): "its results are read",

@@ -41,6 +41,14 @@ def bundle_folder(config: EngineConfig) -> Path | None:
     return Path(named) if named is not None and is_bundle(Path(named)) else None
 
 
+def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    """Return the configuration with so many blocks, unless a bundle determines their number."""
+    if config.cache.num_blocks is not None or bundle_folder(config) is not None:
+        return config
+    cache = dataclasses.replace(config.cache, num_blocks=num_blocks)
+    return dataclasses.replace(config, cache=cache)
+
+
 def open_bundle(config: EngineConfig, device: jax.Device) -> Bundle | None:
     """Open the bundle of `--compile-cache`. None without one, or after a warning.
 

@@ -22,6 +22,7 @@ import pytest
 from forge_jax import LLM, SamplingParams
 from forge_jax.config import EngineConfig
 from forge_jax.engine import builder
+from forge_jax.engine.bundle import with_blocks
 from forge_jax.errors import ConfigError
 from forge_jax.step import bundle as bundles
 from forge_jax.step.bundle import MANIFEST, Bundle, BundleError, tree_of
@@ -259,6 +260,11 @@ def test_default_kv_cache_shrinks_to_the_bundles(short_stories, copy, warnings):
     design = chosen(short_stories, copy, num_blocks=None)
     assert design.bundle is not None and warnings() == []
     assert design.sizes.kv.num_blocks == smaller
+    with_bundle = config(short_stories, compile_cache_dir=str(copy), num_blocks=None)
+    assert with_blocks(with_bundle, 7) == with_bundle
+    without, asked = (config(short_stories, num_blocks=n) for n in (None, 5))
+    assert with_blocks(without, 7).cache.num_blocks == 7
+    assert with_blocks(asked, 7) == asked
     larger = 2 * default.kv.num_blocks
     edit(copy, **{"num_blocks": larger, "--num-blocks": f"the default, {larger}"})
     assert chosen(short_stories, copy, num_blocks=None).sizes == default

@@ -12,6 +12,7 @@ from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig
 from forge_jax.engine.process import launcher
 from forge_jax.engine.process.group import EngineGroup
+from forge_jax.engine.process.messages import Start
 from forge_jax.engine.process.totals import total_stats
 from forge_jax.engine.streams import QueueLimits
 from forge_jax.errors import ConfigError, EngineError, OverloadedError, RequestError
@@ -26,7 +27,20 @@ async def tokens(stream) -> list[int]:
 
 
 @pytest.fixture
-async def group():
+def starts(monkeypatch) -> list[Start]:
+    """Record the configurations of launched processes, without those of successors."""
+    found: list[Start] = []
+
+    def record(start: Start):
+        found.append(start)
+        return launcher.launch(start)
+
+    monkeypatch.setattr("forge_jax.engine.process.group.launch", record)
+    return found
+
+
+@pytest.fixture
+async def group(starts):
     group = await asyncio.to_thread(
         EngineGroup.fake, 2, step_time_s=0.005, queue_limits=QueueLimits(samples=40)
     )
@@ -93,6 +107,16 @@ async def test_group_survives_kills_with_the_results_of_one_engine(group, succes
     assert group.stats().state == "failed"
     with pytest.raises(EngineError, match="it is failed"):
         group.submit([1], LONG, request_id="late")
+
+
+async def test_first_engine_leaves_memory_and_cpus_for_the_other(group, starts):
+    first, second = starts
+    assert (first.host_sharers, first.num_blocks) == (2, None)
+    assert (second.host_sharers, second.num_blocks) == (1, group.engines[0].stats().num_blocks)
+    cpus = [os.sched_getaffinity(each.pid) for each in group.engines]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not cpus[0] & cpus[1]
+    assert cpus[0] | cpus[1] == os.sched_getaffinity(0)
 
 
 async def test_group_is_used_like_one_engine(group):

@@ -156,6 +156,11 @@ class EngineProcess(AsyncEngine):
         """True if a process can be called now."""
         return self._supervisor.connected
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without a completed step while there is work, or without a heartbeat."""
+        return max(self._stats.stalled_s, self._supervisor.silent_s - 1.0, 0.0)
+
     async def settled(self) -> None:
         """Wait until a process is connected, or never will be."""
         await self._supervisor.settled()
@@ -215,7 +220,7 @@ class EngineProcess(AsyncEngine):
             self._stats,
             state=self.lifecycle.state,
             healthy=self.lifecycle.healthy,
-            stalled_s=max(self._stats.stalled_s, self._supervisor.silent_s - 1.0, 0.0),
+            stalled_s=self.stalled_s,
             restarts=self.num_restarts,
             completed_requests=self.streams.num_completed,
             dropped_kv_event_batches=(

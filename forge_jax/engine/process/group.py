@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from forge_jax.config import EngineConfig
 from forge_jax.engine.adapters import Adapters, LoadedAdapter, Run
 from forge_jax.engine.async_engine import AsyncEngine, EngineStats
@@ -96,7 +98,7 @@ class EngineGroup(AsyncEngine):
         self.adapters = Adapters(first.adapters.places, self._install, first.loras)
         self.adapters.bind(num_requests_with=self.streams.num_requests_with)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[str, Stream] = {}  # the streams of the engines
+        self._running: dict[str, Stream] = {}  # in the engines, by request
         self._restarts = [0] * len(members)  # of each engine, when it was last used
         stats = first.stats()
         num_blocks = stats.num_blocks if config.cache.prefix_cache else 0
@@ -281,6 +283,8 @@ class EngineGroup(AsyncEngine):
     # ---- requests ------------------------------------------------------------------------------
 
     def _add(self, request: Request) -> None:
+        if request.request_id in self._running:  # an engine has not yet ended a dropped request
+            raise RequestError("the request ID is in use: choose another", param="request_id")
         route = self._router.route(request, self._candidates(request))
         try:
             stream = self._members[route.engine].submit_request(request)
@@ -289,7 +293,7 @@ class EngineGroup(AsyncEngine):
             raise
         self._running[request.request_id] = stream
         self.streams.place(request.request_id, route.engine)
-        stream.push_to(partial(self._forward, route, stream))
+        stream.push_to(partial(self._forward, route))
 
     def _candidates(self, request: Request) -> list[int]:
         """Return the engines that may compute a request.
@@ -316,13 +320,13 @@ class EngineGroup(AsyncEngine):
                 adapter.ref == request.lora for adapter in self._members[each].loras
             )
         yield lambda each: self._members[each].connected
-        yield lambda each: self._members[each].stats().stalled_s < STALLED_S
+        yield lambda each: self._members[each].stalled_s < STALLED_S
 
-    def _forward(self, route: Route, stream: Stream, deltas: list[Delta]) -> None:
+    def _forward(self, route: Route, deltas: list[Delta]) -> None:
         """Pass the deltas of an engine's stream to the group's stream of the same request."""
         request_id = route.request.request_id
         self._router.take(route, deltas)
-        if stream.finished and self._running.get(request_id) is stream:
+        if not route.outputs:
             del self._running[request_id]
         self.streams.deliver_now({request_id: deltas})
 
@@ -334,26 +338,14 @@ class EngineGroup(AsyncEngine):
 
 def _launch_all(start: Start, num_engines: int) -> tuple[list[Start], list[ChildProcess]]:
     """Launch the processes. Return them, and the configurations of their successors."""
-
-    def of_engine(config: EngineConfig, engine: int, sharers: int = 1) -> Start:
-        return Start(
-            config,
-            start.fake,
-            start.fake_step_time_s,
-            start.fake_max_model_len,
-            start.log_format,
-            engine=engine,
-            num_engines=num_engines,
-            host_sharers=sharers,
-        )
-
-    first = launch(of_engine(start.config, 0, sharers=num_engines))
-    starts = [of_engine(_same_sizes(start.config, first), each) for each in range(num_engines)]
-    processes = [first]
+    shared = msgspec.structs.replace(start, num_engines=num_engines)
+    first = launch(msgspec.structs.replace(shared, host_sharers=num_engines))
+    shared = _with_sizes_of(shared, first)
+    starts = [msgspec.structs.replace(shared, engine=each) for each in range(num_engines)]
     with ThreadPoolExecutor(num_engines) as pool:
         launches = [pool.submit(launch, each) for each in starts[1:]]
     errors = [each.exception() for each in launches]
-    processes += [each.result() for each in launches if each.exception() is None]
+    processes = [first, *(each.result() for each in launches if each.exception() is None)]
     for error in errors:
         if error is not None:
             _end_all(processes)
@@ -361,14 +353,12 @@ def _launch_all(start: Start, num_engines: int) -> tuple[list[Start], list[Child
     return starts, processes
 
 
-def _same_sizes(config: EngineConfig, process: ChildProcess) -> EngineConfig:
+def _with_sizes_of(start: Start, process: ChildProcess) -> Start:
     """Return the configuration with the sizes that a process has chosen."""
     hello = process.hello
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, max_model_len=hello.max_model_len),
-        cache=dataclasses.replace(config.cache, num_blocks=hello.stats.num_blocks),
-    )
+    model = dataclasses.replace(start.config.model, max_model_len=hello.max_model_len)
+    config = dataclasses.replace(start.config, model=model)
+    return msgspec.structs.replace(start, config=config, num_blocks=hello.stats.num_blocks)
 
 
 def _end_all(processes: Seq[ChildProcess]) -> None:

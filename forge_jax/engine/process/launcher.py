@@ -123,6 +123,12 @@ class Launcher:
             config = dataclasses.replace(start.config, model=model)
             self.start = msgspec.structs.replace(start, config=config)
 
+    @property
+    def name(self) -> str:
+        """Name of the process in the log."""
+        several = self.start.num_engines > 1
+        return f"process of engine {self.start.engine}" if several else "engine process"
+
     async def launch(self) -> ChildProcess | None:
         """Launch a process. If that fails, log the reason and return None."""
         # The dead process may have sent an answer just before its end. No load begins meanwhile.
@@ -144,9 +150,9 @@ class Launcher:
                 await asyncio.to_thread(launching.result().end)
             raise
         except ForgeError as error:
-            log.error("the engine process could not be started again: %s", error)
+            log.error("the %s could not be started again: %s", self.name, error)
         except Exception:
-            log.exception("the engine process could not be started again")
+            log.exception("the %s could not be started again", self.name)
         return None
 
 

@@ -191,7 +191,7 @@ class Supervisor:
                 continue
             why = self.watchdog.look(self.hooks.patience())
             if why is not None:
-                log.error("the engine process %s: killing and replacing it", why)
+                log.error("the %s %s: killing and replacing it", self.launcher.name, why)
                 self._connection.process.kill()
                 self._connection.close()
 
@@ -214,8 +214,8 @@ class Supervisor:
 
     async def _replace(self, process: ChildProcess) -> None:
         ending = await asyncio.to_thread(process.end)
-        waiting = len(self._requests)
-        log.error("the engine process %s. Restarting it for %d requests", ending, waiting)
+        waiting, name = len(self._requests), self.launcher.name
+        log.error("the %s %s. Restarting it for %d requests", name, ending, waiting)
         for _ in range(MAX_LAUNCHES):
             await asyncio.sleep(self._backoff.pause_s)
             new = await self.launcher.launch()
@@ -225,10 +225,10 @@ class Supervisor:
             self._process = new
             self.hooks.introduce(new.hello)
             if await self._connect(new):
-                log.info("a new engine process continues with %d requests", len(self._requests))
+                log.info("a new %s continues with %d requests", name, len(self._requests))
                 return
             ending = await asyncio.to_thread(new.end)
-            log.error("the new engine process %s before it could be used", ending)
+            log.error("the new %s %s before it could be used", name, ending)
             self._backoff.launch_failed()
         self.hooks.fail(EngineError(f"its process failed to start {MAX_LAUNCHES} times"))
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from forge_jax.config import EngineConfig
 from forge_jax.config.kv_events import read_kv_events
 from forge_jax.engine.async_engine import EngineStats
 from forge_jax.engine.commands import Abort, Submit
@@ -160,7 +161,7 @@ class _Worker(asyncio.Protocol):
                     publishes=False,
                 )
             else:
-                engine = Engine.load(start.config, publishes=False)
+                engine = Engine.load(_with_blocks(start), publishes=False)
             if read_kv_events(start.config.cache.kv_events_config) is not None:
                 engine.publish_events(self._publish)  # the peer's sockets outlive this process
             lost = engine.adapters.restore(start.adapters)
@@ -247,6 +248,15 @@ class _Worker(asyncio.Protocol):
         if self._engine is not None and self._engine.stats().state == "failed":
             log.error("the engine failed: exiting")
             os._exit(1)
+
+
+def _with_blocks(start: Start) -> EngineConfig:
+    """Return the configuration, with as many blocks as the first engine of a group has."""
+    if start.num_blocks is None:
+        return start.config
+    from forge_jax.engine.bundle import with_blocks
+
+    return with_blocks(start.config, start.num_blocks)
 
 
 def _wire_error(
