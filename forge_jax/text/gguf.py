@@ -19,7 +19,18 @@ from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.split import read_gguf
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import short_repr
-from forge_jax.text.patterns import DEEPSEEK_V3, GPT4, GPT4O, QWEN, QWEN_MARKS, TEKKEN
+from forge_jax.text.patterns import (
+    DEEPSEEK_CODER,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT4,
+    GPT4O,
+    KIMI,
+    QWEN,
+    QWEN_MARKS,
+    SEED,
+    TEKKEN,
+)
 from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
@@ -44,28 +55,35 @@ def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": list(parts)}
 
 
-def _split(*patterns: str) -> dict[str, Any]:
+_DIGIT = {"type": "Digits", "individual_digits": True}
+
+
+def _split(*patterns: str, digits: bool = False) -> dict[str, Any]:
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    splits = ({**split, "pattern": {"Regex": pattern}} for pattern in patterns)
-    return _sequence(*splits, _byte_level(use_regex=False))
+    splits = [{**split, "pattern": {"Regex": pattern}} for pattern in patterns]
+    return _sequence(*splits, *[_DIGIT] * digits, _byte_level(use_regex=False))
 
 
-_DIGITS = _sequence({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))
+_DIGITS = _sequence(_DIGIT, _byte_level(use_regex=True))
 # By `tokenizer.ggml.pre`: the split of a text before its merges.
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _split(GPT4)),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _split(GPT4)),
-    **dict.fromkeys(("deepseek-v3",), _split(*DEEPSEEK_V3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(QWEN)),
-    **dict.fromkeys(("qwen35",), _split(QWEN_MARKS)),
+    "deepseek-llm": _split(*DEEPSEEK_V2, digits=True),
+    "deepseek-coder": _split(*DEEPSEEK_CODER, digits=True),
+    "deepseek-v3": _split(*DEEPSEEK_V3),
+    "kimi-k2": _split(KIMI),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _split(QWEN)),
+    "qwen35": _split(QWEN_MARKS),
+    "seed-coder": _split(SEED),
     **dict.fromkeys(("gpt-4o", "llama4"), _split(GPT4O)),
-    **dict.fromkeys(("tekken",), _split(TEKKEN)),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _byte_level(use_regex=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
+    "tekken": _split(TEKKEN),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), _byte_level(use_regex=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
 }
 # A split part that is a token is not merged, and BOS comes first by default.
 _WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-_NORMALIZED = ("qwen2", "qwen35")  # to NFC
+_NORMALIZED = ("qwen2", "qwen35", "stablelm2", "command-r")  # to NFC
 
 
 def load_gguf_tokenizer(

@@ -52,8 +52,34 @@ DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# The last three are parts of DeepSeek's.
-KNOWN = frozenset({GPT2, GPT4, QWEN, QWEN_MARKS, GPT4O, TEKKEN, r"\p{N}{1,3}", r"\s+", r" {2,}"})
+_CHINESE_JAPANESE_KOREAN = r"[一-龥\x{800}-一가-\x{D7FF}]+"
+# Published patterns that take quadratic time, and patterns with the same matches that do not.
+# Without the condition, a run of spaces before another character is tried from each space.
+LINEAR = {r"\s+$": r"(?<!\s)\s+$"}  # DeepSeek V2's
+# Letters with case in old versions of Unicode. Normalization would change those given as numbers.
+_CASED_LETTERS = (
+    r"A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
+    r"Ὀ-Ὅὐ-ὗὙὛὝὟ-\x{1F7D}ᾀ-ᾴᾶ-ᾼ\x{1FBE}ῂ-ῄῆ-ῌῐ-\x{1FD3}ῖ-\x{1FDB}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\x{2126}ℨ"
+    r"\x{212A}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+# DeepSeek V2's and DeepSeek Coder's, applied one after the other. Single digits follow.
+DEEPSEEK_V2 = (
+    r"[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+",
+    LINEAR[r"\s+$"],
+    _CHINESE_JAPANESE_KOREAN,
+)
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_JAPANESE_KOREAN)
+# Kimi K2's: GPT-4o's with Chinese characters apart.
+_NOT_HAN = r"\p{M}&&[^\p{Han}]]"
+KIMI = r"[\p{Han}]+|" + _CASED.replace(r"\p{M}]", _NOT_HAN) + r"|\p{N}{1,3}|" + _TAIL
+SEED = QWEN.replace(r"+[\r\n]*|", "+|")  # Seed-OSS
+# The last two are parts of published tokenizers.
+KNOWN = frozenset(
+    {GPT2, GPT4, QWEN, QWEN_MARKS, GPT4O, TEKKEN, KIMI, SEED}
+    | {*DEEPSEEK_V2, *DEEPSEEK_CODER, *DEEPSEEK_V3, r"\s+", r" {2,}"}
+)
 
 
 class PatternError(ValueError):
@@ -216,8 +242,9 @@ MIN_SECONDS = 0.0002  # shorter times are dominated by the clock's noise
 
 def _try(pattern: str) -> None:
     split = pre_tokenizers.Split(compiled(pattern), "isolated")
-    # The library skips texts that are shorter than a match or lack a required character.
-    end = "\n" + re.sub(r"\W", "", pattern) + re.sub(r"\w", "", pattern) + "~" * 64
+    # The library skips texts that are shorter than a match or lack a required character. The first
+    # character is one that patterns do not name, so that a match does not end before it.
+    end = "\ue000\n" + re.sub(r"\W", "", pattern) + re.sub(r"\w", "", pattern) + "~" * 64
 
     def seconds(unit: str, size: int) -> float:
         """Return the lower CPU time of two trials."""

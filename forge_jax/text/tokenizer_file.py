@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import depth_exceeds, read_text, short_repr
 from forge_jax.host.panics import is_panic
-from forge_jax.text.patterns import PatternError, check_pattern
+from forge_jax.text.patterns import LINEAR, PatternError, check_pattern
 
 MAX_TOKEN_ID = 2**22
 MAX_TOKEN_CHARS = 4096
@@ -79,6 +79,9 @@ def checked_backend(data: dict[str, Any], file: Path, vocab_size: int | None = N
 
 def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None) -> Backend:
     _File(file, data, vocab_size).check()
+    cut = _in_linear_time(data.get("pre_tokenizer"))
+    if cut != data.get("pre_tokenizer"):
+        text = json.dumps(data | {"pre_tokenizer": cut})
     try:
         backend = Backend.from_str(text)
         backend.no_truncation()
@@ -97,6 +100,18 @@ def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None
                 f"but the vocabulary implies {found}: the ids have a gap or contradict each other"
             )
     return backend
+
+
+def _in_linear_time(component: Any) -> Any:
+    """Return the component with replacements for published patterns that take quadratic time."""
+    match component:
+        case {"Regex": str(pattern)} if pattern in LINEAR:
+            return {"Regex": LINEAR[pattern]}
+        case dict():
+            return {key: _in_linear_time(value) for key, value in component.items()}
+        case list():
+            return [_in_linear_time(part) for part in component]
+    return component
 
 
 def add_configured(backend: Backend, tokens: Any, file: Path) -> None:
@@ -344,7 +359,7 @@ class _File:
             if not isinstance(text, str):
                 self._fail(field, "must be a string, not", text)
             try:
-                check_pattern(text)
+                check_pattern(LINEAR.get(text, text))
             except PatternError as error:
                 self._fail(field, f"is an unsafe pattern, because {error}:", text)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 from pathlib import Path
 
 import gguf
@@ -249,12 +250,36 @@ DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+DEEPSEEK_V2 = (
+    "[\r\n]",
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
+    "ὙὛὝ\u1f5f-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ\u1fd0-\u1fd3\u1fd6-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    r"[一-龥ࠀ-一가-퟿]+",
+)
+DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_V2[-1])
+KIMI = (
+    r"[\p{Han}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
 
 
-def split(*patterns):
+def split(*patterns, then=()):
     return pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
+            *then,
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -268,9 +293,16 @@ ORIGINALS = {  # from the `tokenizer.json` of a model of that kind
     "tekken": split(TEKKEN),
     "gpt-4o": split(O200K),
     "deepseek-v3": split(*DEEPSEEK),
+    "deepseek-llm": split(*DEEPSEEK_V2, then=[DIGITS]),
+    "deepseek-coder": split(*DEEPSEEK_CODER, then=[DIGITS]),
+    "kimi-k2": split(KIMI),
+    "seed-coder": split(SEED),
+    "stablelm2": split(QWEN2),
+    "command-r": pre_tokenizers.Sequence([DIGITS, BYTE_LEVEL]),
+    "exaone4": BYTE_LEVEL,
     "glm4": split(LLAMA3),
     "gpt-2": BYTE_LEVEL,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTE_LEVEL]),
+    "smollm": pre_tokenizers.Sequence([DIGITS, BYTE_LEVEL]),
 }
 
 
@@ -278,7 +310,8 @@ def trained(pre: str) -> Backend:
     """Return a byte-level BPE like that of such a model, with special tokens at the end."""
     backend = Backend(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     backend.pre_tokenizer = ORIGINALS[pre]
-    backend.normalizer = normalizers.NFC() if pre in ("qwen2", "qwen35") else None
+    normalized = pre in ("qwen2", "qwen35", "stablelm2", "command-r")
+    backend.normalizer = normalizers.NFC() if normalized else None
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
@@ -324,9 +357,31 @@ def test_byte_level_gguf_tokenizer_is_identical(pre, tmp_path):
 
 def test_pre_tokenizers_differ_on_the_test_texts():
     cuts = {pre: [str(p.pre_tokenize_str(text)) for text in TEXTS] for pre, p in ORIGINALS.items()}
-    assert cuts.pop("glm4") == cuts["llama-bpe"]
+    same = {"glm4": "llama-bpe", "stablelm2": "qwen2", "command-r": "smollm", "exaone4": "gpt-2"}
+    for pre, other in same.items():
+        assert cuts.pop(pre) == cuts[other]
     assert len({json.dumps(cut) for cut in cuts.values()}) == len(cuts)
     assert set(ORIGINALS) <= set(PRE_TOKENIZERS)
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "kimi-k2"])
+def test_pre_tokenizer_cuts_every_character_as_the_original(pre, tmp_path):
+    got = tokenizer_of(write_bpe(tmp_path / "m.gguf", trained(pre), pre)).backend.pre_tokenizer
+    chars = [chr(i) for i in range(0x20000) if not 0xD800 <= i < 0xE000]
+    for between in ("", "1"):
+        for at in range(0, len(chars), 512):
+            text = between.join(chars[at : at + 512])
+            assert got.pre_tokenize_str(text) == ORIGINALS[pre].pre_tokenize_str(text), (pre, at)
+
+
+def test_letters_of_deepseek_have_case():
+    """Normalization of its pattern would move the ends of ranges."""
+    pattern = Regex(PRE_TOKENIZERS["deepseek-llm"]["pretokenizers"][1]["pattern"]["Regex"])
+    cut = pre_tokenizers.Split(pattern, "removed")
+    chars = [chr(i) for i in range(0x20000) if unicodedata.category(chr(i)) not in ("Cs", "Cn")]
+    letters = [char for char in chars if not cut.pre_tokenize_str(char)]
+    assert {unicodedata.category(char) for char in letters} == {"Lu", "Ll", "Lt"}
+    assert len(letters) > 1800
 
 
 def test_special_tokens_may_come_first(tmp_path):

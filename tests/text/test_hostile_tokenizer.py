@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.model_spec import read_spec
@@ -354,7 +354,7 @@ EXPLODING = [
     r"(a+)+b", r"(a|a)*b", r"(a|ab)*c", r"(\w*)*", r"(?:\s+)*", r"(?:ab|cd)+x", r"(a?){50}a{50}",
     r"(a?a)*b", "a**", r"((a{1,100}){1,100}){1,100}", "a{100000}", r"a+b", r"\s*\s*\s*x",
     r"\p{L}+\d", r"[^x]*xy", r"(?:ab)+c", r"(?=(\d{3})+(?!\d))", r"(a)\1", "(?<n>a)\\k<n>",
-    r"(?~ab)", r"(?(1)a|b)", r"(*FAIL)", r"\g<0>", "(((a", "a)", "[a", "\\", "a" * 5000,
+    r"\s+$", r"(?~ab)", r"(?(1)a|b)", r"(*FAIL)", r"\g<0>", "(((a", "a)", "[a", "\\", "a" * 5000,
     "(" * 100 + "a" + ")" * 100, r"(?{code})",
 ]  # fmt: skip
 
@@ -366,6 +366,20 @@ def test_exploding_pattern_is_rejected_soon(pattern):
     with pytest.raises(PatternError):
         check_pattern(pattern)
     assert time.thread_time() - begin < 10  # half a second on an idle machine
+
+
+def test_published_pattern_of_quadratic_time_is_replaced(folder):
+    """DeepSeek V2's; 20,000 spaces would take a second."""
+    tokenizer = Tokenizer.from_folder(folder({"pre_tokenizer": split(r"\s+$")}))
+    assert tokenizer is not None
+    cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str
+    original = pre_tokenizers.Split(Regex(r"\s+$"), "isolated").pre_tokenize_str
+    for text in (" a  ", "   ", "a \n\n b \r\n", "\n", "", "a  b", "\u3000\t \nx\u00a0"):
+        assert cut(text) == original(text), repr(text)
+    spaces = " " * 20_000 + "a"
+    begin = time.thread_time()
+    assert len(cut(spaces)) == 1
+    assert time.thread_time() - begin < 0.3  # milliseconds on an idle machine
 
 
 ORDINARY = [
