@@ -506,7 +506,7 @@ class Experts(ResidualBlock):
                 num_rows=ragged.num_rows,
                 total=self.count if divided else None,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
-                **self.options(),
+                **self.options(ragged.axis),
             )
 
     def scaled(self, weights: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -519,8 +519,12 @@ class Experts(ResidualBlock):
         local = chosen - jax.lax.axis_index(axis) * self.own
         return jnp.where((local >= 0) & (local < self.own), local, self.own)
 
-    def options(self) -> dict[str, Any]:
-        """Return biases and activation for `mix_experts`. For subclasses to replace."""
+    def options(self, axis: str | None) -> dict[str, Any]:
+        """Return biases and activation for `mix_experts`. For subclasses to replace.
+
+        `axis`: of the mesh whose devices' results are added up.
+        """
+        del axis
         return {} if self.is_silu else {"activation": geglu}
 
 

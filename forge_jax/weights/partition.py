@@ -234,7 +234,7 @@ _AXES = {
     **{"mlp.shared.gate_up.weight": -2, "mlp.shared.down.weight": -1},
 }
 
-_OF_EXPERTS = ("mlp.gate_up.weight", "mlp.down.weight")
+_OF_EXPERTS = ("mlp.gate_up.weight", "mlp.gate_up_bias", "mlp.down.weight", "mlp.down_bias")
 
 
 def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:

@@ -148,15 +148,15 @@ class QuantizedFormat:
 
     def fault(self, inputs: int) -> str | None:
         """Return why a part cannot have so many columns, or None if it can."""
-        size, is_int4 = self._size(inputs), self.scheme.values == "int4"
+        size, in_pairs = self._size(inputs), self.scheme.values in ("int4", "mxfp4")
         if self.parts == 1:
             return None
         if size is None:
-            return "they are stored in pairs" if is_int4 and inputs % 2 else None
+            return "they are stored in pairs" if in_pairs and inputs % 2 else None
         group = self.group(inputs)
         if self.scheme.activations is not None and group != size:
             return f"each {size} are multiplied with activations that are rounded together"
-        if group < LEAST_GROUP or (is_int4 and group % 2):
+        if group < LEAST_GROUP or (in_pairs and group % 2):
             return f"each {size} share a scale"
         return None
 

@@ -14,7 +14,7 @@ from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config.hf_config import HFConfig
-from forge_jax.errors import CheckpointError, ConfigError, ModelError
+from forge_jax.errors import CheckpointError, ModelError
 from forge_jax.models import build_model
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.families.gpt_oss import GptOssSpec
@@ -139,11 +139,6 @@ def test_missing_or_misshapen_mxfp4_tensors_are_named(tmp_path):
     shutil.copy(FOLDER / "model.safetensors", tmp_path)
     with pytest.raises(CheckpointError, match="gate_up_proj_blocks is missing"):
         check_weights(build_model(read_spec(MXFP4)), tmp_path)
-
-
-def test_tensor_parallelism_is_rejected():
-    with pytest.raises(ConfigError, match="--tensor-parallel is not supported for GptOssFor"):
-        build_model(SPEC, shards=2)
 
 
 def test_sinks_limits_and_biases_change_the_result():

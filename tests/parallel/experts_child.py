@@ -88,6 +88,7 @@ def families():
         "mixtral": ("mixtral", 1, COUNTS),
         "qwen3_moe": ("qwen3_moe", 2, (2,)),
         "glm4_moe": ("glm4_moe", 2, (2,)),
+        "gpt_oss_mxfp4": ("gpt_oss_mxfp4", 1, COUNTS),  # biases, of experts and of their outputs
         "qwen3_moe, fused": (changed("qwen3_moe", fused), 2, (SHARDS,)),
         "blocks": (zoo(), 1, (SHARDS,)),
     }
@@ -199,6 +200,7 @@ def converted():
     sources = {
         "plain": (GOLDENS / "qwen3_moe", {"dtype": "float32"}),
         "rounded": (GOLDENS / "qwen3_moe", {"quantization": "fp8"}),
+        "mxfp4": (GOLDENS / "gpt_oss_mxfp4", {}),
         "gptq_ordered": (write("gptq_ordered", experts=True), {}),
         "fp8_matrix_static": (write("fp8_matrix_static", experts=True), {}),
     }

@@ -226,6 +226,7 @@ def converted():
     sources = {
         "plain": (GOLDENS / "llama31", {}),
         "experts": (GOLDENS / "qwen3_moe", {}),
+        "mxfp4 experts": (GOLDENS / "gpt_oss_mxfp4", {}),
         "rounded experts": (GOLDENS / "qwen3_moe", {"quantization": "fp8"}),
         "gptq_ordered experts": (write("gptq_ordered", experts=True), {}),
         "rounded": (GOLDENS / "llama31", {"quantization": "fp8"}),

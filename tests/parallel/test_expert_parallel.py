@@ -33,7 +33,7 @@ def engines():
 
 
 def test_logits_match_one_device(models):
-    assert len(models["families"]) == 6
+    assert len(models["families"]) == 8
     for name, each in models["families"].items():
         assert each["difference"] < 2e-4, (name, each)
         assert each["scale"] > 1.0 and each["same_choice"] == 1.0, (name, each)

@@ -26,7 +26,7 @@ FAMILIES = {
     and ARCHITECTURES[architecture].tensor_parallel
 }
 # Other layers of families with several kinds.
-ALSO = ["deepseek_v2_lite", "gpt_neox_sequential"]
+ALSO = ["deepseek_v2_lite", "gpt_neox_sequential", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")

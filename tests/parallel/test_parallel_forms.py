@@ -137,7 +137,7 @@ def test_converted_folders_have_the_models_bits_on_each_device(loaded):
     assert folders.pop("blocks of 1").endswith(
         "convert the original model again with --tensor-parallel 4"
     )
-    assert len(folders) == 15 + (packed is not None)
+    assert len(folders) == 17 + (packed is not None)
     assert folders == dict.fromkeys(folders, True)
 
 

@@ -191,7 +191,7 @@ class ConvertedReader:
 
 def _matrix(format: QuantizedFormat, arrays: Mapping[str, np.ndarray]) -> Matrix:
     values, scale = arrays["weight"], arrays["scale"]
-    if format.scheme.values == "int4":
+    if format.scheme.values in ("int4", "mxfp4"):
         values = unpack_int4(values, 2 * values.shape[1] // scale.shape[1])
     input_scale = arrays["input_scale"][0] if "input_scale" in arrays else None
     return Matrix(values, scale, arrays.get("zero"), arrays.get("order"), input_scale)

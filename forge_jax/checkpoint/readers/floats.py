@@ -62,7 +62,7 @@ class FloatReader(LeafReader):
         return [self.stored_matrix(range(e, e + 1)) for e in self.experts_of(index)]
 
     def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
-        if self.by_expert:
+        if self.by_expert and self.experts is not None:
             for index in indices:
                 for leaf, array in self._leaves(index):
                     yield Shard(leaf, index, array)

@@ -80,6 +80,16 @@ class GptOssSpec(ModelSpec):
     swiglu_limit: float
     swiglu_alpha: float
 
+    def own_sections(self, leaf: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return the sections of sinks, and of gates and ups, which alternate."""
+        assert self.experts is not None
+        both = (2 * self.experts.intermediate_size,)
+        return {
+            "attention.sinks": (-1, (self.num_attention_heads,)),
+            "mlp.gate_up.weight": (-2, both),
+            "mlp.gate_up_bias": (-1, both),
+        }.get(leaf)
+
 
 class SinkAttention(Attention):
     """Attention with a sink for each query head."""
@@ -100,13 +110,16 @@ class GptOssExperts(Experts):
         super().__init__(spec, dtype, matrix, layer, spec.experts)
         count, inner = spec.experts.count, spec.experts.intermediate_size
         self.router = Linear(self.router.matrix.get_value(), new_bias(count, dtype, exists=True))
-        self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * inner), dtype))
-        self.down_bias = nnx.Param(jnp.zeros((count, spec.hidden_size), dtype))
+        self.gate_up_bias = nnx.Param(jnp.zeros((self.own, 2 * inner), dtype))
+        self.down_bias = nnx.Param(jnp.zeros((self.own, spec.hidden_size), dtype))
         self.activation = ClampedSwiGLU(spec.swiglu_limit, spec.swiglu_alpha)
 
-    def options(self) -> dict[str, Any]:
-        biases = self.gate_up_bias[...], self.down_bias[...]
-        return {"biases": biases, "activation": self.activation}
+    def options(self, axis: str | None) -> dict[str, Any]:
+        down_bias = self.down_bias[...]
+        if axis is not None and self.own == self.count:  # devices add up parts of each output
+            first = jax.lax.axis_index(axis) == 0
+            down_bias = jnp.where(first, down_bias, jnp.zeros((), down_bias.dtype))
+        return {"biases": (self.gate_up_bias[...], down_bias), "activation": self.activation}
 
 
 class GptOssLayer(nnx.Module):
@@ -208,5 +221,4 @@ ARCHITECTURE = Architecture(
     gguf_weights=_gguf_weights,
     decoder=GptOssDecoder,
     plain_swiglu=False,
-    tensor_parallel=False,
 )
