@@ -306,6 +306,7 @@ class Attention(ResidualBlock):
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
         self.window, self.soft_cap = spec.window(layer), spec.attention_soft_cap
+        self.growth, self.original = spec.query_growth, spec.rope.original_max_position_embeddings
         self.rope = rope_kinds(spec).index(rope_kind(spec, layer))
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         d, inner = spec.hidden_size, self.heads * self.head_dim
@@ -328,6 +329,7 @@ class Attention(ResidualBlock):
             delta = ragged.delta("q", "k", "v")
             qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_rows)
             qkv = self._normed(qkv.reshape(-1, heads, self.head_dim), ragged.axis)
+            qkv = self._grown(qkv, ragged.positions)
         kv, out = attend(
             qkv,
             kv,
@@ -344,6 +346,15 @@ class Attention(ResidualBlock):
     def sink_logits(self) -> jax.Array | None:
         """Return the sinks, f32[H], of a family that has them. For subclasses to replace."""
         return None
+
+    def _grown(self, qkv: jax.Array, positions: jax.Array) -> jax.Array:
+        """Apply `ModelSpec.query_growth` to the queries of qkv, dtype[T, H + 2K, D]."""
+        if not self.growth:
+            return qkv
+        periods = (positions // self.original).astype(jnp.float32)
+        factor = (1 + self.growth * jnp.log1p(periods)).astype(qkv.dtype)
+        queries, others = jnp.split(qkv, [self.heads], axis=1)
+        return jnp.concatenate([queries * factor[:, None, None], others], axis=1)
 
     def _normed(self, qkv: jax.Array, axis: str | None) -> jax.Array:
         """Apply the norms of queries and keys, if any, to qkv: dtype[T, H + 2K, D]."""

@@ -157,6 +157,8 @@ class ModelSpec:
       no_rope: layers whose queries and keys are not rotated.
       attention_scale: the factor on scores; None is head_dim ** -0.5.
       attention_soft_cap: the cap of scores, where x becomes cap * tanh(x / cap).
+      query_growth: beta of the factor 1 + beta log(1 + floor(p / original_max_position_embeddings))
+        on queries at position p; 0 for none.
       logit_soft_cap: the same for logits.
       embedding_scale: the factor on embeddings.
       residual_scale: the factor on each layer's contribution.
@@ -199,6 +201,7 @@ class ModelSpec:
     no_rope: frozenset[int] = frozenset()
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
+    query_growth: float = 0.0
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -35,7 +35,9 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "exaone4",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
+    "Ministral3ForCausalLM": "mistral3",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Glm4MoeForCausalLM": "glm4moe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
@@ -53,7 +55,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
-PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
+PAIRED_ROWS = ("llama", "mistral3", "granite", "granitemoe", "minicpm", "smollm3")
 WINDOWS = {
     "gemma2",
     "gemma3",
@@ -449,6 +451,9 @@ def add_usual(writer, arch, config):
         if "beta_fast" in rope:
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
             writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
     counts = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"

@@ -60,7 +60,7 @@ REFUSALS = (
     r"layer_types must be a list of 4, each",
     r"clip_qkv is not supported",
     r"use_bias is not supported with experts",
-    r"partial_rotary_factor must not be null",
+    r"(partial_rotary_factor|rope_theta) must not be null",
     r"layer_types without full_attention is not supported",
     r"partial_rotary_factor must be an even share of the head dim",
     r"head_dim must be even",
@@ -223,7 +223,8 @@ def faults(name: str) -> tuple[list[str], Counter]:
 def test_variants_match_transformers_or_are_rejected(name):
     found, refusals = faults(name)
     assert not found, f"{len(found)} of {sum(refusals.values())}:\n" + "\n".join(found[:40])
-    assert refusals["read"] > 0.3 * sum(refusals.values())
+    # transformers refuses most rotations of Ministral 3, because they lack its own field.
+    assert refusals["read"] > 0.2 * sum(refusals.values())
     assert refusals["read"] + refusals["transformers"] > 0.7 * sum(refusals.values())
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf_writer import Q, interleaved, write_gguf
 from paged import PagedRun
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import forge_jax
 from forge_jax import LLM, SamplingParams
@@ -30,7 +30,7 @@ SAME = (
     *("mixtral", "qwen2_yarn"),
     *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
     *("gpt_neox", "exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
-    *("glm4_moe", "ernie4_5_moe", "granitemoe", "gpt2"),
+    *("glm4_moe", "ernie4_5_moe", "granitemoe", "gpt2", "glm", "ministral3"),
 )
 # Models of which a GGUF file can hold only a variant: the fields to change first.
 VARIANTS = {
@@ -81,6 +81,22 @@ def test_gguf_model_equals_the_folders(name, goldens, tmp_path, figure):
     # The file stores Gemma's norms plus 1.
     assert_same_weights(got, expected, atol=1e-7 if name.startswith("gemma") else 0.0)
     figure("families", name, "gguf", "norms to 1e-7" if name.startswith("gemma") else "same bits")
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0])
+def test_gguf_model_with_fused_queries_keys_and_values_equals_the_folders(kind, goldens, tmp_path):
+    """The first releases of GLM-4 have them in one matrix."""
+    folder = tmp_path / "glm"
+    shutil.copytree(goldens / "glm", folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        tensors[name.replace(".q_proj.", ".qkv_proj.")] = np.concatenate(parts)
+    save_file(tensors, folder / "model.safetensors")
+    got = load(write_gguf(folder, tmp_path / "fused.gguf", kind), dtype="float32")
+    expected = load(write_gguf(goldens / "glm", tmp_path / "model.gguf", kind), dtype="float32")
+    ids = [[5, 9, 40, 7, 99, 3, 18, 150, 31, 4, 77, 2, 60]]
+    np.testing.assert_array_equal(*(PagedRun(model, 1).step(ids) for model in (got, expected)))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from safetensors.numpy import load_file, save_file
 import forge_jax
 from forge_jax.checkpoint.adapter import read_adapter
 from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
+from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.lora import LoraShape
 from forge_jax.text.template_files import folder_templates
 from forge_jax.weights.names import multimodal_names, text_name
@@ -162,11 +165,27 @@ def test_either_section_may_tie_the_head(name, whole, text, tied, copy_of):
     assert read_spec(copy_of(name, change)).tie_word_embeddings == tied
 
 
+def test_text_model_of_another_family_has_its_defaults(copy_of):
+    def other(config):
+        text = {"model_type": "ministral3", "vocab_size": 163, "num_hidden_layers": 2}
+        config["text_config"] = text | {"tie_word_embeddings": False}
+
+    spec = read_spec(copy_of("mistral3", other))
+    own = ARCHITECTURES["Ministral3ForCausalLM"].read(
+        HFConfig({"vocab_size": 163, "num_hidden_layers": 2}), HFConfig({})
+    )
+    assert spec == replace(own, architecture="Mistral3ForConditionalGeneration", dtype=spec.dtype)
+    assert (spec.query_growth, spec.head_dim, spec.max_context) == (0.1, 128, 262144)
+
+
 def test_other_text_models_are_rejected_by_name(copy_of):
     def other(config):
-        config["text_config"]["model_type"] = "ministral3"
+        config["text_config"]["model_type"] = "mistral4"
 
-    with pytest.raises(UnsupportedModelError, match=r"'ministral3' is not supported in Mistral3"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'mistral4' is not supported in Mistral3.*; supported: mistral, ministral3$",
+    ):
         read_spec(copy_of("mistral3", other))
 
 

@@ -43,7 +43,9 @@ ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "chatglm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "gptneox": "GPTNeoXForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
@@ -64,13 +66,14 @@ ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }
+_LOG = "rope.scaling.yarn_log_multiplier"
 # Every Nth layer has full attention.
 _PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4, "olmo2": 4} | {
     "gpt-oss": 2,
     "gemma4": 6,
 }
 _PARTIAL_ROPE = (
-    *("phi2", "phi3", "stablelm", "glm4", "glm4moe", "gptneox"),
+    *("phi2", "phi3", "stablelm", "chatglm", "glm4", "glm4moe", "gptneox"),
     *delta_net.ARCHES,
 )
 # Their text model is a section of `config.json`, without these fields.
@@ -265,9 +268,11 @@ class _Reader:
         unusual = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
         mscale: dict[str, float] = {}
         if self.arch == latent.ARCH:
-            tenth = self.number("rope.scaling.yarn_log_multiplier", unusual.popitem()[1])
+            tenth = self.number(_LOG, unusual.popitem()[1])
             if tenth:  # the converter multiplies by 0.1
                 mscale = dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
+        elif self.arch == "mistral3":
+            mscale = {"mscale": 1.0, "mscale_all_dim": self.number(_LOG, unusual.popitem()[1])}
         for name, usual in {**unusual, "attn_factor": 1.0}.items():
             value = self.number(f"rope.scaling.{name}", usual)
             if value != usual:

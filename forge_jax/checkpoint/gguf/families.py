@@ -117,6 +117,21 @@ def _starcoder2(fields: Fields) -> dict[str, Any]:
     return {"norm_epsilon": fields.number(_EPS), "use_bias": bias}
 
 
+def _chatglm(fields: Fields) -> dict[str, Any]:
+    return {"attention_bias": any(_has(fields, f"blk.0.attn_{x}.bias") for x in ("qkv", "q"))}
+
+
+def _mistral3(fields: Fields) -> dict[str, Any]:
+    return {
+        "rope_scaling": None,
+        "rope_parameters": {
+            **(fields.rope_scaling() or {}),
+            "rope_theta": fields.number("rope.freq_base", 10000.0),
+            "llama_4_scaling_beta": fields.number("attention.temperature_scale"),
+        },
+    }
+
+
 def _glm4_moe(fields: Fields) -> dict[str, Any]:
     return {"use_qk_norm": _has(fields, "blk.0.attn_q_norm.weight")}
 
@@ -193,6 +208,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
 
 
 _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
+    "chatglm": _chatglm,
     "cohere2": _cohere,
     "command-r": _cohere,
     "deepseek2": _deepseek2,
@@ -205,6 +221,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "granite": _granite,
     "granitemoe": _granite,
     "minicpm": _minicpm,
+    "mistral3": _mistral3,
     "olmoe": _olmoe,
     "phi2": _phi2,
     "qwen2moe": _qwen2_moe,

@@ -88,6 +88,7 @@ _OWN_NAMES = {
     **{"gemma2": _GEMMA, "gemma3": _GEMMA, "gemma4": _GEMMA4, "phi3": _PHI3},
     **{"exaone4": _NORMS_AFTER, "olmo2": _NORMS_AFTER},
     "seed_oss": _NORM_BEFORE_MLP,
+    "chatglm": {"ffn_up": "mlp.gate_up_proj"},
     "glm4": {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
@@ -142,7 +143,7 @@ _WHOLE_NAMES = {
     },
 }
 _LAYERS = {"gptneox": "gpt_neox.layers"}
-PAIRED_ROWS = ("llama", "granite", "granitemoe", "minicpm", "smollm3")
+PAIRED_ROWS = ("llama", "mistral3", "granite", "granitemoe", "minicpm", "smollm3")
 SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _NORM_BIASES = ("gpt2", "phi2", "stablelm", "starcoder2", "gptneox")
 

@@ -26,6 +26,7 @@ from forge_jax.models.families import (
     iquestcoder,
     llama,
     minicpm,
+    ministral3,
     mistral,
     mixtral,
     multimodal,
@@ -50,6 +51,7 @@ from forge_jax.models.families.architecture import Architecture
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": llama.ARCHITECTURE,
     "MistralForCausalLM": mistral.ARCHITECTURE,
+    "Ministral3ForCausalLM": ministral3.ARCHITECTURE,
     "MixtralForCausalLM": mixtral.ARCHITECTURE,
     "Qwen2ForCausalLM": qwen2.ARCHITECTURE,
     "Qwen3ForCausalLM": qwen3.ARCHITECTURE,

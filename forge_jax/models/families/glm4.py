@@ -61,11 +61,20 @@ def _glm_weights(spec: ModelSpec) -> WeightMap:
     return decoder_weights(spec, fused=("gate_up",))
 
 
+def _glm_gguf_weights(spec: ModelSpec) -> WeightMap:
+    """Return the tensors of files from the first releases, which have queries to values in one."""
+    types = spec.ggml_types
+    if types is not None and types.blocks_of("model.layers.0.self_attn.q_proj.weight"):
+        return _glm_weights(spec)
+    return decoder_weights(spec, fused=("qkv", "gate_up"))
+
+
 GLM = Architecture(
     read_spec=_read_glm,
     defaults=DEFAULTS,
     nullable=_NULLABLE,
     weights=_glm_weights,
+    gguf_weights=_glm_gguf_weights,
 )
 GLM4 = Architecture(
     read_spec=_read_glm4,

@@ -7,13 +7,22 @@ its tensors have a prefix, which `forge_jax.checkpoint.text_side` removes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.models.families import gemma3, gemma4, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from forge_jax.models.families import (
+    gemma3,
+    gemma4,
+    ministral3,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import Tensor, WeightMap
@@ -38,15 +47,19 @@ class TextSide(Architecture):
       flat: True if the fields of the text model may be next to `vision_config`, as transformers 4
         saved them. Then `tie_word_embeddings` of either place counts.
       tied: the default of `tie_word_embeddings`.
+      others: other text models by `model_type`, which differ only in their configuration.
     """
 
     name: str
     model_type: str
     flat: bool = False
     tied: bool = False
+    others: Mapping[str, Architecture] = field(default_factory=dict)
 
     def read(self, config: HFConfig, generation: HFConfig) -> ModelSpec:
-        spec = super().read(self._text_config(config), generation)
+        text = self._text_config(config)
+        other = self.others.get(text.values.get("model_type", self.model_type))
+        spec = (super() if other is None else other).read(text, generation)
         quantization = spec.quantization
         if quantization is not None:
             quantization = replace(quantization, is_text_side=True)
@@ -58,10 +71,10 @@ class TextSide(Architecture):
             if not self.flat:
                 raise config.error("text_config", "an object with the fields of the text model")
             text = config
-        elif text.values.get("model_type", self.model_type) != self.model_type:
+        elif text.values.get("model_type", self.model_type) not in (self.model_type, *self.others):
             raise UnsupportedModelError(
                 f"{text.where}: model_type {short_repr(text.values['model_type'])} is not "
-                f"supported in {self.name}; supported: {self.model_type}"
+                f"supported in {self.name}; supported: {', '.join((self.model_type, *self.others))}"
             )
         values = {**text.values, _TIED: self._is_tied(config, text)}
         if any(config.has(name) for name in _DTYPES):
@@ -165,7 +178,10 @@ ARCHITECTURES = {
             defaults={**gemma4.DEFAULTS, **_GEMMA4_UNIFIED},
         ),
         text_side(
-            mistral.ARCHITECTURE, name="Mistral3ForConditionalGeneration", model_type="mistral"
+            mistral.ARCHITECTURE,
+            name="Mistral3ForConditionalGeneration",
+            model_type="mistral",
+            others={"ministral3": ministral3.ARCHITECTURE},
         ),
         text_side(
             qwen2.ARCHITECTURE,
