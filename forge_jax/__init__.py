@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from forge_jax.llm import LLM
     from forge_jax.models.plugins import register
     from forge_jax.research import LoadedModel, decode_step, forward, load, logits, new_kv
-    from forge_jax.sampling_params import SamplingParams, SteeringVector
+    from forge_jax.sampling_params import ReturnActivations, SamplingParams, SteeringVector
+    from forge_jax.schedule.activations import Activations
     from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
     from forge_jax.schedule.plan import TokenLogprobs
     from forge_jax.schedule.request import FinishReason
@@ -83,7 +84,8 @@ _MODULES = {
     "forge_jax.schedule.outputs": ("Completion", "Delta", "RequestOutput"),
     "forge_jax.engine.process.client": ("EngineProcess",),
     "forge_jax.research": ("LoadedModel", "decode_step", "forward", "load", "logits", "new_kv"),
-    "forge_jax.sampling_params": ("SamplingParams", "SteeringVector"),
+    "forge_jax.sampling_params": ("ReturnActivations", "SamplingParams", "SteeringVector"),
+    "forge_jax.schedule.activations": ("Activations",),
     "forge_jax.schedule.plan": ("TokenLogprobs",),
     "forge_jax.schedule.request": ("FinishReason",),
     "forge_jax.scoring": ("ScoreOptions", "score"),
@@ -95,6 +97,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "Activations",
     "BatchConfig",
     "CacheConfig",
     "CheckpointError",
@@ -123,6 +126,7 @@ __all__ = [
     "QueueLimits",
     "RequestError",
     "RequestOutput",
+    "ReturnActivations",
     "SamplingParams",
     "ScoreOptions",
     "SpeculationConfig",

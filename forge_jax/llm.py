@@ -21,6 +21,7 @@ from forge_jax.engine.validation import check_in_flight, new_version, versioned
 from forge_jax.errors import ConfigError, ModelError, RequestError
 from forge_jax.host.progress import bar_of
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.activations import Activations, joined
 from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.pooled import normalized, stacked
@@ -537,6 +538,7 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     versions: dict[int, int] = field(default_factory=dict[int, int])  # tokens by weight version
+    activations: list[Activations] = field(default_factory=list[Activations])
     last: Delta | None = None
 
 
@@ -560,6 +562,8 @@ class _Collected:
         sample.text.append(delta.text)
         sample.token_ids.extend(delta.token_ids)
         sample.logprobs.extend(delta.logprobs or ())
+        if delta.activations is not None:
+            sample.activations.append(delta.activations)
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
@@ -594,6 +598,7 @@ class _Collected:
                     num_draft_tokens=s.last.num_draft_tokens,
                     num_accepted_tokens=s.last.num_accepted_tokens,
                     weight_versions=tuple(s.versions.items()),
+                    activations=joined(s.activations) if s.activations else None,
                 )
             )
         return RequestOutput(

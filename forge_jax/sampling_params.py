@@ -14,7 +14,10 @@ from forge_jax.grammar.spec import GrammarSpec
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
+ReturnedTokens = Literal["output", "all"]
+
 LOGPROBS_MODES: tuple[str, ...] = get_args(LogprobsMode)
+RETURNED_TOKENS: tuple[str, ...] = get_args(ReturnedTokens)
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
@@ -25,6 +28,8 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_N = 128
 MAX_STEERING_VECTORS = 4
+MAX_ACTIVATION_NAMES = 64
+MAX_ACTIVATION_NAME_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,43 @@ class SteeringVector:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReturnActivations:
+    """The activations that a request returns, by token position.
+
+    Args:
+      names: names of the option `activations`, or patterns as Python's `fnmatch` matches them.
+      tokens: "output" returns the positions from which output tokens were sampled, one per output
+        token: the first is that of the last prompt token. "all" also returns all earlier positions
+        of the prompt, with the first sample.
+
+    Raises:
+      RequestError: a value is invalid.
+    """
+
+    names: Sequence[str]
+    tokens: ReturnedTokens = "output"
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            reason = "names must be a list of strings"
+        elif not names:
+            reason = "names must not be empty"
+        elif len(names) > MAX_ACTIVATION_NAMES:
+            reason = f"names has {len(names)} entries; at most {MAX_ACTIVATION_NAMES} are allowed"
+        elif not all(isinstance(name, str) for name in names):
+            reason = "names must be a list of strings"
+        elif max(map(len, names)) > MAX_ACTIVATION_NAME_CHARS:
+            reason = f"a name is longer than {MAX_ACTIVATION_NAME_CHARS} characters"
+        elif self.tokens not in RETURNED_TOKENS:
+            reason = f"tokens must be {' or '.join(RETURNED_TOKENS)}"
+        else:
+            object.__setattr__(self, "names", tuple(names))
+            return
+        raise RequestError(f"return_activations: {reason}", param="return_activations")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one request.
 
@@ -155,6 +197,8 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     # Vectors to add to the residual stream, in this order.
     steering_vectors: Sequence[SteeringVector] = ()
+    # Activations to return with the output. None: none.
+    return_activations: ReturnActivations | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -198,6 +242,10 @@ class SamplingParams:
         _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         _steering(self.steering_vectors)
         object.__setattr__(self, "steering_vectors", tuple(self.steering_vectors))
+        if not isinstance(self.return_activations, ReturnActivations | None):
+            raise RequestError(
+                "return_activations must be a ReturnActivations", param="return_activations"
+            )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings require detokenize=True", param="stop")
         object.__setattr__(self, "stop", tuple(self.stop))

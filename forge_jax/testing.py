@@ -1,6 +1,6 @@
 """Helpers for tests of an engine: a fake device that checks its input, and tiny models.
 
-`FakeDevice` replaces the model and its KV cache. It needs only the standard library and the plan's
+`FakeDevice` replaces the model and its KV cache. It needs only NumPy and the plan's
 types, so schedulers and servers can be tested with it anywhere. Functions that need jax import it
 when they are called.
 """
@@ -17,8 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from forge_jax.config import Pooling
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.activations import Activations
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import (
     FED_BACK,
@@ -276,7 +279,27 @@ class FakeDevice:
                 for row, target in enumerate(scheduled.targets)
             )
         pooled = None if scheduled.pooling is None else self._pool_hidden(slot, scheduled)
-        return SequenceResult(token_ids, False, logprobs, prompt_logprobs, pooled)
+        activations = None
+        if scheduled.num_returned and params.return_activations is not None:
+            first = end - scheduled.num_returned
+            count = len(token_ids) if scheduled.num_drafts else scheduled.num_returned
+            activations = self._activations(
+                slot.rolling[first + 1 : first + 1 + count], first, params.return_activations.names
+            )
+        return SequenceResult(token_ids, False, logprobs, prompt_logprobs, pooled, activations)
+
+    def activations(self, tokens: Seq[int], start: int, names: Seq[str]) -> Activations:
+        """Return the activations of `tokens` from position `start` on, on any schedule."""
+        rolling = _EMPTY
+        rows: list[int] = []
+        for token in tokens:
+            rolling = _extend(rolling, token)
+            rows.append(rolling)
+        return self._activations(rows[start:], start, names)
+
+    def _activations(self, rolling: Seq[int], start: int, names: Seq[str]) -> Activations:
+        rows = np.array([_hidden(each) for each in rolling], np.float32)
+        return Activations(start, dict.fromkeys(names, rows.reshape(-1, POOLED_SIZE)))
 
     def _pool_hidden(self, slot: _Slot, scheduled: ScheduledSequence) -> bytes | None:
         """Add the hidden states of this step, so that a skipped position changes the result."""

@@ -30,6 +30,7 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}", re.ASCII)
 MAX_LORAS = 64  # every row is multiplied by each adapter
 MAX_LORA_RANK = 512
 MAX_STEERING_FILES = 64
+MAX_ACTIVATION_PATTERNS = 64
 MAX_ENGINE_TIMEOUT_S = 24 * 3600
 MAX_ITL_TARGET_MS = 60_000
 MAX_DRAFT_TOKENS = 31  # each draft token is a row of the verification executables
@@ -130,6 +131,15 @@ class ModelConfig:
         "steering vector as NAME=FILE.safetensors, with one tensor of shape [d] or [layers, d]. "
         "Requests select it by NAME. May be repeated, up to 64 times",
         essential=True,
+    )
+    activations: tuple[str, ...] = option(
+        (),
+        "activations that requests may return, as a name or pattern such as layers.*.resid. May be "
+        "repeated, up to 64 times",
+        essential=True,
+    )
+    max_activation_mib: int = option(
+        64, "maximum MiB of activations that a request can return, 1 to 128"
     )
     seed: int = option(0, "random seed that determines the seeds of requests without a seed")
 
@@ -353,6 +363,7 @@ class EngineConfig:
         _check_verification(self)
         _check_lora(self.model)
         _check_steering(self.model)
+        _check_activations(self.model)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size splits prompts, which --no-chunked-prefill forbids: "
@@ -575,6 +586,20 @@ def _check_steering(model: ModelConfig) -> None:
         raise ConfigError(
             f"--steering-vectors can be set at most {MAX_STEERING_FILES} times, but is set "
             f"{len(names)} times"
+        )
+
+
+def _check_activations(model: ModelConfig) -> None:
+    if isinstance(model.activations, str):
+        raise ConfigError("activations must be a tuple of strings")
+    if len(model.activations) > MAX_ACTIVATION_PATTERNS:
+        raise ConfigError(
+            f"--activations can be set at most {MAX_ACTIVATION_PATTERNS} times, but is set "
+            f"{len(model.activations)} times"
+        )
+    if not 1 <= model.max_activation_mib <= 128:
+        raise ConfigError(
+            f"--max-activation-mib must be between 1 and 128, not {model.max_activation_mib}"
         )
 
 

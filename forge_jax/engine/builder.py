@@ -40,7 +40,7 @@ from forge_jax.engine.fingerprint import system_fingerprint
 from forge_jax.engine.offload import Offload
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small, max_drafts
-from forge_jax.engine.validation import Steering
+from forge_jax.engine.validation import ActivationLimits, ResearchLimits, Steering
 from forge_jax.engine.weights import EngineWeights
 from forge_jax.errors import (
     CheckpointError,
@@ -50,6 +50,7 @@ from forge_jax.errors import (
     UnsupportedModelError,
 )
 from forge_jax.grammar import GrammarCompiler
+from forge_jax.models.activations import ServedActivations, served_activations
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
 from forge_jax.models.registry import build_model, decoded, resolve_dtype
@@ -59,7 +60,7 @@ from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
 from forge_jax.speculate.draft_step import draft_shapes
 from forge_jax.step.draft_probs import DraftProbs
-from forge_jax.step.kv_cache import GIB, keeps_state
+from forge_jax.step.kv_cache import GIB, keeps_state, kv_shape
 from forge_jax.step.mesh import TensorMesh, choose_mesh
 from forge_jax.step.options import RunnerOptions
 from forge_jax.step.runner import Runner
@@ -109,6 +110,7 @@ class Design:
     mesh: TensorMesh | None
     lora: LoraShape | None
     steering: SteeringVectors | None
+    activations: ServedActivations | None
     draft: Draft | None
     draft_probs: DraftProbs | None
     memory_limit: int
@@ -240,9 +242,15 @@ def make_design(
             _check_adapters(config, model, lora)
         steering = _read_steering(config, spec)
         draft = _choose_draft(config, model, kernels, device)
-        vectors = None if steering is None else steering.shape
+        activations = _served_activations(config, spec, formats, shards)
         residents = Residents(
-            config=config, model=model, device=device, draft=draft, lora=lora, steering=vectors
+            config=config,
+            model=model,
+            device=device,
+            draft=draft,
+            lora=lora,
+            steering=None if steering is None else steering.shape,
+            activations=activations,
         )
         sizes = Sizes.choose(residents)
         use_compilation_cache(config)
@@ -256,6 +264,7 @@ def make_design(
         mesh=mesh,
         lora=lora,
         steering=steering,
+        activations=activations,
         draft=draft,
         memory_limit=free_bytes(device, shards),  # before the arrays below use some of it
         draft_probs=_make_draft_probs(config, draft, device if mesh is None else mesh.whole),
@@ -386,7 +395,7 @@ def _make_core(
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config, draft_model),
-        steering=_steering(design),
+        research=ResearchLimits(_steering(design), _activations(design)),
     )
 
 
@@ -395,6 +404,13 @@ def _steering(design: Design) -> Steering | None:
     if vectors is None:
         return None
     return Steering(vectors.shape.layers, vectors.one_vector, vectors.shape.digest)
+
+
+def _activations(design: Design) -> ActivationLimits | None:
+    served = design.activations
+    if served is None:
+        return None
+    return ActivationLimits(served.row_bytes, design.config.model.max_activation_mib << 20)
 
 
 def choose_budget(
@@ -465,6 +481,23 @@ def _read_steering(config: EngineConfig, spec: ModelSpec) -> SteeringVectors | N
         raise type(error)(f"--steering-vectors: {error}") from error
 
 
+def _served_activations(
+    config: EngineConfig, spec: ModelSpec, formats: WeightFormats, shards: int
+) -> ServedActivations | None:
+    """Return the activations of `--activations`; None without them."""
+    patterns = config.model.activations
+    if not patterns:
+        return None
+    model = build_model(spec, config.model.dtype, formats, 1)
+    kv = kv_shape(
+        spec, num_blocks=1, block_size=1, dtype=model.dtype, platform="cpu", num_slots=1
+    ).layers
+    try:
+        return served_activations(model, kv, patterns, shards)
+    except ValueError as error:
+        raise ConfigError(f"--activations: {error}") from error
+
+
 def _load_adapters(design: Design, shape: LoraShape, runner: Runner) -> Adapters:
     """Load the adapters of `--lora`. No step is running yet."""
 
@@ -530,6 +563,7 @@ def runner_options(design: Design) -> RunnerOptions:
         command_buffers=config.parallel.command_buffers,
         lora=design.lora,
         steering=None if design.steering is None else design.steering.shape,
+        activations=() if design.activations is None else design.activations.names,
         memory_limit=design.memory_limit - sizes.draft_bytes,
         mesh=design.mesh,
         bundle=design.bundle,

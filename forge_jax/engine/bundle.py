@@ -91,6 +91,7 @@ def identity(design: Design, options: RunnerOptions) -> dict[str, Any]:
         "--max-loras": None if options.lora is None else options.lora.places,
         "--max-lora-rank": None if options.lora is None else options.lora.rank,
         "--steering-vectors": None if options.steering is None else len(options.steering.names),
+        "--activations": list(options.activations),
         "model": _digest([_described(model), config.model.gguf_weights]),
         "--draft-model": None if design.draft is None else _digest(_described(design.draft.model)),
         "--draft-verification": options.verification,

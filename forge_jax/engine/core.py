@@ -22,6 +22,7 @@ from forge_jax.engine.fault_isolation import Bisection
 from forge_jax.engine.text_output import Outputs, TextOutput
 from forge_jax.engine.validation import (
     Limits,
+    ResearchLimits,
     check_request,
     token_filter,
     without_unknown_stops,
@@ -32,7 +33,7 @@ from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.cache_events import CacheEvent, CacheEvents
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, StepResult
-from forge_jax.schedule.request import LoraRef, Request, Sequence
+from forge_jax.schedule.request import LoraRef, Request, Sequence, first_returned
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate.speculator import Speculator
@@ -41,7 +42,7 @@ from forge_jax.telemetry.phases import PhaseTimes, StepTokens
 from forge_jax.telemetry.spans import span, step_span
 
 if TYPE_CHECKING:
-    from forge_jax.engine.validation import InFlightRequests, Steering
+    from forge_jax.engine.validation import InFlightRequests
     from forge_jax.grammar import Grammar, GrammarCompiler
     from forge_jax.grammar.token_filter import TokenFilter
     from forge_jax.text import Tokenizer
@@ -126,7 +127,7 @@ class EngineCore:
       one_step_ahead: dispatch a step while the previous one runs. Otherwise a tick waits for the
         step that it has dispatched.
       unrecoverable: exceptions of the device that `tick` raises instead of recovering.
-      steering: the steering vectors of the device. None: it has none.
+      research: the steering vectors and activations of the device. None: it has none.
     """
 
     def __init__(
@@ -141,13 +142,13 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         unrecoverable: tuple[type[Exception], ...] = (),
-        steering: Steering | None = None,
+        research: ResearchLimits | None = None,
     ):
         self.grammars = grammars
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self._steering = steering
+        self._research = research or ResearchLimits()
         self.speculator = speculator
         self.constraints = Constraints(vocab_size, scheduler.config.eos_token_ids)
         self.num_steps = 0
@@ -197,7 +198,8 @@ class EngineCore:
             vocab_size=self.vocab_size,
             context=self.scheduler.config.max_model_len,
             kv_tokens=pool.num_blocks * pool.block_size,
-            steering=self._steering,
+            steering=self._research.steering,
+            activations=self._research.activations,
         )
 
     def check(self, request: Request) -> None:
@@ -384,7 +386,9 @@ class EngineCore:
         self._texts.weight_version = version
         # First of all: no error below may leave keys and values of the old weights in use.
         for seq in self.scheduler.unread_prompts():
-            seq.num_scored = 0  # all logprobs of a prompt are of one version
+            # All logprobs and activations of a prompt are of one version.
+            seq.num_scored = 0
+            seq.num_returned = first_returned(seq.request, seq.index, 0)
             self._texts.forget_prompt(seq)
         self.drop_kv()
         if in_flight == "abort":

@@ -29,6 +29,7 @@ from forge_jax.weights.partition import shard_spec
 
 if TYPE_CHECKING:
     from forge_jax.engine.draft import Draft
+    from forge_jax.models.activations import ServedActivations
     from forge_jax.models.decoder import Model
     from forge_jax.models.spec import ModelSpec
 
@@ -45,6 +46,7 @@ class Residents:
     draft: Draft | None = None
     lora: LoraShape | None = None
     steering: SteeringShape | None = None
+    activations: ServedActivations | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -96,6 +98,8 @@ class Residents:
         bound = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
         # A layer gathers the states of the step's sequences: again four copies.
         bound += 4 * max(self.kv_shape(each, 1, 1).layer_state_bytes for each in self.models)
+        if self.activations is not None:  # of this step, and of the previous one
+            bound += 2 * max_tokens * self.activations.token_bytes
         if self.lora is None:
             return bound
         # Intermediate values between the two matrices of each adapter, and their sum.

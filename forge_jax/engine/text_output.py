@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from forge_jax.errors import EngineError, NumericalError
+from forge_jax.schedule.activations import Activations, joined
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import SequenceResult, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
@@ -66,7 +67,7 @@ class SequenceText:
 
 
 class TextOutput:
-    """The text of each live sequence, and the logprobs of prompts that are still being computed.
+    """The text of each live sequence, and the logprobs and activations of unfinished prompts.
 
     Args:
       scheduler: finishes sequences that reach a stop string.
@@ -84,6 +85,7 @@ class TextOutput:
         self._constraints = constraints
         self._texts: dict[Sequence, SequenceText] = {}
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
+        self._prompt_activations: dict[Sequence, list[Activations]] = {}
         self.weight_version = 0  # of the tokens in the next updates
 
     def new_texts(self, request: Request) -> list[SequenceText]:
@@ -113,11 +115,12 @@ class TextOutput:
         """Drop a sequence that has ended, and its constraints."""
         self._constraints.end(seq)
         self._texts.pop(seq, None)
-        self._prompt_logprobs.pop(seq, None)
+        self.forget_prompt(seq)
 
     def forget_prompt(self, seq: Sequence) -> None:
-        """Drop the logprobs of a prompt that is scored again."""
+        """Drop the logprobs and activations of a prompt that is computed again."""
         self._prompt_logprobs.pop(seq, None)
+        self._prompt_activations.pop(seq, None)
 
     def add_deltas(self, updates: list[SequenceUpdate], outputs: Outputs) -> int:
         """Add each sequence's delta to `outputs`. Return the number of generated tokens.
@@ -137,6 +140,7 @@ class TextOutput:
                     and seq.finish_reason is None
                     and got.logprobs is None
                     and got.prompt_logprobs is None
+                    and got.activations is None
                     and not prompt_logprobs
                     and (push := state.push_plain) is not None
                 ):
@@ -172,9 +176,14 @@ class TextOutput:
         prompt_logprobs = got.prompt_logprobs
         if self._prompt_logprobs and seq in self._prompt_logprobs:
             prompt_logprobs = self._prompt_logprobs.pop(seq) + (prompt_logprobs or ())
+        activations = [] if got.activations is None else [got.activations]
+        if seq in self._prompt_activations:
+            activations = self._prompt_activations.pop(seq) + activations
         if not token_ids and seq.finish_reason is None:  # the prompt is not complete
             if prompt_logprobs is not None:
                 self._prompt_logprobs[seq] = prompt_logprobs
+            if activations:
+                self._prompt_activations[seq] = activations
             return None
         if got.fault:
             self.forget(seq)
@@ -189,6 +198,7 @@ class TextOutput:
                 text, num_taken = self._text_to_an_end(seq, token_ids, state)
                 token_ids = token_ids[:num_taken]
                 logprobs = None if logprobs is None else logprobs[:num_taken]
+        num_dropped = len(got.token_ids) - len(token_ids)
         return Delta(
             seq.index,
             text,
@@ -204,6 +214,7 @@ class TextOutput:
             got.pooled,
             seq.queue_s,
             seq.num_preemptions,
+            activations=_without_last(activations, num_dropped),
         )
 
     def _text_to_an_end(
@@ -227,3 +238,11 @@ class TextOutput:
         if seq.finish_reason is not None:
             self.forget(seq)
         return text, num_taken
+
+
+def _without_last(parts: list[Activations], num_dropped: int) -> Activations | None:
+    """Return all rows except for the last `num_dropped`; None if there are none."""
+    if not parts:
+        return None
+    whole = joined(parts)
+    return whole.part(whole.start, whole.end - num_dropped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -11,6 +12,7 @@ from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_jax.grammar.spec import refused
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.activations import matching
 from forge_jax.schedule.request import Request, TokenIds, output_room
 
 if TYPE_CHECKING:
@@ -26,6 +28,38 @@ class Steering(NamedTuple):
     digest: str  # hash of names and values
 
 
+class ActivationLimits(NamedTuple):
+    """The activations that requests can return."""
+
+    row_bytes: dict[str, int]  # bytes of one token's activation, by name
+    max_bytes: int  # of one request
+
+    def names(self, patterns: Iterable[str]) -> list[str]:
+        """Return the names that a request selects, in the order of computation.
+
+        Raises:
+          RequestError: a pattern selects nothing.
+        """
+        found: set[str] = set()
+        for index, pattern in enumerate(patterns):
+            matched = matching(pattern, self.row_bytes)
+            if not matched:
+                raise RequestError(
+                    f"return_activations: names[{index}] matches no activation of "
+                    f"--activations{did_you_mean(pattern, self.row_bytes)}",
+                    param="return_activations",
+                )
+            found.update(matched)
+        return [name for name in self.row_bytes if name in found]
+
+
+class ResearchLimits(NamedTuple):
+    """The steering vectors and activations that requests can use."""
+
+    steering: Steering | None = None  # None: no steering vectors are loaded
+    activations: ActivationLimits | None = None  # None: the engine returns none
+
+
 class Limits(NamedTuple):
     """Limits of every request, in tokens and ids."""
 
@@ -33,6 +67,7 @@ class Limits(NamedTuple):
     context: int  # prompt and output of a sequence
     kv_tokens: int  # capacity of the engine's KV cache
     steering: Steering | None = None  # None: no steering vectors are loaded
+    activations: ActivationLimits | None = None  # None: the engine returns none
 
 
 def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> None:
@@ -53,7 +88,8 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
             param="stop",
         )
     token_filter(request.params, tokenizer, limits.vocab_size)
-    output_room(request, limits.context, limits.kv_tokens)
+    room = output_room(request, limits.context, limits.kv_tokens)
+    check_activations(request.params, [(len(request.prompt_token_ids), room)], limits.activations)
 
 
 def token_filter(
@@ -97,6 +133,38 @@ def _check_steering(params: SamplingParams, steering: Steering | None) -> None:
         else:
             continue
         raise RequestError(f"steering_vectors: {reason}", param="steering_vectors")
+
+
+def check_activations(
+    params: SamplingParams, sizes: Iterable[tuple[int, int]], limits: ActivationLimits | None
+) -> None:
+    """Reject activations that the engine does not return, or that are too many.
+
+    Args:
+      sizes: the number of prompt tokens, and the maximum number of output tokens, per prompt.
+
+    Raises:
+      RequestError: `param` is "return_activations".
+    """
+    asked = params.return_activations
+    if asked is None:
+        return
+    if limits is None:
+        raise RequestError(
+            "return_activations: this engine returns none: start it with --activations",
+            param="return_activations",
+        )
+    token_bytes = sum(limits.row_bytes[name] for name in limits.names(asked.names))
+    positions = 0
+    for prompt_len, max_tokens in sizes:
+        positions += params.n * max_tokens + (prompt_len if asked.tokens == "all" else 0)
+    if positions * token_bytes > limits.max_bytes:
+        raise RequestError(
+            f"return_activations: {positions} positions of {token_bytes} bytes exceed the limit of "
+            f"{limits.max_bytes} bytes: set max_tokens, name fewer activations, set tokens to "
+            "output, or raise --max-activation-mib",
+            param="return_activations",
+        )
 
 
 def check_salt(salt: str) -> None:

@@ -68,6 +68,8 @@ class Committer:
             if got.fault:
                 updates.append(self._fail(seq))
                 continue
+            if got.activations is not None:
+                _take_activations(seq, got)
             end = start + 1
             if registers and end // block_size > seq.num_registered and epoch == seq.epoch:
                 self._prefixes.register(seq, end // block_size, seen=True)
@@ -102,6 +104,8 @@ class Committer:
             if got.fault:
                 updates.append(self._fail(seq))
                 continue
+            if got.activations is not None:
+                _take_activations(seq, got)
             end = row.start + row.num_tokens
             if row.num_drafts:
                 end = self._settle(seq, holds_blocks, row, len(got.token_ids) - 1)
@@ -155,7 +159,16 @@ class Committer:
         if accepted == len(got.token_ids):
             return got
         logprobs = None if got.logprobs is None else got.logprobs[:accepted]
-        return SequenceResult(got.token_ids[:accepted], False, logprobs, got.prompt_logprobs)
+        activations = got.activations
+        if activations is not None:
+            activations = activations.part(0, len(tokens) - 1)
+        return SequenceResult(
+            got.token_ids[:accepted],
+            False,
+            logprobs,
+            got.prompt_logprobs,
+            activations=activations,
+        )
 
     def _end(self, seq: Sequence, token: int) -> bool:
         """Finish the sequence if `token`, its last, is a stop token or reaches the limit."""
@@ -183,5 +196,12 @@ class Committer:
             return
         if seq.max_tokens == 0 and end >= seq.prompt_len:
             self._requests.finish(seq, "length" if seq.pooling is None else "stop")
-        if seq.finished or got.prompt_logprobs:
+        if seq.finished or got.prompt_logprobs or got.activations is not None:
             updates.append((seq, got))
+
+
+def _take_activations(seq: Sequence, got: SequenceResult) -> None:
+    """Count the positions as read. The planner has left out those that were read before."""
+    assert got.activations is not None
+    assert got.activations.start == seq.num_returned, f"{seq.key}: not the next position"
+    seq.num_returned = got.activations.end

@@ -65,6 +65,7 @@ class DraftPart:
                 num_output=seq.num_output,
                 seq_key=seq.key,
                 salt=seq.salt,
+                num_returned=1 + count,
             )
             budget.take(count, count)
         _take_out_of_decodes(plan)

@@ -13,6 +13,7 @@ from forge_jax.schedule.request import (
     FinishReason,
     Request,
     Sequence,
+    first_returned,
     output_room,
     sequence_seed,
 )
@@ -81,6 +82,7 @@ class LiveRequests:
                 scores_prompt=params.prompt_logprobs is not None and index == 0,
                 # Prompt logprobs come before the first output token.
                 num_scored=prompt_len if output else 0,
+                num_returned=first_returned(request, index, len(output)),
                 order=next(self._orders),
                 queued_s=now_s,
             )

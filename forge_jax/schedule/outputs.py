@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge_jax.errors import ForgeError
+from forge_jax.schedule.activations import Activations
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason
 
@@ -38,6 +39,8 @@ class Delta:
     queue_s: float | None = None
     num_preemptions: int = 0
     weight_version: int = 0  # the weights that `token_ids` were sampled with
+    # Of the positions that `token_ids` were sampled from, after those of the prompt, if requested.
+    activations: Activations | None = None
     restarted: bool = False  # all earlier deltas of this sample are void (`update_weights`)
 
 
@@ -56,6 +59,7 @@ class Completion:
     num_accepted_tokens: int = 0  # draft tokens that were accepted; they are in `token_ids`
     # Runs of tokens that were sampled with the same weights: (version, number of tokens).
     weight_versions: tuple[tuple[int, int], ...] = ()
+    activations: Activations | None = None  # see `ReturnActivations`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from forge_jax.config import Pooling
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.activations import Activations
 
 FED_BACK = -1  # a token that the host has not read: the device uses the slot's last token
 
@@ -62,6 +63,8 @@ class ScheduledSequence:
     seq_key: tuple[str, int] = ("", 0)
     salt: str = ""
     pooling: Pooling | None = None  # how to pool hidden states; the last row returns them
+    # Its last tokens whose activations are returned, if the request returns activations.
+    num_returned: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +108,7 @@ class Decodes:
                 num_output=self.num_outputs[row],
                 seq_key=self.seq_keys[row],
                 salt=self.salts[row],
+                num_returned=1,
             )
             for row in range(len(self))
         ]
@@ -172,6 +176,8 @@ class SequenceResult:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of `targets`
     pooled: bytes | None = None  # f32[d], not normalized
+    # Of the last `num_returned` tokens, without rejected drafts.
+    activations: Activations | None = None
 
 
 @dataclass(frozen=True, slots=True)

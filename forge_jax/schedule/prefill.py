@@ -83,4 +83,7 @@ class PrefillPart:
             seq_key=seq.key,
             salt=seq.salt,
             pooling=seq.pooling,
+            num_returned=(
+                0 if seq.num_returned is None else max(end - max(start, seq.num_returned), 0)
+            ),
         )

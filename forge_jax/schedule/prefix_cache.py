@@ -24,10 +24,12 @@ class PrefixCache:
         return len(self.match(seq)) * self._pool.block_size
 
     def cacheable_blocks(self, seq: Sequence) -> int:
-        """Return how many leading blocks may be cached. Tokens that need logits are computed."""
+        """Return how many leading blocks may be cached. All others have results to return."""
         if seq.pooling == "mean":
             return 0  # the mean needs the hidden states of all tokens
         limit = seq.num_scored if seq.scoring else len(seq.tokens) - 1
+        if seq.num_returned is not None:
+            limit = min(limit, seq.num_returned)
         return limit // self._pool.block_size
 
     def register(self, seq: Sequence, num_full: int, *, seen: bool, more: Seq[int] = ()) -> None:

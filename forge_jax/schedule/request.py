@@ -129,6 +129,22 @@ def output_room(request: Request, context: int, kv_tokens: int) -> int:
     return max_tokens
 
 
+def first_returned(request: Request, index: int, num_output: int) -> int | None:
+    """Return the first position of a sample whose activations are returned; None for no position.
+
+    The activations of the prompt come with the first output token of sample 0. The activations at
+    the position before an output token, from which it was sampled, come with that token.
+    """
+    returned = request.params.return_activations
+    if returned is None:
+        return None
+    if returned.tokens == "all" and index == 0 and not num_output:
+        return 0
+    if request.params.max_tokens == 0:
+        return None
+    return len(request.prompt_token_ids) + num_output - 1
+
+
 def sequence_seed(request_seed: int, index: int) -> int:
     """Return the 64-bit noise seed of sample `index`, which is independent of the others."""
     text = f"{request_seed % 2**64}:{index}".encode()
@@ -173,6 +189,9 @@ class Sequence:
     told: bool = False  # True once `num_cached` and `queue_s` have been reported
 
     num_scored: int = 0  # prompt tokens whose logprobs have been read
+    # Positions before this one need no activations: they have been read, or are not requested.
+    # None: the request returns no activations.
+    num_returned: int | None = None
     # Leading blocks that are in the prefix cache, or need not be registered.
     num_registered: int = 0
     num_preemptions: int = 0

@@ -162,8 +162,12 @@ class Scheduler:
         return [seqs[0].request for seqs in self._requests.by_id.values()]
 
     def unread_prompts(self) -> list[Sequence]:
-        """Return the sequences whose prompts are scored and that have no output yet."""
-        return [s for s in self._requests.sequences() if s.scores_prompt and not s.num_output]
+        """Return the sequences that return parts of their prompts and have no output yet."""
+        return [
+            seq
+            for seq in self._requests.sequences()
+            if (seq.scores_prompt or seq.num_returned is not None) and not seq.num_output
+        ]
 
     def waiting(self) -> Iterator[Sequence]:
         """Yield unfinished sequences without a slot, in order of arrival."""

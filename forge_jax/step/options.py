@@ -84,6 +84,7 @@ class RunnerOptions:
       command_buffers: allow XLA:GPU to use command buffers (CUDA graphs).
       lora: shape of the LoRA adapters. None: LoRA is off.
       steering: shape of the steering vectors. None: steering is off.
+      activations: names of the activations that each step returns.
       memory_limit: bytes of the device that all of this may take. None: no limit.
       bundle: holds executables that are loaded instead of compiled, if they have these shapes.
     """
@@ -103,6 +104,7 @@ class RunnerOptions:
     command_buffers: bool = True
     lora: LoraShape | None = None
     steering: SteeringShape | None = None
+    activations: tuple[str, ...] = ()
     memory_limit: int | None = None
     bundle: Bundle | None = None
 

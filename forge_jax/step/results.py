@@ -14,6 +14,7 @@ from forge_jax.schedule.plan import (
     StepResult,
     TokenLogprobs,
 )
+from forge_jax.step.activations import ReturnedRows, add_activations
 
 if TYPE_CHECKING:
     from forge_jax.sampling_params import SamplingParams
@@ -29,11 +30,12 @@ class Pending(NamedTuple):
     out: StepOut
     params: tuple[SamplingParams, ...] | None  # of plan.sequences; None if no logprobs are needed
     pooled: Pooled | None = None
+    returned: tuple[ReturnedRows, ...] = ()
 
 
 def read_result(pending: Pending) -> StepResult:
     """Wait for a step and return its result."""
-    plan, shape, out, all_params, pooled = pending
+    plan, shape, out, all_params, pooled, returned = pending
     packed = np.asarray(out.packed)
     num_rows = shape.num_rows
     tokens = packed[:num_rows].tolist()
@@ -60,6 +62,8 @@ def read_result(pending: Pending) -> StepResult:
             if pooled is not None and s.pooling is not None and s.num_rows:
                 _take_pooled(results[-1], s, pooled, end - 1)
         first = end
+    if returned:
+        add_activations(results, returned, out.activations)
     return StepResult(plan.step, tuple(results))
 
 

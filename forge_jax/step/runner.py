@@ -188,11 +188,11 @@ class Runner:
         for name, packed in self._uploads.admissions(plan.admissions):
             self.state.update_slots(name, packed)
         shape = self._choose(plan)
-        packed, masks, params = self._uploads.step(plan, shape)
+        packed, masks, params, returned = self._uploads.step(plan, shape)
         out, pooled = self.state.run(shape, packed, masks)
         out.packed.copy_to_host_async()
         _latest.append(out.packed)
-        return Pending(plan, shape, out, params, pooled)
+        return Pending(plan, shape, out, params, pooled, returned)
 
     def read(self, pending: Pending) -> StepResult:
         return read_result(pending)

@@ -8,6 +8,7 @@ the device. The host therefore dispatches step t + 1 without the value of token 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -46,7 +47,7 @@ class Pooled(NamedTuple):
 
 
 class StepOut(NamedTuple):
-    """The results of a step. The host always reads `packed`, and the rest only for logprobs."""
+    """The results of a step. The host always reads `packed`, and the rest only if requested."""
 
     # i32[2R + S]: sampled tokens, faults (0 or 1), accepted drafts per seq
     packed: jax.Array
@@ -54,6 +55,7 @@ class StepOut(NamedTuple):
     rank: jax.Array  # i32[R], of the same token
     top_ids: jax.Array  # i32[R, 20]
     top_logprobs: jax.Array  # f32[R, 20]
+    activations: tuple[jax.Array, ...] = ()  # dtype[T, ...] of each name
 
 
 def make_step(
@@ -66,6 +68,7 @@ def make_step(
     verification: Verification = "coupled",
     uniform: bool = False,
     steering: SteeringShape | None = None,
+    activations: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     """Return the step function of one shape. Jit it with `donate_argnums=(1, 2)`.
 
@@ -79,6 +82,7 @@ def make_step(
         more argument. If that is missing, draft tokens (found in text) have probability 1.
       uniform: compute every row in the same way.
       steering: the steering vectors that the slots select. None: steering is off.
+      activations: names of the activations to return.
     """
 
     def step(
@@ -96,6 +100,8 @@ def make_step(
             num_kv = first_paged(kv).shape[0] * block_size
             batch = _batch(shape, m, slots, block_size, num_kv)
             leaves, probe = _split_steering(leaves, slots, shape, m, steering)
+            if activations:
+                probe = replace(probe or Probe(), taps=activations)
             leaves, lora = _split_adapters(leaves, slots, batch, len(model.leaves))
         kv, hidden = model.forward(
             leaves,
@@ -115,8 +121,7 @@ def make_step(
             probe=probe,
             skip_padding=True,
         )
-        if probe is not None:
-            probe.finish(model.spec.architecture)
+        taken = {} if probe is None else probe.finish(model.spec.architecture)
         pooled = None if sums is None else _pool(shape, m, hidden, sums)
         with jax.named_scope("rows"):
             hidden = embed(hidden, m.row_token)
@@ -125,6 +130,7 @@ def make_step(
         drafts = _drafts(shape, m, batch.tokens, proposed) if rejects else None
         with jax.named_scope("sample"):
             slots, out = _sample_rows(shape, slots, m, rows, masks, batch, sampler, drafts)
+        out = out._replace(activations=tuple(taken[name] for name in activations))
         return (kv, slots, out) if pooled is None else (kv, slots, out, pooled)
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")

@@ -61,6 +61,7 @@ class StepBuilder:
             verification=self._options.verification,
             uniform=self._options.deterministic,
             steering=self._options.steering,
+            activations=self._options.activations,
         )
         step = self._placement.shard_step(
             self._model,
@@ -195,6 +196,7 @@ class StepBuilder:
             "model_code": code_digest(self._model.spec.architecture),
             **({} if options.lora is None else {"lora": dataclasses.asdict(options.lora)}),
             **({} if options.steering is None else {"steering": options.steering.digest}),
+            **({"activations": options.activations} if options.activations else {}),
         }
         if options.mesh is None:
             return settings

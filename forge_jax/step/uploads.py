@@ -9,6 +9,7 @@ import numpy as np
 
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import Admission, StepPlan
+from forge_jax.step.activations import ReturnedRows, SlotActivations
 from forge_jax.step.inputs import LOGPROBS, SlotFlags, StepShape
 from forge_jax.step.slots import ADMISSIONS, pack_admissions, pack_history
 
@@ -22,6 +23,7 @@ class Upload(NamedTuple):
     packed: np.ndarray  # i32[shape.width]
     masks: np.ndarray | None  # i32[R, mask_width]; None: no row is masked
     params: tuple[SamplingParams, ...] | None  # of plan.sequences; None if no logprobs are needed
+    returned: tuple[ReturnedRows, ...]  # activations that requests return
 
 
 class Uploads:
@@ -32,11 +34,13 @@ class Uploads:
         self._lora, self._steering = options.lora is not None, options.steering
         self._vocab_size = vocab_size
         self._num_slots = options.num_slots
+        self._served = options.activations
         self.reset()
 
     def reset(self) -> None:
         self._params: list[SamplingParams | None] = [None] * self._num_slots
         self._flags = SlotFlags(self._num_slots)
+        self._returned = SlotActivations(self._served)
 
     def admissions(self, admissions: tuple[Admission, ...]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the names of the executables that update slots, each with its packed argument."""
@@ -49,6 +53,7 @@ class Uploads:
         for admission in admissions:
             self._params[admission.slot] = admission.params
             self._flags.admit(admission.slot, admission.params)
+            self._returned.admit(admission.slot, admission.params)
             if admission.params.penalized or admission.params.logit_bias:
                 yield "set_history", pack_history(admission, self._vocab_size)
 
@@ -60,7 +65,7 @@ class Uploads:
         params = None
         if flags & LOGPROBS:
             params = tuple(self._params_of(s.slot) for s in plan.sequences)
-        return Upload(packed, masks, params)
+        return Upload(packed, masks, params, self._returned.of_step(plan))
 
     def _params_of(self, slot: int) -> SamplingParams:
         params = self._params[slot]

@@ -17,7 +17,8 @@ one before. Here the grammar is a rule that the fake device receives as masks.
 Drafts come from an oracle that spoils them as the run decides: all right, all wrong, or right up to
 a random position. They are for random sequences, and may be longer than there is room for.
 
-Some requests have their hidden states pooled, and the device counts each position once.
+Some requests have their hidden states pooled, and the device counts each position once. Some return
+activations, and each requested position must be returned once.
 
 Waiting is bounded in two ways. While there are troubles, only the sequence of the last rank is
 preempted. No sequence is admitted before one of a better rank, or before an earlier one beyond the
@@ -38,7 +39,8 @@ from functools import partial
 from forge_jax.config import Pooling
 from forge_jax.errors import ContextLengthError
 from forge_jax.grammar import GrammarSpec
-from forge_jax.sampling_params import SamplingParams
+from forge_jax.sampling_params import ReturnActivations, SamplingParams
+from forge_jax.schedule.activations import joined
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.lifecycle import Status
 from forge_jax.schedule.plan import (
@@ -81,6 +83,7 @@ class Expected:
     seen: int = 0
     logprobs: int = 0
     prompt_logprobs: list = dataclasses.field(default_factory=list)
+    activations: list = dataclasses.field(default_factory=list)
     aborted: bool = False
 
 
@@ -149,6 +152,8 @@ class Simulation:
         self.grammars = self.own_rng.choice((0.0, 0.2, 0.8))
         self.pooling_rng = random.Random(f"pooling {seed}")
         self.pooling = self.pooling_rng.choice((0.0, 0.0, 0.3))
+        self.returning_rng = random.Random(f"returning {seed}")
+        self.returning = self.returning_rng.choice((0.0, 0.5))
         # Steps in flight when the next is scheduled: as in the engine, or later each time.
         self.depths = rng.choice(((0,), (1,), (1,), (2,), (0, 1), (0, 1, 2, 3)))
         self.slots = list(range(self.config.max_num_seqs))
@@ -353,6 +358,10 @@ class Simulation:
         )
         if self.own_rng.random() < self.grammars:
             params = dataclasses.replace(params, structured_outputs=GRAMMAR)
+        if self.returning_rng.random() < self.returning:
+            tokens = self.returning_rng.choice(("output", "all"))
+            returned = ReturnActivations(names=("a",), tokens=tokens)
+            params = dataclasses.replace(params, return_activations=returned)
         pooling: Pooling | None = None
         if self.pooling_rng.random() < self.pooling:
             pooling = self.pooling_rng.choice(("last", "mean"))
@@ -421,6 +430,7 @@ class Simulation:
             expected.seq, expected.rank = seq, (expected.rank[0], self.counts["sequences"])
             if not expected.seen:
                 expected.prompt_logprobs.clear()
+                expected.activations.clear()
             self.expected[seq] = expected
         assert not moved, "a sample has not moved"
 
@@ -622,10 +632,15 @@ class Simulation:
                 f"{seq.key}: pooled something else"
             )
         expected.prompt_logprobs += got.prompt_logprobs or ()
-        token_ids, logprobs = got.token_ids, got.logprobs or ()
+        token_ids, logprobs, activations = got.token_ids, got.logprobs or (), got.activations
         if expected.stop_string_at is not None:  # tokens accepted after it are dropped
             token_ids = token_ids[: expected.stop_string_at - expected.seen]
             logprobs = logprobs[: len(token_ids)]
+            if activations is not None:
+                end = activations.end - len(got.token_ids) + len(token_ids)
+                activations = activations.part(0, end)
+        if activations is not None:
+            expected.activations.append(activations)
         expected.logprobs += len(logprobs)
         new = tuple(expected.tokens[expected.seen : expected.seen + len(token_ids)])
         assert token_ids == new, f"{seq.key}: output differs from the oracle"
@@ -661,6 +676,21 @@ class Simulation:
         scored = [logprob.token_id for logprob in expected.prompt_logprobs]
         wanted = prompt[1:] if seq.params.prompt_logprobs is not None and seq.index == 0 else []
         assert scored == wanted, f"{seq.key}: prompt logprobs"
+        self._check_activations(expected, prompt)
+
+    def _check_activations(self, expected: Expected, prompt: list[int]) -> None:
+        """Check that each requested position was returned once, with its own activations."""
+        seq, returned = expected.seq, expected.seq.params.return_activations
+        whole = returned is not None and returned.tokens == "all" and seq.index == 0
+        if returned is None or not (whole or expected.tokens):
+            assert not expected.activations, f"{seq.key}: unasked activations"
+            return
+        start, tokens = 0 if whole else len(prompt) - 1, [*prompt, *expected.tokens[:-1]]
+        right = self.device.activations(tokens, start, ("a",))
+        self.counts["activations"] += len(right)
+        found = joined(expected.activations)
+        assert found.start == start, f"{seq.key}: activations start at {found.start}"
+        assert found.arrays["a"].tobytes() == right.arrays["a"].tobytes(), f"{seq.key}: activations"
 
 
 class Before:

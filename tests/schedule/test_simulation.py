@@ -10,7 +10,7 @@ import sys
 import pytest
 from simulation import Simulation, play
 
-from forge_jax.schedule import planner
+from forge_jax.schedule import live_requests, planner
 from forge_jax.schedule.admission import AdmissionPart
 from forge_jax.schedule.backlog import Backlog
 from forge_jax.schedule.block_pool import BlockPool
@@ -40,7 +40,7 @@ def test_every_output_matches_the_oracle_under_all_events(first_seed):
     # The troubles occurred; otherwise the simulation would prove nothing.
     troubles = ("preemptions", "cached", "faults", "refused", "victims", "cache resets")
     troubles += ("restrictions", "releases", "moves", "drafts", "accepted drafts", "masks")
-    troubles += ("pooled", "short steps")
+    troubles += ("pooled", "activations", "short steps")
     errors = ("error:dispatch", "error:read", "error:after commit")
     clock = ("clock forwards", "clock backwards", "aged", "gave way")
     switches = ("static batches", "cut anyway", "whole prompts")
@@ -237,6 +237,23 @@ def leave_cached_tokens_out_of_a_mean(right, self, seq):
     return limit // self._pool.block_size
 
 
+@in_place_of(PrefixCache, "cacheable_blocks")
+def leave_cached_tokens_out_of_activations(right, self, seq):
+    num_returned, seq.num_returned = seq.num_returned, None
+    try:
+        return right(self, seq)
+    finally:
+        seq.num_returned = num_returned
+
+
+@in_place_of(PrefillPart, "row")
+def return_activations_again_after_a_preemption(right, self, chunk):
+    row = right(self, chunk)
+    if row.num_returned and chunk.seq.num_output:
+        row.num_returned = row.num_tokens
+    return row
+
+
 @in_place_of(PrefixCache, "hash_next_block")
 def hash_right_drafts_without_their_place(right, self, seq, more=()):
     if more and (len(seq.block_hashes) + 1) * self._pool.block_size > len(seq.tokens):
@@ -261,6 +278,11 @@ def score_the_prompt_of_a_moved_request_again(right, self, request):
     for seq in seqs:
         seq.num_scored = 0
     return seqs
+
+
+@in_place_of(live_requests, "first_returned")
+def return_the_prompt_of_a_moved_request_again(right, request, index, num_output):
+    return right(request, index, 0)
 
 
 @in_place_of(Scheduler, "add")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from forge_jax import errors
 from forge_jax.config import EngineConfig
@@ -18,6 +19,7 @@ from forge_jax.engine.adapters import LoadedAdapter
 from forge_jax.engine.async_engine import EngineStats
 from forge_jax.engine.commands import Abort, Submit
 from forge_jax.engine.core import Limits, Outputs
+from forge_jax.schedule.activations import Activations, dtype_named
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason, LoraRef
@@ -67,6 +69,32 @@ class WireError(msgspec.Struct, array_like=True, frozen=True):
         return kind(self.message)
 
 
+class WireArray(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, name: str, array: np.ndarray) -> WireArray:
+        return cls(name, array.dtype.name, array.shape, array.tobytes())
+
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.data, dtype_named(self.dtype)).reshape(self.shape)
+
+
+class WireActivations(msgspec.Struct, array_like=True, frozen=True):
+    start: int
+    arrays: tuple[WireArray, ...]
+
+    @classmethod
+    def of(cls, rows: Activations) -> WireActivations:
+        return cls(rows.start, tuple(WireArray.of(*each) for each in rows.arrays.items()))
+
+    def activations(self) -> Activations:
+        return Activations(self.start, {each.name: each.array() for each in self.arrays})
+
+
 class WireDelta(msgspec.Struct, array_like=True, frozen=True):
     """A `Delta`. Most have defaults after the third field."""
 
@@ -84,6 +112,7 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
     pooled: bytes | None = None
     queue_s: float | None = None
     num_preemptions: int = 0
+    activations: WireActivations | None = None
 
     @classmethod
     def of(cls, delta: Delta) -> WireDelta:
@@ -102,6 +131,7 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             delta.pooled,
             delta.queue_s,
             delta.num_preemptions,
+            None if delta.activations is None else WireActivations.of(delta.activations),
         )
 
     def delta(self) -> Delta:
@@ -120,6 +150,7 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             self.pooled,
             self.queue_s,
             self.num_preemptions,
+            activations=None if self.activations is None else self.activations.activations(),
         )
 
 
@@ -197,6 +228,21 @@ class Updates(msgspec.Struct, tag="news"):
     @classmethod
     def of(cls, outputs: Outputs) -> Updates:
         return cls({rid: [WireDelta.of(d) for d in deltas] for rid, deltas in outputs.items()})
+
+    @classmethod
+    def split(cls, outputs: Outputs) -> Iterator[Updates]:
+        """Yield outputs as messages. Each request with activations has its own.
+
+        The activations of one request fit a frame, but those of all requests may not.
+        """
+        small: Outputs = {}
+        for request_id, deltas in outputs.items():
+            if any(delta.activations is not None for delta in deltas):
+                yield cls.of({request_id: deltas})
+            else:
+                small[request_id] = deltas
+        if small:
+            yield cls.of(small)
 
     def to_outputs(self) -> Outputs:
         return {rid: [wire.delta() for wire in deltas] for rid, deltas in self.outputs.items()}

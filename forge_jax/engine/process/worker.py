@@ -225,7 +225,8 @@ class _Worker(asyncio.Protocol):
         # Updates of a failed engine must not end requests, which the next process continues.
         self._end_if_failed()
         updates, self._updates = self._updates, {}
-        self._send(Updates.of(updates))
+        for message in Updates.split(updates):
+            self._send(message)
         if time.monotonic() - self._sent_s > STATS_S:
             self._send_stats()
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 OF_SERVER = ("reasoning_parser", "fake", "fake_step_time_ms")
 # Engine flags that do not apply: the sampling flags have their own seed, and the commands request
 # neither embeddings, adapters nor steering vectors.
-LEFT_OUT = ("seed", "pooling", "lora", "max_loras", "max_lora_rank", "steering_vectors")
+LEFT_OUT = (
+    *("seed", "pooling", "lora", "max_loras", "max_lora_rank", "steering_vectors"),
+    *("activations", "max_activation_mib"),
+)
 
 
 def add_engine(parser: Parser) -> None:
