@@ -28,6 +28,7 @@ from forge_serve.anthropic.requests import (
 )
 from forge_serve.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from forge_serve.openai.requests import (
+    ActivationsRequest,
     ChatRequest,
     CompletionRequest,
     ContentPart,
@@ -106,6 +107,7 @@ VALID: dict[type, dict[str, Any]] = {
     ContentPart: {"type": "text", "text": f"the dog {SENTINEL}"},
     StreamOptions: {"include_usage": True},
     SteeringRequest: {"name": "calm"},
+    ActivationsRequest: {"names": ["layers.0.resid"]},
 }
 
 

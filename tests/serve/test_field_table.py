@@ -68,6 +68,7 @@ IN_COMPLETIONS: dict[str, Any] = {
     "allowed_token_ids": [5, 6],
     "bad_words": ["dog"],
     "steering_vectors": {"steering_vectors": []},
+    "return_activations": {"return_activations": None},
     "suffix": "the end",
     "prompt_embeds": "AAAA",
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
@@ -138,6 +139,7 @@ IN_RESPONSES: dict[str, Any] = {
     "context_management": [{"type": "compaction"}],
     "moderation": {"moderation": {"model": "a"}},
     "prompt_logprobs": 1,
+    "return_activations": {"return_activations": {"names": ["a"]}},
 }
 EMBEDDING = {"input": "the dog"}
 IN_EMBEDDINGS: dict[str, Any] = {

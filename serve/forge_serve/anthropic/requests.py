@@ -17,6 +17,7 @@ from forge_serve.openai.requests import (
     TOOLS_RULE,
     ContentPart,
     GenerationRequest,
+    NoActivations,
     NoPromptLogprobs,
     OneSample,
     TemplateKwargs,
@@ -145,6 +146,7 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     n: OneSample = None
     best_of: OneSample = None
     prompt_logprobs: NoPromptLogprobs = None
+    return_activations: NoActivations = None
     system: Annotated[str | list[ContentPart] | None, rule(schema=TEXT_OR_PARTS)] = None
     stop_sequences: Annotated[list[str] | None, rule(schema=_stop_sequences)] = None
     tools: Annotated[
@@ -201,4 +203,10 @@ class MessagesRequest(GenerationRequest, kw_only=True):
         raise RequestError(
             "prompt_logprobs is not supported on this endpoint; use /v1/chat/completions",
             param="prompt_logprobs",
+        )
+
+    def _check_activations(self) -> None:
+        raise RequestError(
+            "return_activations is not supported on this endpoint; use /v1/chat/completions",
+            param="return_activations",
         )

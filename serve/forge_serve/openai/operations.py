@@ -29,7 +29,7 @@ from forge_serve.openai.requests import (
     GenerationRequest,
 )
 from forge_serve.openai.serializers import ResponseSerializer
-from forge_serve.openai.validation import check_logprob_values, decode
+from forge_serve.openai.validation import check_activation_bytes, check_logprob_values, decode
 from forge_serve.parsers.families import families
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ async def _prepare(
     await engine.prepare(params)
     prompt_lens = [len(prompt.token_ids) for prompt in prompts]
     check_logprob_values(params, prompt_lens, engine.max_model_len, service.config.limits)
+    check_activation_bytes(params, prompt_lens, engine.limits)
     return params, prompts, output
 
 

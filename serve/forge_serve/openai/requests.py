@@ -21,10 +21,14 @@ from forge_jax.host.files import short_repr
 from forge_jax.sampling_params import (
     BIAS,
     LAYER,
+    MAX_ACTIVATION_NAME_CHARS,
+    MAX_ACTIVATION_NAMES,
     RANGES,
     STEERING_SCALE,
     TOKEN_ID,
     LogprobsMode,
+    ReturnActivations,
+    ReturnedTokens,
     SamplingParams,
     SteeringVector,
 )
@@ -99,6 +103,21 @@ class SteeringRequest(msgspec.Struct):
         return SteeringVector(name=self.name, scale=scale, layers=self.layers)
 
 
+class ActivationsRequest(msgspec.Struct):
+    """The activations that a request returns."""
+
+    # Names of `--activations`, or patterns.
+    names: Annotated[
+        list[Annotated[str, rule(maxLength=MAX_ACTIVATION_NAME_CHARS)]],
+        rule(minItems=1, maxItems=MAX_ACTIVATION_NAMES),
+    ]
+    tokens: ReturnedTokens | None = None  # default: output
+
+    def activations(self) -> ReturnActivations:
+        """Return the engine's parameter. Raise `RequestError` if a value is out of range."""
+        return ReturnActivations(names=self.names, tokens=self.tokens or "output")
+
+
 def _up_to(most: int) -> str:
     """Return a regular expression for the integers from 0 to `most`, which has several digits."""
     digits = str(most)
@@ -168,6 +187,10 @@ MaxTokens = Annotated[
 OneSample = Annotated[int | None, rule(minimum=1, maximum=1)]
 NoPromptLogprobs = Annotated[
     int | None, rule("Rejected: not supported on this endpoint.", schema={"type": "null"})
+]
+NoActivations = Annotated[
+    ActivationsRequest | None,
+    rule("Rejected: not supported on this endpoint.", schema={"type": "null"}),
 ]
 TruncationOfText = Annotated[int | None, rule(minimum=-1, maximum=MAX_COUNT, **_NOT_ZERO)]
 LOGPROBS_RULE = "The product of choices, tokens and alternatives per token is limited."
@@ -251,6 +274,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             "Names are those of `--steering-vectors`, and layers those of the model.",
             most=("steering_vectors", "entries"),
         ),
+    ] = None
+    return_activations: Annotated[
+        ActivationsRequest | None,
+        rule("Names match those of `--activations`. The size of all activations is limited."),
     ] = None
     # Number of tokens to keep; -1 keeps as many as the context has room for.
     truncate_prompt_tokens: Annotated[
@@ -386,6 +413,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
         if self.prompt_logprobs is not None:
             self._check_prompt_logprobs()
+        if self.return_activations is not None:
+            self._check_activations()
         if self.timeout is not None and not 0.0 < self.timeout < math.inf:
             raise RequestError("timeout must be a positive number of seconds", param="timeout")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
@@ -408,6 +437,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError(
                 "prompt_logprobs cannot be combined with stream: true", param="prompt_logprobs"
             )
+
+    def _check_activations(self) -> None:
+        """Reject activations if the endpoint's response has none."""
 
     def names_sent(self) -> dict[str, str]:
         """Return the client's field names by the engine's, where they differ."""
@@ -450,6 +482,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             options["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.steering_vectors:
             options["steering_vectors"] = tuple(each.vector() for each in self.steering_vectors)
+        if self.return_activations is not None:
+            options["return_activations"] = self.return_activations.activations()
         demanded = demand(self)
         if demanded is not None:
             options["structured_outputs"] = demanded[1]
@@ -507,6 +541,7 @@ class GenerateRequest(GenerationRequest, kw_only=True):
     n: OneSample = None
     best_of: OneSample = None
     prompt_logprobs: NoPromptLogprobs = None
+    return_activations: NoActivations = None
 
     def check(self) -> None:
         GenerationRequest.check(self)
@@ -519,6 +554,12 @@ class GenerateRequest(GenerationRequest, kw_only=True):
         raise RequestError(
             "prompt_logprobs is not supported on this endpoint; use /v1/completions",
             param="prompt_logprobs",
+        )
+
+    def _check_activations(self) -> None:
+        raise RequestError(
+            "return_activations is not supported on this endpoint; use /v1/completions",
+            param="return_activations",
         )
 
     def names_sent(self) -> dict[str, str]:

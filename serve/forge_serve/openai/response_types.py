@@ -36,6 +36,21 @@ class CompletionLogprobs(Payload):
     text_offset: list[int] = field(default_factory=list)
 
 
+class ActivationArray(Payload):
+    """Rows of one activation, in C order and little-endian."""
+
+    dtype: str  # NumPy's name, or bfloat16
+    shape: Sequence[int]
+    data: str  # base64
+
+
+class ReturnedActivations(Payload):
+    """Activations of consecutive token positions, by name."""
+
+    start: int  # position of the first row
+    arrays: dict[str, ActivationArray]
+
+
 class CompletionChoice(Payload):
     index: int
     text: str
@@ -46,6 +61,7 @@ class CompletionChoice(Payload):
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: Sequence[int] | None
     token_ids: Sequence[int] | None
+    activations: ReturnedActivations | UnsetType = UNSET
 
 
 class CompletionAnswer(Payload, kw_only=True):
@@ -69,6 +85,7 @@ class CompletionEventChoice(Payload, kw_only=True):
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     stop_reason: StopReason | UnsetType = UNSET
     matched_stop: StopReason | UnsetType = UNSET
+    activations: ReturnedActivations | UnsetType = UNSET
 
 
 class CompletionEvent(Payload, kw_only=True):
@@ -126,6 +143,7 @@ class ChatChoice(Payload):
     stop_reason: StopReason
     matched_stop: StopReason
     token_ids: Sequence[int] | None
+    activations: ReturnedActivations | UnsetType = UNSET
 
 
 class ChatAnswer(Payload, kw_only=True):
@@ -170,6 +188,7 @@ class ChatEventChoice(Payload):
     token_ids: Sequence[int] | UnsetType = UNSET
     stop_reason: StopReason | UnsetType = UNSET
     matched_stop: StopReason | UnsetType = UNSET
+    activations: ReturnedActivations | UnsetType = UNSET
 
 
 class ChatEvent(Payload, kw_only=True):

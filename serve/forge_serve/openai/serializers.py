@@ -7,6 +7,7 @@ template and inserts the text of the others. This takes a tenth of the time.
 
 from __future__ import annotations
 
+import binascii
 import codecs
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from forge_jax.schedule.activations import Activations, joined
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Detokenizer
 from forge_serve.errors import ErrorReply
@@ -29,6 +31,7 @@ from forge_serve.openai.requests import (
     GenerationRequest,
 )
 from forge_serve.openai.response_types import (
+    ActivationArray,
     AlternativeLogprob,
     AnswerMessage,
     AnswerToolCall,
@@ -49,6 +52,7 @@ from forge_serve.openai.response_types import (
     GenerateEvent,
     PromptLogprob,
     PromptLogprobs,
+    ReturnedActivations,
     TokenLogprob,
     ToolCallPiece,
 )
@@ -92,6 +96,7 @@ class _Choice:
     num_told: int = 0  # tokens in events so far, except plain ones
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    activations: list[Activations] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     offsets: TextOffsets | None = None
@@ -105,6 +110,8 @@ class _Choice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.of.logprobs += delta.prompt_logprobs or ()
+        if delta.activations is not None:
+            self.activations.append(delta.activations)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
@@ -149,7 +156,7 @@ class ResponseSerializer:
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]
         self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
-        self._only_text = not self.with_token_ids
+        self._only_text = not self.with_token_ids and request.return_activations is None
         self._plain_tail = b""
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -259,7 +266,8 @@ class ResponseSerializer:
 
     def _shows(self, delta: Delta) -> bool:
         """Return True if the delta needs an event even without text."""
-        return delta.finish_reason is not None or (self.with_token_ids and len(delta.token_ids) > 0)
+        shows_ids = self.with_token_ids and len(delta.token_ids) > 0
+        return delta.finish_reason is not None or delta.activations is not None or shows_ids
 
 
 class CompletionSerializer(ResponseSerializer):
@@ -307,6 +315,8 @@ class CompletionSerializer(ResponseSerializer):
         chunk = CompletionEventChoice(
             index=state.index, text=text, logprobs=logprobs, **self._ending(delta)
         )
+        if delta.activations is not None:
+            chunk.activations = _encoded(delta.activations)
         if self.with_token_ids:
             chunk.token_ids = delta.token_ids
             if first:
@@ -327,6 +337,7 @@ class CompletionSerializer(ResponseSerializer):
             prompt_logprobs=self._prompt_logprobs(state.of),
             prompt_token_ids=state.of.prompt.token_ids if self.with_token_ids else None,
             token_ids=state.token_ids if self.with_token_ids else None,
+            activations=_encoded(joined(state.activations)) if state.activations else UNSET,
         )
 
     def _prompt_text(self, state: _Choice) -> str:
@@ -429,6 +440,8 @@ class ChatSerializer(ResponseSerializer):
         if not (updates or self._shows(delta) or (logprobs and logprobs.content)):
             return None
         chunk = ChatEventChoice(state.index, ChatDelta(**updates), logprobs, **ending)
+        if delta.activations is not None:
+            chunk.activations = _encoded(delta.activations)
         if self.with_token_ids:
             chunk.token_ids = delta.token_ids
         return chunk
@@ -480,6 +493,7 @@ class ChatSerializer(ResponseSerializer):
             finish_reason=finish_reason,
             **self._stops(state.finish_reason, state.stop_reason, state.token_ids),
             token_ids=state.token_ids if self.with_token_ids else None,
+            activations=_encoded(joined(state.activations)) if state.activations else UNSET,
         )
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
@@ -542,6 +556,20 @@ class GenerateSerializer(ResponseSerializer):
 
     def _plain_chunk(self, state: _Choice, text: str) -> Payload:
         return GenerateEvent(text)
+
+
+def _encoded(activations: Activations) -> ReturnedActivations:
+    return ReturnedActivations(
+        activations.start,
+        {
+            name: ActivationArray(
+                array.dtype.name,
+                array.shape,
+                binascii.b2a_base64(array.tobytes(), newline=False).decode(),
+            )
+            for name, array in activations.arrays.items()
+        },
+    )
 
 
 class TokenNames:

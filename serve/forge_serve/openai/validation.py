@@ -35,6 +35,8 @@ import msgspec
 import numpy as np
 
 from forge_jax.config.suggest import nearest
+from forge_jax.engine.validation import Limits as EngineLimits
+from forge_jax.engine.validation import check_activations
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.limits import KIB, Limits
@@ -194,6 +196,21 @@ def check_logprob_values(
             "max_tokens",
             param=param,
         )
+
+
+def check_activation_bytes(
+    params: SamplingParams, prompt_lens: Sequence[int], limits: EngineLimits
+) -> None:
+    """Check that the activations of all prompts fit the engine's limit for one request.
+
+    Raises:
+      RequestError: they do not. `param` is "return_activations".
+    """
+    sizes: list[tuple[int, int]] = []
+    for prompt_len in prompt_lens:
+        room = max(min(limits.context, limits.kv_tokens + 1) - prompt_len, 0)
+        sizes.append((prompt_len, room if params.max_tokens is None else params.max_tokens))
+    check_activations(params, sizes, limits.activations)
 
 
 def _check_limits(request: GenerationRequest, limits: Limits) -> None:

@@ -22,6 +22,7 @@ from forge_serve.openai.requests import (
     ChatRequest,
     GenerationRequest,
     Message,
+    NoActivations,
     NoPromptLogprobs,
     OneSample,
     TemplateKwargs,
@@ -123,6 +124,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     n: OneSample = None
     best_of: OneSample = None
     prompt_logprobs: NoPromptLogprobs = None
+    return_activations: NoActivations = None
     instructions: str | None = None
     previous_response_id: Annotated[
         str | None, rule("The id of a stored and finished response.")
@@ -247,6 +249,12 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         raise RequestError(
             "prompt_logprobs is not supported on this endpoint; use /v1/chat/completions",
             param="prompt_logprobs",
+        )
+
+    def _check_activations(self) -> None:
+        raise RequestError(
+            "return_activations is not supported on this endpoint; use /v1/chat/completions",
+            param="return_activations",
         )
 
     def _check_summary(self) -> None:
