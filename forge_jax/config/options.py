@@ -293,6 +293,21 @@ class ParallelConfig:
         "give each device of --tensor-parallel whole experts, instead of a part of every expert. "
         "The number of devices must divide the number of experts",
     )
+    num_hosts: int = option(
+        1,
+        "number of hosts that share the model, 1 to --tensor-parallel. Each runs forge-jax serve "
+        "with the same options and its own --host-rank",
+    )
+    host_rank: int = option(
+        0,
+        "index of this host, from 0 to --num-hosts - 1. Host 0 schedules and serves HTTP, and the "
+        "others compute their parts of each step",
+    )
+    coordinator: str | None = option(
+        None,
+        "HOST:PORT on which host 0 accepts the other hosts; required with --num-hosts. Only the "
+        "hosts must be able to reach it, because it has no authentication",
+    )
     command_buffers: bool = option(
         True,
         "run without XLA's command buffers (CUDA graphs); no effect on CPU",
@@ -346,6 +361,7 @@ class EngineConfig:
             ("--max-draft-tokens", self.speculation.max_draft_tokens),
             ("--draft-layers", self.speculation.draft_layers),
             ("--tensor-parallel", self.parallel.tensor_parallel),
+            ("--num-hosts", self.parallel.num_hosts),
         )
         for flag, value in positive:
             if value is not None and value < 1:
@@ -374,21 +390,8 @@ class EngineConfig:
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
-        if self.parallel.expert_parallel and self.parallel.tensor_parallel == 1:
-            raise ConfigError(
-                "--expert-parallel divides experts among the devices of --tensor-parallel: set "
-                "--tensor-parallel to at least 2, or omit --expert-parallel"
-            )
-        if self.parallel.compile_cache_dir is not None and not self.parallel.compile_cache:
-            raise ConfigError(
-                "--compile-cache and --no-compile-cache cannot be combined: remove one of them"
-            )
-        timeout_s = self.parallel.engine_timeout_s
-        if timeout_s != 0.0 and not 1.0 <= timeout_s <= MAX_ENGINE_TIMEOUT_S:
-            raise ConfigError(
-                f"--engine-timeout must be from 1 to {MAX_ENGINE_TIMEOUT_S} seconds, or 0 to turn "
-                f"it off, not {timeout_s}"
-            )
+        _check_parallel(self.parallel)
+        _check_hosts(self)
         if not 0.0 < self.cache.memory_fraction <= 1.0:
             raise ConfigError(
                 f"--memory-fraction must be in (0, 1], not {self.cache.memory_fraction}"
@@ -525,6 +528,62 @@ def _check_verification(config: EngineConfig) -> None:
             "--draft-verification rejection can change tokens, which --deterministic forbids: "
             "use --draft-verification coupled, or remove --deterministic"
         )
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    if parallel.expert_parallel and parallel.tensor_parallel == 1:
+        raise ConfigError(
+            "--expert-parallel divides experts among the devices of --tensor-parallel: set "
+            "--tensor-parallel to at least 2, or omit --expert-parallel"
+        )
+    if parallel.compile_cache_dir is not None and not parallel.compile_cache:
+        raise ConfigError(
+            "--compile-cache and --no-compile-cache cannot be combined: remove one of them"
+        )
+    timeout_s = parallel.engine_timeout_s
+    if timeout_s != 0.0 and not 1.0 <= timeout_s <= MAX_ENGINE_TIMEOUT_S:
+        raise ConfigError(
+            f"--engine-timeout must be from 1 to {MAX_ENGINE_TIMEOUT_S} seconds, or 0 to turn "
+            f"it off, not {timeout_s}"
+        )
+
+
+def _check_hosts(config: EngineConfig) -> None:
+    parallel = config.parallel
+    hosts, rank = parallel.num_hosts, parallel.host_rank
+    if not 0 <= rank < hosts:
+        raise ConfigError(
+            f"--host-rank must be from 0 to {hosts - 1} (--num-hosts {hosts}), not {rank}"
+        )
+    if hosts == 1:
+        if parallel.coordinator is not None:
+            raise ConfigError("--coordinator needs --num-hosts of at least 2: set it, or omit both")
+        return
+    if parallel.coordinator is None:
+        raise ConfigError(
+            f"--num-hosts {hosts} needs --coordinator HOST:PORT, an address of host 0"
+        )
+    split_address(parallel.coordinator)
+    if parallel.tensor_parallel % hosts:
+        raise ConfigError(
+            f"--tensor-parallel {parallel.tensor_parallel} is the number of devices of all "
+            f"{hosts} hosts, and must be a multiple of --num-hosts"
+        )
+    if config.speculation.draft_model is not None:
+        raise ConfigError("--draft-model does not work with --num-hosts: use --speculation ngram")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host and port of `--coordinator`; an IPv6 address is in brackets.
+
+    Raises:
+      ConfigError: if it is not HOST:PORT.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--coordinator must be HOST:PORT, not {address!r}")
+    return host, int(port)
 
 
 def _check_itl_target(config: EngineConfig) -> None:

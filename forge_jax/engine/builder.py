@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,7 @@ from forge_kernels.linear import Format
 from forge_kernels.private_files import private_folder_fault
 
 if TYPE_CHECKING:
+    from forge_jax.engine.hosts.group import HostGroup
     from forge_jax.models.decoder import Leaves, Model
     from forge_jax.models.spec import ModelSpec
     from forge_jax.schedule.scheduler import Scheduler
@@ -132,7 +134,10 @@ class Design:
 
 
 def assemble(
-    config: EngineConfig, startup: StartupTimes | None = None, folder: Path | None = None
+    config: EngineConfig,
+    startup: StartupTimes | None = None,
+    folder: Path | None = None,
+    group: HostGroup | None = None,
 ) -> EngineParts:
     """Resolve, check, compile and load. Block until the engine can run.
 
@@ -141,6 +146,7 @@ def assemble(
     Args:
       startup: records the phases. Default: a new one, from now on.
       folder: of the model, as `resolve` returned it. Default: resolved here.
+      group: the hosts of `--num-hosts`. This is host 0, and this process ends if one is lost.
 
     Raises:
       ModelError: if the model cannot be served.
@@ -148,6 +154,7 @@ def assemble(
     """
     startup = startup or StartupTimes()
     design = _with_bundle(make_design(config, startup, folder))
+    design = _same_on_all(design, group)
     compilations = SinceReady()
     runner = _make_runner(design)
     with startup.phase("config"):  # the part that shapes do not depend on
@@ -157,22 +164,19 @@ def assemble(
     with startup.phase("weights"):
         leaves, draft_leaves = _load_weights(design)
     with startup.phase("compile"):  # the rest of it
-        design, runner = _fit_memory(design, runner)
+        design, runner = _fit_memory(design, runner, group)
     draft_model = None if design.draft is None else _make_draft_model(design, design.draft, runner)
     with startup.phase("warm-up"):
-        runner.start(leaves)
+        _start(design, runner, leaves)
         if draft_model is not None:
             draft_model.start(draft_leaves)
-    if design.steering is not None:
-        runner.set_steering(design.steering.stack)
+    if group is not None:
+        group.lead(runner, _end_process)
     adapters = None if design.lora is None else _load_adapters(design, design.lora, runner)
     _log_sizes(design)
     rng = random.Random(config.model.seed)
     weights = EngineWeights(runner, design.draft, draft_model)
     core = _make_core(design, runner, draft_model, tokenizer, rng)
-    fingerprint = None
-    if config.model.deterministic:
-        fingerprint = system_fingerprint(design.folder, design.device, runner.settings)
     return EngineParts(
         name=config.model.model,
         core=core,
@@ -189,11 +193,55 @@ def assemble(
         weights=weights,
         offload=Offload(runner, weights, design.draft, draft_model),
         startup=startup,
-        system_fingerprint=fingerprint,
+        system_fingerprint=_fingerprint(design, runner),
         architecture=design.spec.architecture,
         shards=design.shards,
         pooling=config.model.pooling,
     )
+
+
+def load_follower(config: EngineConfig, group: HostGroup) -> Runner:
+    """Return a runner that has started, for a host other than host 0.
+
+    Raises:
+      ModelError: if the model cannot be served.
+      ConfigError: if the configuration does not fit the model, the machine or host 0.
+      EngineError: if host 0 is lost.
+    """
+    design = _same_on_all(make_design(config, StartupTimes()), group)
+    runner = _make_runner(design)
+    leaves, _ = _load_weights(design)
+    design, runner = _fit_memory(design, runner, group)
+    _start(design, runner, leaves)
+    _log_sizes(design)
+    return runner
+
+
+def _start(design: Design, runner: Runner, leaves: Leaves) -> None:
+    runner.start(leaves)
+    if design.steering is not None:
+        runner.set_steering(design.steering.stack)
+
+
+def _same_on_all(design: Design, group: HostGroup | None) -> Design:
+    """Return the design with the KV cache of the host with the least memory.
+
+    Raises:
+      ConfigError: if the hosts' models, versions or options differ.
+    """
+    if group is None:
+        return design
+    blocks = group.smallest(design.sizes.kv.num_blocks)
+    sizes = design.sizes.with_blocks(design.config, blocks)
+    design = dataclasses.replace(design, sizes=sizes)
+    group.check_same(identity(design, runner_options(design)))
+    return design
+
+
+def _end_process(error: BaseException) -> None:
+    """End the engine process, because JAX cannot replace a lost host. A successor can."""
+    log.error("the connection to another host is lost: this engine process ends")
+    os._exit(1)
 
 
 def make_design(
@@ -213,6 +261,11 @@ def make_design(
       ModelError: if the model cannot be served.
       ConfigError: if the configuration does not fit the model or the machine.
     """
+    if config.parallel.num_hosts > 1 and jax.process_count() == 1:
+        raise ConfigError(
+            "--num-hosts works with forge-jax serve only, whose engine process can be replaced if "
+            "a host is lost"
+        )
     with startup.phase("config"):
         folder = folder or resolve(config.model.model, config.model.revision)
         spec = read_model_spec(config, folder)
@@ -223,7 +276,7 @@ def make_design(
             spec = with_whole_experts(spec)
         check_shards(spec, shards)
         if mesh is not None:  # sizes that fit the device with the least memory fit all
-            device = min(mesh.devices, key=lambda each: free_bytes(each, shards))
+            device = min((own for _, own in mesh.own), key=lambda own: free_bytes(own, shards))
         record = read_converted(config, folder)
     with startup.phase("kernels"):  # C++ kernels are compiled at the first start
         kernels = choose_kernels(config, spec, device, record)
@@ -317,7 +370,9 @@ def _load_weights(design: Design) -> tuple[Leaves, Leaves]:
     return leaves, design.draft.load(design.model, leaves, design.place)
 
 
-def _fit_memory(design: Design, runner: Runner) -> tuple[Design, Runner]:
+def _fit_memory(
+    design: Design, runner: Runner, group: HostGroup | None = None
+) -> tuple[Design, Runner]:
     """Compare XLA's memory needs with the memory. Return a smaller design if there is too little.
 
     Raises:
@@ -325,6 +380,8 @@ def _fit_memory(design: Design, runner: Runner) -> tuple[Design, Runner]:
     """
     runner.allocate()
     missing = design.missing_bytes(runner.memory_bytes())
+    if group is not None:
+        missing = -group.smallest(-missing)  # of the host with the least memory
     if missing <= 0:
         return design, runner
     runner.background.cancel()
@@ -332,6 +389,8 @@ def _fit_memory(design: Design, runner: Runner) -> tuple[Design, Runner]:
     design = dataclasses.replace(design, sizes=design.sizes.smaller(design.config, missing))
     runner = _make_runner(design)
     missing = design.missing_bytes(runner.memory_bytes())
+    if group is not None:
+        missing = -group.smallest(-missing)
     if missing > 0:
         runner.background.cancel()
         raise ConfigError(
@@ -395,8 +454,17 @@ def _make_core(
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config, draft_model),
+        # Other hosts may have failed at another point, or not at all.
+        unrecoverable=() if runner.mirror is None else (Exception,),
         research=ResearchLimits(_steering(design), _activations(design)),
     )
+
+
+def _fingerprint(design: Design, runner: Runner) -> str | None:
+    """Return the fingerprint of the deterministic tier; None outside it."""
+    if not design.config.model.deterministic:
+        return None
+    return system_fingerprint(design.folder, design.device, runner.settings)
 
 
 def _steering(design: Design) -> Steering | None:
@@ -619,7 +687,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
     backend, index = config.parallel.backend, config.parallel.device
     reserve_device_memory(config.cache.memory_fraction)
     try:
-        devices = jax.devices() if backend == "auto" else jax.devices(backend)
+        devices = jax.local_devices(backend=None if backend == "auto" else backend)
     except RuntimeError as error:
         raise ConfigError(
             f"--backend {backend}: JAX finds no such device here"

@@ -52,6 +52,7 @@ from forge_jax.telemetry.spans import span
 from forge_jax.telemetry.startup import StartupTimes
 
 if TYPE_CHECKING:
+    from forge_jax.engine.hosts.group import HostGroup
     from forge_jax.engine.validation import InFlightRequests
     from forge_jax.engine.weights import EngineWeights, NewWeights
     from forge_jax.models import Leaves, Model
@@ -109,6 +110,7 @@ class Engine(AsyncEngine):
         queue_limits: QueueLimits | None = None,
         *,
         publishes: bool = True,
+        group: HostGroup | None = None,
     ) -> Engine:
         """Load the model and compile its first executables. Block until the engine can serve.
 
@@ -118,6 +120,7 @@ class Engine(AsyncEngine):
         Args:
           startup: the record of startup phases. Default: a new one.
           publishes: apply `kv_events_config`. False if the caller publishes the events.
+          group: the hosts of `num_hosts`, if this is an engine process.
 
         Raises:
           ModelError: if the model cannot be served. The message names the reason.
@@ -138,9 +141,9 @@ class Engine(AsyncEngine):
 
             startup.reached("import")
             if not publishes:
-                return cls(assemble(config, startup, folder), queue_limits)
+                return cls(assemble(config, startup, folder, group), queue_limits)
             with Publisher.started(config) as publisher:
-                return cls(assemble(config, startup, folder), queue_limits, publisher)
+                return cls(assemble(config, startup, folder, group), queue_limits, publisher)
 
     @classmethod
     def fake(

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
 
@@ -20,11 +19,6 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """
     matches = re.compile(fnmatch.translate(pattern)).match
     return [name for name in names if name == pattern or matches(name)]
-
-
-def dtype_named(name: str) -> np.dtype:
-    """Return the dtype of a name such as "float32" or "bfloat16"."""
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

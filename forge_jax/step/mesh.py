@@ -4,8 +4,9 @@ The whole step runs under `shard_map`. Each device computes its shard with the s
 as a model on one device, and the decoder places the sums and gathers. XLA has nothing to partition,
 so it adds no collectives.
 
-The mesh currently has one process. The devices are those of all JAX processes, but only this
-process's devices receive arrays, as `jax.distributed` requires.
+The devices are those of all JAX processes, one process per host. A process puts arrays on its own
+devices only, and every process dispatches the same executables in the same order
+(`forge_jax.step.mirror`).
 """
 
 from __future__ import annotations
@@ -176,6 +177,16 @@ class TensorMesh:
         return on_all
 
 
+def placed(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Put an array that every process has on the devices of a sharding.
+
+    `jax.device_put` would compare the processes' arrays, with a collective operation of its own.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def kv_specs(model: Model) -> Any:
     """Return the partitions of a model's cache, a prefix of its tree."""
     if model.shards == 1:
@@ -297,17 +308,25 @@ def choose_mesh(config: EngineConfig, device: jax.Device) -> TensorMesh | None:
     count = config.parallel.tensor_parallel
     if count == 1:
         return None
-    devices = jax.devices(device.platform)
-    first = devices.index(device)
+    hosts = config.parallel.num_hosts
+    devices = jax.local_devices(backend=device.platform)
+    first, count = devices.index(device), count // hosts
     if first + count > len(devices):
         more = (
             f"XLA_FLAGS=--xla_force_host_platform_device_count={first + count} makes that many "
             "of a CPU, for tests"
             if device.platform == "cpu"
-            else f"use at most --tensor-parallel {len(devices) - first}, or a lower --device"
+            else f"use at most --tensor-parallel {hosts * (len(devices) - first)}, or a lower "
+            "--device"
         )
         raise ConfigError(
-            f"--tensor-parallel {count}: from device {first} on there are {len(devices) - first}: "
-            f"{more}"
+            f"--tensor-parallel {hosts * count}: from device {first} on there are "
+            f"{len(devices) - first}"
+            + ("" if hosts == 1 else f" on this host, which needs {count}")
+            + f": {more}"
         )
-    return TensorMesh.of(devices[first : first + count])
+    of_hosts = [
+        [each for each in jax.devices(device.platform) if each.process_index == host]
+        for host in range(hosts)
+    ]
+    return TensorMesh.of([each for own in of_hosts for each in own[first : first + count]])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,18 @@ import jax
 import numpy as np
 
 from forge_jax.models.kv import KV
+from forge_jax.schedule.wire_array import WireArray
 from forge_jax.step.executables import PATIENCE_S, BackgroundCompile, Executables
+from forge_jax.step.mirror import (
+    Activate,
+    ActivatePooling,
+    CompilePooling,
+    Mirror,
+    Operation,
+    Run,
+    SetAdapter,
+    UpdateSlots,
+)
 from forge_jax.step.pooling import Pooling
 from forge_jax.step.results import Pending, read_result
 from forge_jax.step.slots import Slots
@@ -61,6 +73,10 @@ class Runner:
 
     Args:
       background: receives the executables that `start` does not wait for. Default: a new one.
+
+    Attributes:
+      mirror: the other processes of the mesh, which follow this runner from `start` on. None: there
+        are none, or this runner follows another one.
     """
 
     def __init__(
@@ -68,6 +84,7 @@ class Runner:
     ):
         self.model = model
         self.options = options
+        self.mirror: Mirror | None = None
         self.background = BackgroundCompile() if background is None else background
         self._builder = StepBuilder(model, options)
         self.state = StepState(self._builder, options)
@@ -143,6 +160,7 @@ class Runner:
         self.state.release()
 
     def reset(self) -> None:
+        assert self.mirror is None, "a failed step ends all processes of a mesh"
         self._uploads.reset()
         self.state.renew(self._executables["new_state"])
 
@@ -154,6 +172,7 @@ class Runner:
         """
         lora, mesh = self.options.lora, self.options.mesh
         assert lora is not None and 1 <= place <= lora.places
+        self._tell(lambda: SetAdapter(place, tuple(map(WireArray.of, arrays))))
         adapter = arrays if mesh is None else mesh.cut_adapter(self.model, arrays)
         self.state.set_adapter(place, adapter)
 
@@ -173,9 +192,11 @@ class Runner:
         return bool(self._pooling.ready)
 
     def compile_pooling(self) -> None:
+        self._tell(CompilePooling)
         self._pooling.compile(self._builder)
 
     def activate_pooling(self) -> None:
+        self._tell(ActivatePooling)
         self._pooling.activate(self.state)
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
@@ -186,9 +207,11 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> Pending:
         for name, packed in self._uploads.admissions(plan.admissions):
+            self._tell(lambda name=name, packed=packed: UpdateSlots(name, WireArray.of(packed)))
             self.state.update_slots(name, packed)
         shape = self._choose(plan)
         packed, masks, params, returned = self._uploads.step(plan, shape)
+        self._tell(lambda: Run.of(shape, packed, masks))
         out, pooled = self.state.run(shape, packed, masks)
         out.packed.copy_to_host_async()
         _latest.append(out.packed)
@@ -206,6 +229,22 @@ class Runner:
             f"{plan.num_rows} rows"
         )
 
+    def run(self, name: str, packed: np.ndarray, masks: np.ndarray | None) -> None:
+        """Run an active step whose result another process reads."""
+        active = (*self._ready, *self._pooling.ready)
+        shape = next(shape for shape in active if shape.name == name)
+        self.state.run(shape, packed, masks)
+
+    def activate(self, name: str) -> None:
+        """Wait for a step that is compiling, and activate it."""
+        self._activate(next(shape for shape in self.options.late_shapes if shape.name == name))
+
+    def _tell(self, operation: Callable[[], Operation]) -> None:
+        """Let the other processes of the mesh perform an operation, if there are any."""
+        if self.mirror is not None:
+            self.mirror.send(operation())
+
     def _activate(self, shape: StepShape) -> None:
+        self._tell(lambda: Activate(shape.name))
         self.state.activate(shape, self._executables[shape.name])
         self._ready = [s for s in self.options.shapes if s in self._ready or s == shape]

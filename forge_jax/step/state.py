@@ -9,6 +9,7 @@ import numpy as np
 
 from forge_jax.models.kv import KV
 from forge_jax.step.inputs import StepShape
+from forge_jax.step.mesh import placed
 from forge_jax.step.step import Pooled, StepOut
 from forge_jax.step.uploads import pad_masks
 
@@ -38,7 +39,7 @@ class StepState:
     def set_weights(self, leaves: tuple[jax.Array, ...]) -> None:
         """Set the weights, and zero every LoRA adapter and steering vector."""
         stacks = tuple(
-            jax.device_put(np.zeros(stack.shape, stack.dtype), stack.sharding)
+            placed(np.zeros(stack.shape, stack.dtype), stack.sharding)
             for stack in self._builder.stacks + self._builder.steering
         )
         self._num_weights = len(leaves)
@@ -65,11 +66,11 @@ class StepState:
         """Set the values of all steering vectors, f32[n, L, d]."""
         [shape] = self._builder.steering
         assert stack.shape == shape.shape
-        self.leaves = (*self.leaves[:-1], jax.device_put(stack, shape.sharding))
+        self.leaves = (*self.leaves[:-1], placed(stack, shape.sharding))
 
     def new_sums(self) -> None:
         zeros = np.zeros(self._builder.sums.shape, np.float32)
-        self._sums = jax.device_put(zeros, self._sharding)
+        self._sums = placed(zeros, self._sharding)
 
     def release(self) -> None:
         self.kv, self.slots = (), None
@@ -86,7 +87,7 @@ class StepState:
         self.compiled[shape.name] = step
         num_rows, width = self._builder.masks_shape(shape)
         no_masks = pad_masks(np.empty((0, width), np.int32), num_rows)
-        self._no_masks[shape.name] = jax.device_put(no_masks, self._sharding)
+        self._no_masks[shape.name] = placed(no_masks, self._sharding)
         self.run(shape, self._builder.pack_empty(shape), None)[0].packed.block_until_ready()
 
     def update_slots(self, name: str, packed: np.ndarray) -> None:

@@ -45,6 +45,7 @@ KILL_S = 10.0  # time for a killed process to exit, which a driver call may dela
 
 # Successors reuse downloads and compiled executables, but may take this many times as long.
 LAUNCH_FACTOR = 10
+STDERR = 2
 WORKER = ("-m", "forge_jax.engine.process.worker")
 
 log = logging.getLogger(__name__)
@@ -180,6 +181,7 @@ def launch(
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **share.environment},
+            stdout=STDERR,  # libraries such as Gloo print to stdout, which is the server's own
             start_new_session=True,
         )
     except OSError as error:

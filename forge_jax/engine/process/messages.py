@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from forge_jax import errors
 from forge_jax.config import EngineConfig
@@ -19,10 +18,11 @@ from forge_jax.engine.adapters import LoadedAdapter
 from forge_jax.engine.async_engine import EngineStats
 from forge_jax.engine.commands import Abort, Submit
 from forge_jax.engine.core import Limits, Outputs
-from forge_jax.schedule.activations import Activations, dtype_named
+from forge_jax.schedule.activations import Activations
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason, LoraRef
+from forge_jax.schedule.wire_array import WireArray
 from forge_jax.telemetry.engine_state import EngineState
 from forge_jax.telemetry.log import LogFormat
 
@@ -69,30 +69,16 @@ class WireError(msgspec.Struct, array_like=True, frozen=True):
         return kind(self.message)
 
 
-class WireArray(msgspec.Struct, array_like=True, frozen=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, name: str, array: np.ndarray) -> WireArray:
-        return cls(name, array.dtype.name, array.shape, array.tobytes())
-
-    def array(self) -> np.ndarray:
-        return np.frombuffer(self.data, dtype_named(self.dtype)).reshape(self.shape)
-
-
 class WireActivations(msgspec.Struct, array_like=True, frozen=True):
     start: int
-    arrays: tuple[WireArray, ...]
+    arrays: dict[str, WireArray]
 
     @classmethod
     def of(cls, rows: Activations) -> WireActivations:
-        return cls(rows.start, tuple(WireArray.of(*each) for each in rows.arrays.items()))
+        return cls(rows.start, {name: WireArray.of(each) for name, each in rows.arrays.items()})
 
     def activations(self) -> Activations:
-        return Activations(self.start, {each.name: each.array() for each in self.arrays})
+        return Activations(self.start, {name: each.array() for name, each in self.arrays.items()})
 
 
 class WireDelta(msgspec.Struct, array_like=True, frozen=True):

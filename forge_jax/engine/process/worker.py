@@ -161,7 +161,12 @@ class _Worker(asyncio.Protocol):
                     publishes=False,
                 )
             else:
-                engine = Engine.load(_with_blocks(start), publishes=False)
+                group = None
+                if start.config.parallel.num_hosts > 1:
+                    from forge_jax.engine.hosts.group import HostGroup
+
+                    group = HostGroup.join(start.config)
+                engine = Engine.load(_with_blocks(start), publishes=False, group=group)
             if read_kv_events(start.config.cache.kv_events_config) is not None:
                 engine.publish_events(self._publish)  # the peer's sockets outlive this process
             lost = engine.adapters.restore(start.adapters)

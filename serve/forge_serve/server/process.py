@@ -72,6 +72,12 @@ def serve(
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)  # its warnings quote headers
     raise_file_limit()
+    if engine_config.parallel.num_hosts > 1:
+        _check_hosts(server_config)
+    if engine_config.parallel.host_rank:
+        from forge_jax.engine.hosts.service import follow
+
+        return follow(engine_config, server_config.log_format)
     with bind(server_config.host, server_config.port) as sock:
         if server_config.fake:
             warn_of_ignored(engine_config)
@@ -86,6 +92,22 @@ def serve(
         sys.stdout.flush()
         os._exit(0)
     return 0
+
+
+def _check_hosts(config: ServerConfig) -> None:
+    """Reject options that do not work with several hosts."""
+    if config.fake:
+        raise ConfigError("--fake has no model to share: omit --num-hosts")
+    if config.data_parallel > 1:
+        raise ConfigError(
+            "--data-parallel does not work with --num-hosts: run several groups of hosts behind a "
+            "router"
+        )
+    if config.weight_sync_dir is not None:
+        raise ConfigError(
+            "--weight-sync-dir does not work with --num-hosts: the other hosts would keep the old "
+            "weights. Omit one of them"
+        )
 
 
 def warn_of_ignored(engine_config: EngineConfig) -> None:
@@ -155,7 +177,7 @@ def load_engine(
                 log_format=log_format,
             )
         return EngineGroup.load(engine_config, count, limits, log_format)
-    if server_config.engine_process:
+    if server_config.engine_process or engine_config.parallel.num_hosts > 1:
         from forge_jax.engine.process.client import EngineProcess
 
         if server_config.fake:
