@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: help serve test test-all test-clients test-tunix test-browser test-cuda-compile soak fuzz lint format docs site pictures page-pictures figures train-forge-tiny clean
+.PHONY: help serve test test-all test-clients test-tunix test-browser test-cuda-compile soak fuzz lint format docs site pictures page-libraries page-pictures figures train-forge-tiny clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,10 @@ site: .venv-docs/.docs ## build the documentation and the API reference in ./sit
 pictures: .venv/.dev .venv-pictures/.pictures ## render the pictures of docs/profiling.md with TensorBoard and headless Chromium
 	.venv-pictures/bin/python -m tests.browser.profile_pictures $(ARGS)
 
+page-libraries: ## copy the page's JavaScript libraries from npm, in the versions of serve/vendor/package.json
+	$(NEED_NODE)
+	python3 serve/vendor/vendor.py
+
 page-pictures: .venv/.serve .venv-browser/.driver ## take the README's pictures of the page with headless Chromium
 	.venv-browser/bin/python -m tests.browser.page_pictures $(ARGS)
 
@@ -89,7 +93,7 @@ train-forge-tiny: .venv/.dev ## train the bundled model again
 	$(BIN)/python -m training.forge_tiny
 
 clean: ## remove the environments, the test cache and the site
-	rm -rf .venv .venv-aot .venv-clients .venv-tunix .venv-browser .venv-pictures .venv-docs .cache site $(NODE_CLIENTS)/node_modules
+	rm -rf .venv .venv-aot .venv-clients .venv-tunix .venv-browser .venv-pictures .venv-docs .cache site $(NODE_CLIENTS)/node_modules tests/browser/node_modules
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, which was not found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -130,18 +134,31 @@ clean: ## remove the environments, the test cache and the site
 
 NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)'
 
+# Install Node.js if it is missing and this user may. A recipe names its target in the errors.
+define NEED_NODE
+@command -v node >/dev/null && command -v npm >/dev/null || { \
+	test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	echo "installing Node.js" && apt-get update -qq >/dev/null && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nodejs npm >/dev/null; } || { \
+	echo "ERROR: $@ requires node and npm, which could not be installed: install Node.js 20 or newer (on Debian 13, as root: apt-get install nodejs npm)" >&2; exit 1; }
+@$(NODE_20) || { echo "ERROR: $@ requires Node.js 20 or newer, not $$(node --version): install a newer version" >&2; exit 1; }
+endef
+
+NPM_INSTALL := npm install --silent --no-package-lock --no-audit --no-fund --ignore-scripts
+
 $(NODE_CLIENTS)/node_modules/.clients: $(NODE_CLIENTS)/package.json
-	@command -v node >/dev/null && command -v npm >/dev/null || { \
-		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
-		echo "installing Node.js" && apt-get update -qq >/dev/null && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nodejs npm >/dev/null; } || { \
-		echo "ERROR: make test-clients requires node and npm, which could not be installed: install Node.js 20 or newer (on Debian 13, as root: apt-get install nodejs npm)" >&2; exit 1; }
-	@$(NODE_20) || { echo "ERROR: make test-clients requires Node.js 20 or newer, not $$(node --version): install a newer version" >&2; exit 1; }
+	$(NEED_NODE)
 	@echo "installing the TypeScript clients into $(NODE_CLIENTS)/node_modules (80 MB)"
-	@cd $(NODE_CLIENTS) && npm install --silent --no-package-lock --no-audit --no-fund --ignore-scripts
+	@cd $(NODE_CLIENTS) && $(NPM_INSTALL)
 	@touch $@
 
-.venv-browser/.driver: tests/browser/requirements.txt
+tests/browser/node_modules/.axe: tests/browser/package.json
+	$(NEED_NODE)
+	@echo "installing axe-core into tests/browser/node_modules"
+	@cd tests/browser && $(NPM_INSTALL)
+	@touch $@
+
+.venv-browser/.driver: tests/browser/requirements.txt tests/browser/node_modules/.axe
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \

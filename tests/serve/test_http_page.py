@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import hashlib
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -12,18 +15,19 @@ from typing import Any
 import aiohttp
 import pytest
 
-import forge_serve
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
-from forge_serve.http.auth import PAGE_PATHS, PAGE_SCRIPTS
+from forge_serve.http.page_files import FILES, FOLDER, PAGE_PATHS, TYPES, page_file
 from forge_serve.server.service import Service
 from forge_serve.telemetry import engine_view
 from tests.serve.conftest import Server
 
 KEY_A, KEY_B = "sk-alpha-0123456789", "sk-beta-0123456789"
 SECRET = "the dog sleeps under a green table"
-STATIC = Path(forge_serve.__file__).parent / "server" / "static"
+VENDOR = Path(__file__).parents[2] / "serve" / "vendor"
+SCRIPTS = sorted(path for path in PAGE_PATHS if path.endswith(".js") and "/vendor/" not in path)
+MAX_KB = 400
 
 
 # ---- the page ----------------------------------------------------------------------------------
@@ -31,23 +35,59 @@ STATIC = Path(forge_serve.__file__).parent / "server" / "static"
 
 async def test_page_and_its_files_are_served_without_a_key(start):
     server = await start(Engine.fake(), ServerConfig(api_key=(KEY_A,)))
-    kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
     for path in PAGE_PATHS:
         async with server.http.get(server.url + path) as response:
             assert response.status == 200
-            assert response.content_type == kinds[Path(path).suffix]
-            assert response.charset == "utf-8"
-            assert (
-                await response.read() == (STATIC / (Path(path).name or "index.html")).read_bytes()
-            )
-    for path in ("/static/", "/static/../app.py", "/static/nothing.js", "/index.html"):
+            assert response.content_type == TYPES[FILES[path].suffix]
+            assert response.charset == ("utf-8" if page_file(path).is_text else None)
+            assert await response.read() == FILES[path].read_bytes()
+    for path in (
+        *("/static/", "/static/../app.py", "/static/nothing.js", "/index.html"),
+        "/static/vendor/katex/LICENSE",
+    ):
         async with server.http.get(server.url + path) as response:
             assert response.status == 401  # as for every other path, existing or not
 
 
-def test_folder_has_exactly_the_served_files():
-    names = {Path(path).name or "index.html" for path in PAGE_PATHS}
-    assert {file.name for file in STATIC.iterdir()} == names
+async def test_text_files_are_compressed_for_clients_that_accept_gzip(server):
+    for path in PAGE_PATHS:
+        for accepted, expected in (("gzip, br", page_file(path).is_text), ("identity", False)):
+            headers = {"Accept-Encoding": accepted}
+            async with server.http.get(server.url + path, headers=headers) as response:
+                assert (response.headers.get("Content-Encoding") == "gzip") == expected
+                assert response.headers["Vary"] == "Accept-Encoding"
+                assert await response.read() == FILES[path].read_bytes()  # the client decompresses
+
+
+def test_page_is_small():
+    """Count all text files, also those that few answers need. Fonts load one by one on demand."""
+    kilobytes = sum(len(gzip.compress(FILES[path].read_bytes())) for path in _text_paths()) / 1000
+    assert kilobytes < MAX_KB
+    formula = ("Main-Regular", "Math-Italic", "Size1-Regular", "Size2-Regular")  # of most formulas
+    fonts = [FILES[f"/static/vendor/katex/fonts/KaTeX_{name}.woff2"] for name in formula]
+    assert kilobytes + sum(file.stat().st_size for file in fonts) / 1000 < MAX_KB
+
+
+def _text_paths() -> list[str]:
+    return [path for path in PAGE_PATHS if page_file(path).is_text]
+
+
+def test_copied_libraries_are_pinned_unchanged_and_licensed():
+    pins = json.loads((VENDOR / "package.json").read_text())["dependencies"]
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in pins.values())
+    expected = json.loads((VENDOR / "files.json").read_text())
+    folder = FOLDER / "vendor"
+    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert found == expected.keys()
+    for name, entry in expected.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"], name
+        assert entry["version"] in pins.values()
+    assert {f"{Path(name).parts[0]}/LICENSE" for name in found} <= found
+
+
+def test_folder_has_only_served_files_and_licenses():
+    others = {file for file in FOLDER.rglob("*") if file.is_file()} - set(FILES.values())
+    assert {file.name for file in others} == {"LICENSE"}
 
 
 async def test_page_is_served_before_the_model_is_loaded(listening):
@@ -80,9 +120,8 @@ async def test_browser_runs_only_the_pages_own_scripts(server):
             assert response.headers["X-Content-Type-Options"] == "nosniff"
             assert response.headers["Referrer-Policy"] == "no-referrer"
         assert policy["default-src"] == "'none'"
-        assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {
-            "'self'"
-        }
+        for kind in ("script", "style", "img", "font", "connect"):
+            assert policy[f"{kind}-src"] == "'self'"
         for name in ("base-uri", "form-action", "frame-ancestors", "trusted-types"):
             assert policy[name] == "'none'"
         assert policy["require-trusted-types-for"] == "'script'"
@@ -102,17 +141,19 @@ class _Markup(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         named = {name: value or "" for name, value in attrs}
         self.ids += [named["id"]] if "id" in named else []
-        self.references += [named[name] for name in ("src", "href") if name in named]
+        if tag != "use":
+            self.references += [named[name] for name in ("src", "href") if name in named]
         self.labeled |= {named["for"]} if tag == "label" else set()
         self.controls += [named["id"]] if tag in ("input", "select", "textarea") else []
         self.wrong += [name for name in named if name.startswith("on") or name == "style"]
+        self.references += [named["href"].partition("#")[0]] if tag == "use" else []
         self.wrong += ["script"] if tag == "script" and "src" not in named else []
         self.wrong += ["style"] if tag == "style" else []
 
 
 def test_markup_has_no_code_no_external_urls_and_labels_every_control():
     markup = _Markup()
-    markup.feed((STATIC / "index.html").read_text())
+    markup.feed(FILES["/"].read_text())
     assert not markup.wrong
     assert len(set(markup.ids)) == len(markup.ids)
     assert markup.controls and set(markup.controls) <= markup.labeled
@@ -120,15 +161,19 @@ def test_markup_has_no_code_no_external_urls_and_labels_every_control():
         assert reference.startswith("#") or f"/{reference}" in PAGE_PATHS
 
 
-@pytest.mark.parametrize("name", PAGE_SCRIPTS)
-def test_scripts_insert_text_as_text_and_call_only_their_server(name):
-    source = (STATIC / f"{name}.js").read_text()
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_scripts_insert_text_as_text_and_call_only_their_server(path):
+    source = FILES[path].read_text()
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc"
     assert not re.search(sinks, source)
-    assert not re.search(r"https?://|//[a-z]+\.", source.replace("// ", ""))
-    assert "localStorage" not in source and ("sessionStorage" in source) == (name == "api")
-    for imported in re.findall(r'from "\./(\w+)\.js"', source):
-        assert imported in PAGE_SCRIPTS
+    code = re.sub(r"(?m)^\s*// .*", "", source)
+    code = code.replace("http://www.w3.org/2000/svg", "")  # a namespace
+    assert not re.search(r"https?://\w|//[a-z]+\.", code)
+    name = Path(path).stem
+    assert "localStorage" not in source or name in ("settings", "theme")
+    assert ("sessionStorage" in source) == (name == "api")  # the key is kept for one tab
+    for imported in re.findall(r'(?:from |import\()"\./([\w/]+\.js)"', source):
+        assert f"/static/{imported}" in PAGE_PATHS
 
 
 # ---- the engine's state ------------------------------------------------------------------------

@@ -57,7 +57,7 @@ async def metrics(server) -> dict[tuple[str, str], float]:
 def test_every_path_has_one_route():
     declared = [(path, route.method) for route in ROUTES for path in route.paths]
     assert len(set(declared)) == len(declared)
-    of_page = {"page", "page_style", "page_script", "page_icon"}
+    of_page = {"page", "page_style", "page_script", "page_icon", "page_font"}
     assert {route.handler for route in ROUTES} | of_page == OPERATIONS.keys()
 
 

@@ -16,17 +16,9 @@ from aiohttp import hdrs, web
 from forge_jax.errors import ConfigError
 from forge_serve.config import ServerConfig, check_api_key
 from forge_serve.errors import UnauthorizedError
+from forge_serve.http.page_files import PAGE_PATHS
 
 HEALTH_PATHS = frozenset(("/health", "/healthz"))
-PAGE_SCRIPTS = ("page", "api", "chat", "tokens", "settings", "engine", "charts")
-PAGE_PATHS = frozenset(  # static files of the page
-    (
-        "/",
-        "/static/page.css",
-        "/static/icon.svg",
-        *(f"/static/{name}.js" for name in PAGE_SCRIPTS),
-    )
-)
 OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # canonical paths of routes
 
 API_KEY_HEADER = "X-Api-Key"  # used by Anthropic's and other clients

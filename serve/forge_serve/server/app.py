@@ -18,10 +18,9 @@ from forge_serve.openai.endpoints import OpenAIEndpoints
 from forge_serve.openai.handler import GenerationHandler
 from forge_serve.openai.validation import SMALL_BODY_BYTES
 from forge_serve.responses_api.endpoints import ResponsesEndpoints
-from forge_serve.server import envelope, routes
+from forge_serve.server import envelope, page, routes
 from forge_serve.server.endpoints import ServerEndpoints
 from forge_serve.server.envelope import Envelope
-from forge_serve.server.page import Page
 from forge_serve.server.service import Service
 from forge_serve.server.weight_sync.endpoints import WeightSyncEndpoints
 
@@ -63,5 +62,5 @@ def make_app(service: Service) -> web.Application:
         WeightSyncEndpoints(service, bodies),
         ServerEndpoints(service),
     )
-    app.add_routes(Page().routes())
+    app.add_routes(page.routes())
     return app

@@ -80,7 +80,8 @@ OPERATIONS = {
     ),
     "page_style": Operation(summary="Get a style sheet of the page", content_type="text/css"),
     "page_script": Operation(summary="Get a script of the page", content_type="text/javascript"),
-    "page_icon": Operation(summary="Get the page's icon", content_type="image/svg+xml"),
+    "page_icon": Operation(summary="Get the page's icons", content_type="image/svg+xml"),
+    "page_font": Operation(summary="Get a font of the page", content_type="font/woff2"),
     "openapi": Operation(summary="Get this document", answer=dict[str, Any], errors=NOT_READY),
 }
 

@@ -6,21 +6,18 @@ user enters with each request. The content security policy allows only this serv
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
-from aiohttp import hdrs, web
+from aiohttp import ETag, hdrs, web
 from aiohttp.typedefs import Handler
 
-from forge_serve.http.auth import PAGE_PATHS
+from forge_serve.http.page_files import FILES, PAGE_PATHS, page_file
 
-FOLDER = Path(__file__).parent / "static"
 POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
         "img-src 'self'",
+        "font-src 'self'",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
@@ -34,52 +31,58 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     hdrs.CACHE_CONTROL: "no-cache",  # browsers may store it, but must revalidate it by its ETag
+    hdrs.VARY: hdrs.ACCEPT_ENCODING,
 }
 
 
-class Page:
-    """Handlers of the page's files, which are read once."""
+def routes() -> list[web.RouteDef]:
+    kinds: dict[str, Handler] = {
+        ".html": page,
+        ".css": page_style,
+        ".js": page_script,
+        ".svg": page_icon,
+        ".woff2": page_font,
+    }
+    return [web.get(path, kinds[FILES[path].suffix]) for path in sorted(PAGE_PATHS)]
 
-    def __init__(self) -> None:
-        names = {path: Path(path).name or "index.html" for path in PAGE_PATHS}
-        self._files = {path: (FOLDER / name).read_bytes() for path, name in names.items()}
-        self._etags = {
-            path: hashlib.sha256(content).hexdigest()[:32] for path, content in self._files.items()
-        }
 
-    def routes(self) -> list[web.RouteDef]:
-        kinds: dict[str, Handler] = {
-            "": self.page,
-            ".css": self.page_style,
-            ".js": self.page_script,
-            ".svg": self.page_icon,
-        }
-        return [web.get(path, kinds[Path(path).suffix]) for path in sorted(self._files)]
+# Logs and metrics name a route after its handler, so each kind of file has one.
 
-    async def page(self, http: web.Request) -> web.StreamResponse:
-        return self._file(http, "text/html")
 
-    async def page_style(self, http: web.Request) -> web.StreamResponse:
-        return self._file(http, "text/css")
+async def page(http: web.Request) -> web.StreamResponse:
+    return _respond(http)
 
-    async def page_script(self, http: web.Request) -> web.StreamResponse:
-        return self._file(http, "text/javascript")
 
-    async def page_icon(self, http: web.Request) -> web.StreamResponse:
-        return self._file(http, "image/svg+xml")
+async def page_style(http: web.Request) -> web.StreamResponse:
+    return _respond(http)
 
-    def _file(self, http: web.Request, content_type: str) -> web.StreamResponse:
-        path = http.path.rstrip("/") or "/"
-        etag = self._etags[path]
-        known = http.if_none_match or ()
-        if any(each.value in (etag, "*") for each in known):
-            response = web.Response(status=304, headers=HEADERS)
-        else:
-            response = web.Response(
-                body=self._files[path],
-                headers=HEADERS,
-                content_type=content_type,
-                charset="utf-8",
-            )
-        response.etag = etag
-        return response
+
+async def page_script(http: web.Request) -> web.StreamResponse:
+    return _respond(http)
+
+
+async def page_icon(http: web.Request) -> web.StreamResponse:
+    return _respond(http)
+
+
+async def page_font(http: web.Request) -> web.StreamResponse:
+    return _respond(http)
+
+
+def _respond(http: web.Request) -> web.StreamResponse:
+    file = page_file(http.path.rstrip("/") or "/")
+    known = http.if_none_match or ()
+    if any(each.value in (file.etag, "*") for each in known):
+        response = web.Response(status=304, headers=HEADERS)
+    else:
+        compress = file.is_text and "gzip" in http.headers.get(hdrs.ACCEPT_ENCODING, "")
+        response = web.Response(
+            body=file.compressed if compress else file.content,
+            headers=HEADERS,
+            content_type=file.content_type,
+            charset="utf-8" if file.is_text else None,
+        )
+        if compress:
+            response.headers[hdrs.CONTENT_ENCODING] = "gzip"
+    response.etag = ETag(file.etag, is_weak=True)  # one tag for both encodings
+    return response
