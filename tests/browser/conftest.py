@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
 import shutil
 import time
 import urllib.request
@@ -122,6 +123,11 @@ class Visit:
     def ask(self, text: str) -> None:
         self.page.get_by_label("Message", exact=True).fill(text)
         self.page.keyboard.press("Enter")
+
+    def streaming(self, number: int = 1) -> None:
+        """Wait for the first text of an answer."""
+        answers = self.page.locator(".turn.assistant .answer")
+        answers.nth(number - 1).filter(has_text=re.compile(r"\S")).wait_for()
 
     def answered(self, number: int = 1) -> str:
         """Wait for the end of the first `number` answers and return the text of the last one."""

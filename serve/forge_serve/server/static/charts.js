@@ -1,8 +1,23 @@
 // The two charts of the engine: blocks and steps. Each describes itself in its aria-label, and the cell
 // or bar under the pointer, or selected by the arrow keys, in its probe element.
 
-const style = getComputedStyle(document.documentElement);
-const color = (name) => style.getPropertyValue(`--${name}`).trim();
+const resolved = new Map(); // name of a color -> its value in the current theme
+const probe = document.createElement("span");
+
+/** Return a color of page.css. Its custom properties have a value for each theme, which only a property of an element
+ *  resolves. */
+function color(name) {
+  if (!resolved.has(name)) {
+    if (!probe.isConnected) document.documentElement.append(probe);
+    probe.style.color = `var(--${name})`;
+    resolved.set(name, getComputedStyle(probe).color);
+  }
+  return resolved.get(name);
+}
+
+const forgetColors = () => resolved.clear();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", forgetColors);
+document.addEventListener("theme-changed", forgetColors);
 
 class Chart {
   constructor(canvas, probe) {
@@ -25,6 +40,7 @@ class Chart {
     });
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    document.addEventListener("theme-changed", () => this.draw());
   }
 
   _mark(index) {

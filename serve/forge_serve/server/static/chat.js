@@ -1,100 +1,210 @@
-// The conversation. One request runs at a time; it is streamed, and aborted if the user stops it.
+// The open conversation. One request runs at a time; it is streamed, and aborted if the user stops it.
 
 import { events, request } from "./api.js";
+import { anyAttached, setAttachments, takeAttachments } from "./attachments.js";
+import { markChat } from "./chats.js";
+import { Conversation, requestMessages } from "./conversation.js";
+import { by, element, say } from "./dom.js";
+import { MessageView } from "./message.js";
 import { fields } from "./settings.js";
-import { AnswerText } from "./tokens.js";
+import { save, stored } from "./store.js";
+import { addCalls } from "./tools.js";
 
-const by = (id) => document.getElementById(id);
+const SAVE_MS = 3000; // while an answer streams
+
 const log = by("log");
 const prompt = by("prompt");
 
-let conversation = []; // messages sent to the model; a new chat is a new array
+let conversation = new Conversation(); // stored with its first question
+let views = [];
 let running = null; // AbortController of the current answer
 
-const say = (name, detail) => document.dispatchEvent(new CustomEvent(name, { detail }));
+let following = true; // the log scrolls as it grows, until the user scrolls up
 
-function turn(role, name) {
-  by("welcome").hidden = true;
-  const article = document.createElement("article");
-  article.className = `turn ${role}`;
-  article.setAttribute("aria-label", name);
-  const text = document.createElement("div");
-  text.className = "text";
-  article.append(text);
-  log.append(article);
-  return { article, text };
-}
-
-function line(article, className, text) {
-  const made = document.createElement("p");
-  made.className = className;
-  made.textContent = text;
-  article.append(made);
-  return made;
-}
-
-const atEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 48;
 const toEnd = () => (log.scrollTop = log.scrollHeight);
+const grown = new ResizeObserver(() => following && toEnd());
+
+// ---- the log ---------------------------------------------------------------------------------------
+
+function show() {
+  views = [];
+  log.querySelectorAll(".turn").forEach((each) => each.remove());
+  for (const message of conversation.path()) append(message);
+  by("welcome").hidden = views.length > 0;
+  document.title = conversation.title ? `${conversation.title} · forge-jax` : "forge-jax";
+  markChat(conversation.id);
+}
+
+function append(message) {
+  const view = new MessageView(conversation, message, ACTIONS);
+  by("welcome").hidden = true;
+  grown.observe(view.article);
+  log.insertBefore(view.article, log.querySelector(".error"));
+  views.push(view);
+  return view;
+}
+
+function open(other) {
+  stop();
+  clearErrors();
+  conversation = other;
+  show();
+  toEnd();
+  prompt.focus();
+}
+
+const ACTIONS = {
+  edit: (message, content) => {
+    if (running) return;
+    const { attachments } = message;
+    if (message.role === "user") ask({ role: "user", content, attachments }, message.parent);
+    else {
+      conversation.add({ role: "assistant", content, meta: "edited" }, message.parent);
+      save(conversation);
+      show();
+    }
+  },
+  again: (message) => {
+    if (running) return;
+    conversation.leaf = message.parent;
+    show();
+    answer().then((done) => done || restore(message));
+  },
+  answer: () => running || answer(),
+  continue: (message) => running || answer(message),
+  branch: (message) => {
+    const made = conversation.branch(message);
+    save(made);
+    open(made);
+  },
+  select: (message) => {
+    if (running) return;
+    conversation.select(message);
+    save(conversation);
+    show();
+  },
+  results: (message, texts) => {
+    if (running) return;
+    for (const [i, call] of message.calls.entries()) {
+      conversation.add({ role: "tool", content: texts[i], call: call.id, name: call.name });
+    }
+    save(conversation);
+    show();
+    answer();
+  },
+};
+
+/** Show the previous answer again, because the new one failed. */
+function restore(message) {
+  conversation.select(message);
+  show();
+}
+
+// ---- questions and answers ---------------------------------------------------------------------------
 
 async function send() {
   const content = prompt.value;
-  if (running || !content.trim()) return;
-  const asked = fields();
-  if (!asked) return;
-  const question = turn("user", "You");
-  question.text.textContent = content;
-  const system = by("system").value;
-  const told = conversation;
-  const messages = [...told, { role: "user", content }];
-  if (system.trim()) messages.unshift({ role: "system", content: system });
+  if (running || (!content.trim() && !anyAttached()) || !fields()) return;
+  const attachments = takeAttachments();
   prompt.value = "";
   grow();
-  const answer = new Answer();
-  setRunning(new AbortController());
-  toEnd();
-  try {
-    const model = by("model").value;
-    const body = { model, messages, stream: true, stream_options: { include_usage: true }, ...asked };
-    const response = await request("v1/chat/completions", { body, signal: running.signal });
-    for await (const event of events(response)) {
-      const follow = atEnd();
-      answer.take(event);
-      if (follow) toEnd();
-    }
-    answer.end();
-  } catch (error) {
-    if (error.name === "AbortError") answer.end("stopped");
-    else {
-      answer.fail(error);
-      if (error.status === 401) say("needs-key", error.message);
-    }
-  }
-  if (answer.failed && !answer.text.text) {
-    question.article.classList.add("failed"); // not part of the conversation
-    if (!prompt.value) prompt.value = content;
-    grow();
-  } else {
-    told.push({ role: "user", content }, { role: "assistant", content: answer.text.text });
-  }
-  setRunning(null);
-  toEnd();
+  await ask({ role: "user", content, ...(attachments.length ? { attachments } : {}) }, conversation.leaf);
 }
 
-class Answer {
-  constructor() {
-    const { article, text } = turn("assistant", "Answer");
-    this.article = article;
-    this.text = new AnswerText(text);
-    this.failed = false;
-    this._element = text;
-    this._reasoning = null;
+/** Add a question and its answer. If there is no answer, remove the question and restore it in the composer. */
+async function ask(message, parent) {
+  if (!fields()) return;
+  const asked = conversation;
+  const question = asked.add(message, parent);
+  save(asked);
+  show();
+  if (await answer()) return;
+  asked.remove(question);
+  if (stored(asked.id)) save(asked);
+  if (conversation !== asked) return;
+  show();
+  if (prompt.value || anyAttached()) return;
+  prompt.value = question.content;
+  setAttachments(question.attachments ?? []);
+  grow();
+}
+
+/** Request an answer to the shown messages, or the rest of the answer `continued`. Returns false if no part of one
+ *  arrived. */
+async function answer(continued = null) {
+  const asked = fields();
+  if (!asked) return false;
+  clearErrors();
+  const told = conversation;
+  const messages = requestMessages(told.path(), by("system").value);
+  const model = by("model").value;
+  const body = { model, messages, stream: true, stream_options: { include_usage: true }, ...asked };
+  if (continued) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  const message = continued ?? told.add({ role: "assistant", content: "", model });
+  const view = continued ? views.at(-1) : append(message);
+  const stream = new Stream(message, view);
+  view.busy = true;
+  setRunning(new AbortController());
+  toEnd();
+  let error = null;
+  try {
+    const response = await request("v1/chat/completions", { body, signal: running.signal });
+    let saved = performance.now();
+    for await (const event of events(response)) {
+      stream.take(event);
+      if (performance.now() - saved > SAVE_MS && stored(told.id)) {
+        saved = performance.now();
+        save(told);
+      }
+    }
+    stream.end();
+  } catch (failure) {
+    error = failure;
+    stream.end(failure.name === "AbortError" ? "stopped" : "interrupted");
+  }
+  setRunning(null);
+  const arrived = stream.arrived || error === null;
+  if (!arrived && !continued) {
+    told.remove(message);
+    if (conversation === told) show();
+  } else {
+    told.updated = Date.now();
+    if (stored(told.id)) save(told);
+    view.busy = false;
+  }
+  if (error && error.name !== "AbortError") {
+    if (conversation === told) showError(errorText(error));
+    if (error.status === 401) say("needs-key", error.message);
+  }
+  if (conversation === told) toEnd();
+  return arrived;
+}
+
+function errorText({ message, param }) {
+  return !param || message.includes(param) ? message : `${message} (${param})`;
+}
+
+function showError(text) {
+  const line = element("p", "error", text);
+  line.setAttribute("role", "alert");
+  log.append(line);
+}
+
+function clearErrors() {
+  log.querySelectorAll(".error").forEach((each) => each.remove());
+}
+
+/** Adds the events of a stream to a message, and at its end the figures. */
+class Stream {
+  constructor(message, view) {
+    this.arrived = false;
+    this._message = message;
+    this._view = view;
     this._reason = null;
     this._usage = null;
     this._begin = performance.now();
     this._first = null;
-    article.setAttribute("aria-busy", "true");
-    text.tabIndex = 0;
-    text.setAttribute("aria-describedby", "tip");
+    delete message.meta;
   }
 
   take(event) {
@@ -102,25 +212,18 @@ class Answer {
     if (event.usage) this._usage = event.usage;
     const choice = event.choices[0];
     if (!choice) return;
-    const { content, reasoning } = choice.delta;
-    if ((content || reasoning) && this._first === null) this._first = performance.now();
-    if (reasoning) this._think(reasoning);
-    const entries = choice.logprobs?.content ?? [];
-    if (content || (entries.length && !reasoning)) this.text.push(content ?? "", entries);
-    this._reason = choice.finish_reason ?? this._reason;
-  }
-
-  _think(text) {
-    if (!this._reasoning) {
-      const details = document.createElement("details");
-      const summary = document.createElement("summary");
-      summary.textContent = "Reasoning";
-      this._reasoning = document.createElement("p");
-      details.className = "reasoning";
-      details.append(summary, this._reasoning);
-      this._element.before(details);
+    const { content, reasoning, tool_calls: calls } = choice.delta;
+    if (content || reasoning || calls) {
+      this._first ??= performance.now();
+      this.arrived = true;
     }
-    this._reasoning.append(text);
+    if (reasoning) this._message.reasoning = (this._message.reasoning ?? "") + reasoning;
+    if (content) this._message.content += content;
+    if (calls) addCalls(this._message, calls);
+    const entries = choice.logprobs?.content ?? [];
+    if (content || (entries.length && !reasoning)) this._view.pushTokens(content ?? "", entries);
+    this._reason = choice.finish_reason ?? this._reason;
+    this._view.changed();
   }
 
   end(reason = this._reason) {
@@ -139,17 +242,8 @@ class Answer {
     const accepted = this._usage?.completion_tokens_details.accepted_prediction_tokens;
     if (accepted) told.push(`${accepted} from drafts`);
     if (reason === "length") told.push("cut off at the token limit");
-    if (reason === "stopped") told.push("stopped");
-    line(this.article, "meta", told.join(" · "));
-    this.article.setAttribute("aria-busy", "false");
-  }
-
-  fail(error) {
-    this.failed = true;
-    if (!this.text.text) this._element.remove();
-    const named = !error.param || error.message.includes(error.param);
-    line(this.article, "error", named ? error.message : `${error.message} (${error.param})`).setAttribute("role", "alert");
-    this.article.setAttribute("aria-busy", "false");
+    if (reason === "stopped" || reason === "interrupted") told.push(reason);
+    this._message.meta = told.join(" · ");
   }
 }
 
@@ -172,6 +266,16 @@ function grow() {
   prompt.style.height = `${Math.min(prompt.scrollHeight + 2, 240)}px`;
 }
 
+/** Open an empty chat. */
+export function newChat() {
+  open(new Conversation());
+}
+
+/** Edit the last question. */
+function editLast() {
+  views.findLast((view) => view.message.role === "user")?.edit();
+}
+
 export function beginChat() {
   by("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -179,22 +283,31 @@ export function beginChat() {
   });
   prompt.addEventListener("input", grow);
   prompt.addEventListener("keydown", (event) => {
+    if (event.key === "ArrowUp" && !prompt.value && !running) editLast();
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     send();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running && !by("key-dialog").open) stop();
+    if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
+  });
+  log.addEventListener("scroll", () => {
+    following = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
   });
   by("stop-answer").addEventListener("click", () => {
     stop();
     prompt.focus();
   });
-  by("new-chat").addEventListener("click", () => {
-    stop();
-    conversation = [];
-    for (const each of log.querySelectorAll(".turn")) each.remove();
-    by("welcome").hidden = false;
-    prompt.focus();
+  by("new-chat").addEventListener("click", newChat);
+  document.addEventListener("open-chat", (event) => open(event.detail));
+  document.addEventListener("chat-deleted", (event) => {
+    if (event.detail.id === conversation.id) newChat();
   });
+  document.addEventListener("conversations-changed", (event) => {
+    const other = stored(conversation.id);
+    if (event.detail !== "another tab" || running || !other) return;
+    conversation = other;
+    show();
+  });
+  show();
 }

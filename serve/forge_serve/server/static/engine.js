@@ -2,6 +2,7 @@
 
 import { request } from "./api.js";
 import { BlockChart, StepChart } from "./charts.js";
+import { by } from "./dom.js";
 
 const BUSY_MS = 200;
 const IDLE_MS = 1000;
@@ -10,7 +11,6 @@ const MOST_STEPS = 512;
 const MOST_ROWS = 40; // limit of the table
 const COLORS = 8;
 
-const by = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 let steps = [];

@@ -1,33 +1,58 @@
 // Setup of the page: panels, API key and models.
 
 import { apiKey, request } from "./api.js";
-import { beginChat } from "./chat.js";
+import { beginAttachments } from "./attachments.js";
+import { beginChat, newChat } from "./chat.js";
+import { beginChats } from "./chats.js";
+import { by, say } from "./dom.js";
 import { beginEngine } from "./engine.js";
 import { beginSettings } from "./settings.js";
+import { beginShortcuts, showShortcuts } from "./shortcuts.js";
+import { openStore } from "./store.js";
 import { beginTips } from "./tokens.js";
 
 const RETRY_MS = 1500;
+const NOTICE_MS = 8000;
 
-const by = (id) => document.getElementById(id);
-const say = (name, detail) => document.dispatchEvent(new CustomEvent(name, { detail }));
 const dialog = by("key-dialog");
-const besides = matchMedia("(min-width: 761px)"); // same as in page.css
+const roomy = matchMedia("(min-width: 1000px)"); // same as in page.css: the list does not cover the chat
 let retry = null;
+let noticed = null;
 
+// ---- panels ------------------------------------------------------------------------------------------
+
+/** Show the panel "settings" or "engine" at the right, or none if `name` is "". */
 function showPanel(name) {
-  document.body.dataset.view = name;
-  press();
+  document.body.dataset.panel = name;
+  if (name && !roomy.matches) document.body.dataset.list = "closed";
+  mark();
   say("panel-shown", name);
 }
 
-/** Mark the panel that is shown. On wide windows, the chat view also shows the engine. */
-function press() {
-  const view = document.body.dataset.view;
-  const shown = view === "chat" && besides.matches ? "engine" : view;
-  for (const button of document.querySelectorAll("[data-shows]")) {
-    button.setAttribute("aria-pressed", String(button.dataset.shows === shown));
-  }
+const togglePanel = (name) => showPanel(document.body.dataset.panel === name ? "" : name);
+
+function showList(open) {
+  document.body.dataset.list = open ? "open" : "closed";
+  if (open && !roomy.matches) document.body.dataset.panel = "";
+  mark();
 }
+
+const listOpen = () => document.body.dataset.list === "open";
+
+function mark() {
+  for (const button of document.querySelectorAll("[data-shows]")) {
+    button.setAttribute("aria-expanded", String(document.body.dataset.panel === button.dataset.shows));
+  }
+  by("list-open").setAttribute("aria-expanded", String(listOpen()));
+}
+
+function searchChats() {
+  showList(true);
+  by("search").focus();
+  by("search").select();
+}
+
+// ---- the server ----------------------------------------------------------------------------------------
 
 function state(text, kind) {
   by("state").textContent = text;
@@ -42,7 +67,7 @@ async function connect() {
     const options = data.map(({ id }) => new Option(id, id));
     by("model").replaceChildren(...options);
     by("model").disabled = false;
-    state(`context ${data[0].max_model_len}`, "ready");
+    state(`${data[0].max_model_len.toLocaleString("en")} tokens of context`, "ready");
   } catch (error) {
     if (error.status === 401) {
       state("API key required", "locked");
@@ -71,6 +96,16 @@ function useKey(key) {
   by("prompt").focus();
 }
 
+/** Show a message for some seconds. */
+function notice(text) {
+  clearTimeout(noticed);
+  by("notice").textContent = text;
+  by("notice").hidden = false;
+  noticed = setTimeout(() => (by("notice").hidden = true), NOTICE_MS);
+}
+
+// ---- setup -----------------------------------------------------------------------------------------------
+
 by("key-open").addEventListener("click", () => openKey(""));
 by("key-cancel").addEventListener("click", () => dialog.close());
 by("key-forget").addEventListener("click", () => useKey(""));
@@ -79,17 +114,43 @@ by("key-form").addEventListener("submit", (event) => {
   useKey(by("key").value.trim());
 });
 for (const button of document.querySelectorAll("[data-shows]")) {
-  button.addEventListener("click", () => showPanel(button.dataset.shows));
+  button.addEventListener("click", () => togglePanel(button.dataset.shows));
 }
+for (const button of document.querySelectorAll("[data-closes]")) {
+  button.addEventListener("click", () => {
+    const name = button.dataset.closes;
+    if (name === "chats") showList(false);
+    else showPanel("");
+    (name === "chats" ? by("list-open") : document.querySelector(`[data-shows=${name}]`)).focus();
+  });
+}
+by("list-open").addEventListener("click", () => showList(!listOpen()));
 document.addEventListener("show-panel", (event) => showPanel(event.detail));
 document.addEventListener("needs-key", (event) => openKey(event.detail));
-
-besides.addEventListener("change", press);
-press();
+document.addEventListener("failed", (event) => notice(event.detail));
+document.addEventListener("open-chat", () => roomy.matches || showList(false));
+by("new-chat").addEventListener("click", () => roomy.matches || showList(false));
+roomy.addEventListener("change", () => showList(roomy.matches));
 
 beginSettings();
 beginTips(by("log"));
+openStore();
+beginChats();
 beginChat();
+beginAttachments();
 beginEngine();
+beginShortcuts([
+  ["Enter", "Send the message", null],
+  ["Shift+Enter", "New line", null],
+  ["Esc", "Stop the answer", null],
+  ["↑", "Edit the last question, if the message is empty", null],
+  ["Mod+K", "Search chats", searchChats],
+  ["Mod+Shift+O", "New chat", newChat],
+  ["Mod+B", "Show or hide the chats", () => showList(!listOpen())],
+  ["Mod+E", "Show or hide the engine", () => togglePanel("engine")],
+  ["Mod+,", "Show or hide the settings", () => togglePanel("settings")],
+  ["?", "Show this list, if no text is being typed", showShortcuts],
+]);
+showList(roomy.matches);
 connect();
 by("prompt").focus();

@@ -1,9 +1,13 @@
-// Settings, as fields of a chat completion request.
+// Settings: the look of the page, and fields of a chat completion request. They are kept in localStorage.
 
-const by = (id) => document.getElementById(id);
+import { by, say } from "./dom.js";
+import { tools } from "./tools.js";
+
+const SAVED = "forge-jax.settings";
+const THEME = "forge-jax.theme"; // read by theme.js
 
 /** Return the schema, or null if its box is empty. Throws `SyntaxError` if it is not a JSON object. */
-export function schema() {
+function schema() {
   const text = by("schema").value.trim();
   if (!text) return null;
   const value = JSON.parse(text);
@@ -12,6 +16,16 @@ export function schema() {
   }
   return value;
 }
+
+const BOXES = {
+  schema: { read: schema, name: "schema", good: "Answers will follow this schema.", empty: "Leave empty for any text." },
+  tools: {
+    read: tools,
+    name: "tools",
+    good: "The model may call these tools.",
+    empty: "A list of functions. You answer their calls in the chat.",
+  },
+};
 
 /** Return the request fields. If a box is invalid, report it, focus it and return null. */
 export function fields() {
@@ -24,12 +38,18 @@ export function fields() {
   }
   const stop = by("stop").value.split("\n").filter((line) => line !== "");
   if (stop.length) found.stop = stop;
-  try {
-    const json = schema();
-    if (json) found.response_format = { type: "json_schema", json_schema: { name: "answer", schema: json } };
-  } catch {
-    return complain(by("schema"), checkSchema);
+  const boxes = {};
+  for (const [id, { read }] of Object.entries(BOXES)) {
+    try {
+      boxes[id] = read();
+    } catch {
+      return complain(by(id), () => check(id));
+    }
   }
+  if (boxes.schema) {
+    found.response_format = { type: "json_schema", json_schema: { name: "answer", schema: boxes.schema } };
+  }
+  if (boxes.tools) found.tools = boxes.tools;
   if (by("logprobs").checked) {
     found.logprobs = true;
     const alternatives = by("top_logprobs").value;
@@ -41,30 +61,83 @@ export function fields() {
 // A 64-bit seed does not fit a double, so large integers are sent as strings.
 const asNumber = (text) => (Number.isSafeInteger(Number(text)) || /[.eE]/.test(text) ? Number(text) : text);
 
-function complain(input, say) {
-  document.dispatchEvent(new CustomEvent("show-panel", { detail: "settings" }));
-  say();
+function complain(input, report) {
+  say("show-panel", "settings");
+  input.closest("details")?.setAttribute("open", "");
+  report();
   input.focus();
   return null;
 }
 
-function checkSchema() {
-  const note = by("schema-note");
+/** Report whether a box has valid JSON. */
+function check(id) {
+  const { read, name, good, empty } = BOXES[id];
+  const note = by(`${id}-note`);
   let wrong = "";
   try {
-    note.textContent = schema() ? "Answers will follow this schema." : "Leave empty for any text.";
+    note.textContent = read() ? good : empty;
   } catch (error) {
-    wrong = `Invalid schema: ${error.message}`;
+    wrong = `Invalid ${name}: ${error.message}`;
     note.textContent = wrong;
   }
   note.classList.toggle("wrong", wrong !== "");
-  by("schema").setAttribute("aria-invalid", String(wrong !== ""));
+  by(id).setAttribute("aria-invalid", String(wrong !== ""));
+}
+
+const controls = () => [...by("options").elements].filter((each) => each.id && each.matches("input, select, textarea"));
+const valueOf = (control) => (control.type === "checkbox" ? control.checked : control.value);
+
+function setValue(control, value) {
+  if (control.type === "checkbox") control.checked = value === true;
+  else control.value = String(value);
+}
+
+function load() {
+  let saved = {};
+  try {
+    saved = JSON.parse(localStorage.getItem(SAVED)) ?? {};
+  } catch {
+    // no settings of this page
+  }
+  for (const control of controls()) {
+    if (Object.hasOwn(saved, control.id)) setValue(control, saved[control.id]);
+  }
+}
+
+/** Store the settings that differ from the defaults. */
+function keep() {
+  const changed = controls().filter((each) =>
+    each.type === "checkbox" ? each.checked !== each.defaultChecked : each.value !== defaultOf(each),
+  );
+  localStorage.setItem(SAVED, JSON.stringify(Object.fromEntries(changed.map((each) => [each.id, valueOf(each)]))));
+}
+
+const defaultOf = (control) => (control instanceof HTMLSelectElement ? control.options[0].value : control.defaultValue);
+
+function apply() {
+  const theme = by("theme").value;
+  if (theme === "system") {
+    delete document.documentElement.dataset.theme;
+    localStorage.removeItem(THEME);
+  } else {
+    document.documentElement.dataset.theme = theme;
+    localStorage.setItem(THEME, theme);
+  }
+  document.body.classList.toggle("shaded", by("shade").checked);
+  Object.keys(BOXES).forEach(check);
+  say("theme-changed");
 }
 
 export function beginSettings() {
-  by("schema").addEventListener("input", checkSchema);
+  load();
+  apply();
+  by("options").addEventListener("input", () => {
+    apply();
+    keep();
+  });
   by("options").addEventListener("submit", (event) => event.preventDefault());
-  const shade = () => document.body.classList.toggle("shaded", by("shade").checked);
-  by("shade").addEventListener("change", shade);
-  shade();
+  by("options").addEventListener("reset", () => {
+    localStorage.removeItem(SAVED);
+    setTimeout(apply); // after the controls were reset
+  });
 }

@@ -1,23 +1,25 @@
 // The text of an answer, token by token, and the tooltip with each token's probability.
 // The model's text is inserted as text nodes, never as HTML.
 
+import { element } from "./dom.js";
+
 const tip = document.getElementById("tip");
 const decoder = new TextDecoder();
 
 export class AnswerText {
-  /** `element` shows the text. Tokens are added from entries of `logprobs.content`. */
-  constructor(element) {
-    this.element = element;
-    this.text = "";
+  /** `box` shows the text, after a part without tokens. Tokens are added from entries of `logprobs.content`. */
+  constructor(box, before = "") {
+    this.element = box;
+    this.text = before;
     this.entries = [];
     this.spans = [];
     this.active = -1;
-    this._shown = 0; // number of characters in spans
+    this._shown = before.length; // number of characters that are in spans or before them
     this._bytes = [];
     this._held = []; // entries whose text has not arrived
     this._tail = document.createTextNode("");
-    element.append(this._tail);
-    texts.set(element, this);
+    box.append(before, this._tail);
+    texts.set(box, this);
   }
 
   push(text, entries) {
@@ -84,13 +86,6 @@ const percent = (logprob) => {
 const visible = (token) =>
   token === "" ? "∅" : token.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
 
-function element(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
 function fillTip(entry) {
   const head = element("p", "tip-head");
   head.append(element("code", "", visible(entry.token)), element("b", "", percent(entry.logprob)));
@@ -128,7 +123,7 @@ function show(text, index) {
 }
 
 export function beginTips(log) {
-  const textOf = (node) => texts.get(node.closest?.(".text"));
+  const textOf = (node) => texts.get(node.closest?.(".tokens"));
   const over = (event) => {
     const span = event.target.closest?.(".token");
     if (span) show(textOf(span), Number(span.dataset.index));
