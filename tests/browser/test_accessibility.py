@@ -51,8 +51,7 @@ STATES: dict[str, Callable[[Page], None]] = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1440, "dark")])
 def test_axe_finds_no_violation(server, visit, width, scheme):
     visit = visit(server, viewport={"width": width, "height": 844}, color_scheme=scheme)
     page = visit.page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from conftest import Visit
 from page_actions import answer_with, bodies, events, set_options, show_panel
 from playwright.sync_api import Page, expect
@@ -151,6 +150,33 @@ def test_edited_question_and_new_answers_are_versions(server, visit):
     assert texts(page) == ["Q1", "A1", "Q2", "A2c"]
 
 
+def test_failed_requests_keep_the_shown_versions(server, visit):
+    visit = visit(server)
+    page = visit.page
+    visit.refusals = 3
+    refusal = json.dumps({"error": {"message": "No."}})
+    answer_with(page, refusal, 500)
+    visit.ask("Never answered")
+    expect(page.locator(".error")).to_have_text("No.")
+    expect(page.get_by_text("No chats yet.")).to_be_visible()
+    assert texts(page) == []
+    say(visit, "Q1", "A1")
+    assert titles(page) == ["Q1"]
+    page.unroute_all()
+    answer_with(page, refusal, 500)
+    act(page, "Regenerate", 1)
+    expect(page.locator(".error")).to_have_text("No.")
+    expect(page.locator(".turn .text")).to_have_text(["Q1", "A1"])
+    act(page, "Edit", 0)
+    page.get_by_label("Edited message").fill("Q1b")
+    page.get_by_role("button", name="Send", exact=True).first.click()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Q1b")
+    assert texts(page) == ["Q1", "A1"]
+    page.reload()
+    page.get_by_role("button", name="Q1", exact=True).click()
+    assert texts(page) == ["Q1", "A1"]
+
+
 def test_continue_appends_to_the_answer(server, visit):
     visit = visit(server)
     page = visit.page
@@ -216,28 +242,28 @@ def chats(**changes: Any) -> dict[str, Any]:
     return {**file, "conversations": [{"title": "t", "messages": [message]}]}
 
 
-@pytest.mark.parametrize(
-    ("file", "reason"),
-    [
-        ("{", "JSON"),
-        ([], "exported"),
-        ({"format": "other"}, "exported"),
-        ({**chats(), "version": 2}, "version must be 1, not 2"),
-        ({**chats(), "conversations": [3]}, "conversations[0] must be an object"),
-        (chats(role="system"), "conversations[0].messages[0].role must be user, assistant, tool"),
-        (chats(content=7), "conversations[0].messages[0].content must be a string"),
-        (chats(parent="a"), "messages[0].parent must be the id of an earlier message"),
-        (chats(calls="x"), "messages[0].calls must be a list"),
-        (chats(attachments=[{"name": "n"}]), "attachments[0].text must be a string"),
-    ],
+INVALID_FILES = (
+    ("{", "JSON"),
+    ([], "exported"),
+    ({"format": "other"}, "exported"),
+    ({**chats(), "version": 2}, "version must be 1, not 2"),
+    ({**chats(), "conversations": [3]}, "conversations[0] must be an object"),
+    (chats(role="system"), "conversations[0].messages[0].role must be user, assistant, tool"),
+    (chats(content=7), "conversations[0].messages[0].content must be a string"),
+    (chats(parent="a"), "messages[0].parent must be the id of an earlier message"),
+    (chats(calls="x"), "messages[0].calls must be a list"),
+    (chats(attachments=[{"name": "n"}]), "attachments[0].text must be a string"),
 )
-def test_invalid_import_names_the_field_and_adds_nothing(server, visit, tmp_path, file, reason):
+
+
+def test_invalid_import_names_the_field_and_adds_nothing(server, visit):
     page = visit(server).page
-    path = tmp_path / "chats.json"
-    path.write_text(file if isinstance(file, str) else json.dumps(file))
-    page.locator("#import-file").set_input_files(path)
-    expect(page.locator("#notice")).to_contain_text("chats.json was not imported")
-    expect(page.locator("#notice")).to_contain_text(reason)
+    for file, reason in INVALID_FILES:
+        text = file if isinstance(file, str) else json.dumps(file)
+        named = {"name": "chats.json", "mimeType": "application/json", "buffer": text.encode()}
+        page.locator("#import-file").set_input_files(named)
+        expect(page.locator("#notice")).to_contain_text("chats.json was not imported")
+        expect(page.locator("#notice")).to_contain_text(reason)
     assert titles(page) == []
 
 
@@ -295,14 +321,14 @@ def test_tool_calls_are_shown_and_answered(server, visit):
     expect(page.get_by_role("button", name="Send results")).to_have_count(0)
 
 
-@pytest.mark.parametrize("tools", ["{", "{}", "[3]", '[{"parameters": {}}]'])
-def test_invalid_tools_are_reported_and_not_sent(server, visit, tools):
+def test_invalid_tools_are_reported_and_not_sent(server, visit):
     visit = visit(server)
     asked = bodies(visit.page)
-    set_options(visit.page, tools=tools)
-    expect(visit.page.locator("#tools-note")).to_contain_text("Invalid tools")
-    visit.ask("Hello")
-    expect(visit.page.locator("#tools")).to_be_focused()
+    for tools in ("{", "{}", "[3]", '[{"parameters": {}}]'):
+        set_options(visit.page, tools=tools)
+        expect(visit.page.locator("#tools-note")).to_contain_text("Invalid tools")
+        visit.ask("Hello")
+        expect(visit.page.locator("#tools")).to_be_focused()
     assert not asked
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
 from conftest import Visit
 from page_actions import answer_with, events
 from playwright.sync_api import Locator, expect
@@ -75,18 +72,13 @@ def test_katex_is_loaded_only_for_formulas(server, visit):
     assert not [url for url in visit.requested if "katex" in url]
 
 
-@pytest.mark.parametrize(
-    ("text", "links"),
-    [
-        ("[a](https://example.org/b) <https://c.example>", 2),
-        ("[a](javascript:alert(1)) [b](data:text/html,c) [d](relative) [e](file:///etc)", 0),
-        ("![a picture](https://example.org/x.png)", 1),
-    ],
-)
-def test_only_web_links_are_links_and_images_are_not_loaded(server, visit, text, links):
-    answer = shown(visit(server), text)
+def test_only_web_links_are_links_and_images_are_not_loaded(server, visit):
+    web = "[a](https://example.org/b) <https://c.example> ![a picture](https://example.org/x.png)"
+    other = "[a](javascript:alert(1)) [b](data:text/html,c) [d](relative) [e](file:///etc)"
+    answer = shown(visit(server), f"{web}\n\n{other}")
     anchors = answer.locator("a")
-    assert anchors.count() == links and answer.locator("img").count() == 0
+    assert anchors.all_inner_texts() == ["a", "https://c.example", "image: a picture"]
+    assert answer.locator("img").count() == 0
     for anchor in anchors.all():
         assert anchor.get_attribute("rel") == "noopener noreferrer nofollow"
         assert anchor.get_attribute("target") == "_blank"
@@ -98,9 +90,18 @@ def test_character_references_are_decoded_and_html_is_shown(server, visit):
     assert answer.locator("i").count() == 0
 
 
-@pytest.mark.parametrize("text", ["> " * 3000 + "x", "- " * 3000 + "x", "*a " * 5000, "[" * 5000])
-def test_pathological_nesting_is_shown(server, visit, text):
-    expect(shown(visit(server), text)).to_contain_text(re.compile(r"[x\[a]"))
+def test_pathological_nesting_is_shown(server, visit):
+    lengths = visit(server).page.evaluate("""async () => {
+      const { MarkdownView } = await import("./static/markdown.js");
+      const texts = ["> ".repeat(3000) + "x", "- ".repeat(3000) + "x", "*a ".repeat(5000),
+        "[".repeat(5000), "`".repeat(5001) + "x", "| ".repeat(5000), "$".repeat(5000)];
+      return texts.map((text) => {
+        const view = new MarkdownView(document.createElement("div"));
+        view.update(text);
+        return view.element.textContent.length;
+      });
+    }""")
+    assert all(lengths)
 
 
 def test_unchanged_blocks_keep_their_elements_while_text_streams(server, visit):

@@ -7,7 +7,7 @@ import { Conversation, requestMessages } from "./conversation.js";
 import { by, element, say } from "./dom.js";
 import { MessageView } from "./message.js";
 import { fields } from "./settings.js";
-import { save, stored } from "./store.js";
+import { remove, save, stored } from "./store.js";
 import { addCalls } from "./tools.js";
 
 const SAVE_MS = 3000; // while an answer streams
@@ -45,6 +45,7 @@ function append(message) {
 }
 
 function open(other) {
+  if (other === conversation && views.length) return;
   stop();
   clearErrors();
   conversation = other;
@@ -65,10 +66,7 @@ const ACTIONS = {
     }
   },
   again: (message) => {
-    if (running) return;
-    conversation.leaf = message.parent;
-    show();
-    answer().then((done) => done || restore(message));
+    if (!running) regenerate(message);
   },
   answer: () => running || answer(),
   continue: (message) => running || answer(message),
@@ -94,12 +92,6 @@ const ACTIONS = {
   },
 };
 
-/** Show the previous answer again, because the new one failed. */
-function restore(message) {
-  conversation.select(message);
-  show();
-}
-
 // ---- questions and answers ---------------------------------------------------------------------------
 
 async function send() {
@@ -115,18 +107,37 @@ async function send() {
 async function ask(message, parent) {
   if (!fields()) return;
   const asked = conversation;
+  const before = asked.leaf;
   const question = asked.add(message, parent);
   save(asked);
   show();
   if (await answer()) return;
   asked.remove(question);
-  if (stored(asked.id)) save(asked);
+  asked.leaf = before;
+  if (stored(asked.id)) await (asked.messages.length ? save(asked) : forget(asked));
   if (conversation !== asked) return;
   show();
   if (prompt.value || anyAttached()) return;
   prompt.value = question.content;
   setAttachments(question.attachments ?? []);
   grow();
+}
+
+/** Delete a conversation without messages. Its next question names it. */
+function forget(empty) {
+  empty.title = "";
+  return remove(empty);
+}
+
+/** Request another answer. If none arrives, show the previous one again. */
+async function regenerate(message) {
+  const asked = conversation;
+  const before = asked.leaf;
+  asked.leaf = message.parent;
+  show();
+  if (await answer()) return;
+  asked.leaf = before;
+  if (conversation === asked) show();
 }
 
 /** Request an answer to the shown messages, or the rest of the answer `continued`. Returns false if no part of one

@@ -43,7 +43,7 @@ export class Conversation {
 
   /** Remove a message without children. Its parent becomes the last shown message. */
   remove(message) {
-    this.messages.splice(this.messages.indexOf(message), 1);
+    this.messages = this.messages.filter((each) => each !== message);
     this.leaf = message.parent;
   }
 
