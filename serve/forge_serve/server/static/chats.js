@@ -1,6 +1,6 @@
 // The list of conversations: search, open, rename, delete, export, import.
 
-import { by, element, iconButton, say } from "./dom.js";
+import { by, download, element, iconButton, say } from "./dom.js";
 import { exportText, importText, listed, remove, save } from "./store.js";
 import { UNTITLED } from "./conversation.js";
 
@@ -32,9 +32,9 @@ function row(conversation) {
     renaming = id;
     show();
   });
-  const download = iconButton("download", `Export ${title}`, () => downloadChats([conversation], title));
+  const keep = iconButton("download", `Export ${title}`, () => downloadChats([conversation], title));
   const drop = iconButton("trash", `Delete ${title}`, () => askToDelete(conversation, title));
-  item.append(open, element("span", "row-actions", rename, download, drop));
+  item.append(open, element("span", "row-actions", rename, keep, drop));
   return item;
 }
 
@@ -72,11 +72,8 @@ function askToDelete(conversation, title) {
 }
 
 function downloadChats(conversations, name) {
-  const link = element("a");
-  link.href = URL.createObjectURL(new Blob([exportText(conversations)], { type: "application/json" }));
-  link.download = `${name.replace(/[^\p{L}\p{N} _-]+/gu, "").trim().slice(0, 60) || "chat"}.json`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+  const plain = name.replace(/[^\p{L}\p{N} _-]+/gu, "").trim().slice(0, 60) || "chat";
+  download(exportText(conversations), `${plain}.json`);
 }
 
 async function importFile(file) {

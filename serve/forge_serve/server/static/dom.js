@@ -34,6 +34,15 @@ export function iconButton(name, label, act) {
   return button;
 }
 
+/** Let the browser save text as a JSON file. */
+export function download(text, name) {
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
 /** Copy text, and show for two seconds on the button that it was copied. */
 export async function copyFrom(button, text) {
   try {

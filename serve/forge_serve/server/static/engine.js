@@ -2,7 +2,8 @@
 
 import { request } from "./api.js";
 import { BlockChart, StepChart } from "./charts.js";
-import { by } from "./dom.js";
+import { by, download, say } from "./dom.js";
+import { readRecording, recordingText } from "./recording.js";
 
 const BUSY_MS = 200;
 const IDLE_MS = 1000;
@@ -19,6 +20,7 @@ let rate = 0; // tokens per second, smoothed
 let answering = false;
 let ownId = null; // request id of this page's latest answer
 let paused = false;
+let replaying = false; // the panel shows a recorded state
 let locked = false; // the key is wrong or missing; polling stops until it changes
 let timer = null;
 let asking = false;
@@ -40,6 +42,10 @@ async function look() {
     const after = steps.at(-1)?.step ?? -1;
     const response = await request(after < 0 ? "engine_state" : `engine_state?after_step=${after}`);
     const state = await response.json();
+    if (paused) {
+      asking = false;
+      return;
+    }
     if (before && state.generation_tokens < before.generation_tokens) {
       steps = []; // the engine was restarted, so its step numbers start again
       before = null;
@@ -181,10 +187,44 @@ export function beginEngine() {
   document.addEventListener("panel-shown", look);
   document.addEventListener("visibilitychange", look);
   addEventListener("resize", () => look());
-  by("pause").addEventListener("click", () => {
-    paused = !paused;
-    by("pause").setAttribute("aria-pressed", String(paused));
-    look();
+  by("pause").addEventListener("click", () => setPaused(!paused));
+  by("state-save").addEventListener("click", () => {
+    if (before) download(recordingText(before, steps), "engine-state.json");
+  });
+  by("state-open").addEventListener("click", () => by("state-file").click());
+  by("state-file").addEventListener("change", async () => {
+    for (const file of by("state-file").files) await replay(file);
+    by("state-file").value = "";
   });
   look();
+}
+
+function setPaused(value) {
+  paused = value;
+  by("pause").setAttribute("aria-pressed", String(paused));
+  if (replaying && !paused) {
+    replaying = false;
+    steps = [];
+    before = null;
+    note("");
+  }
+  look();
+}
+
+/** Show a recorded state until the user resumes. */
+async function replay(file) {
+  let recording;
+  try {
+    recording = readRecording(await file.text());
+  } catch (error) {
+    say("failed", `${file.name} was not opened. ${error.message}`);
+    return;
+  }
+  setPaused(true);
+  replaying = true;
+  steps = [];
+  before = null;
+  rate = 0;
+  show(recording.state);
+  note(`Recorded ${new Date(recording.recorded).toLocaleString()}`);
 }
