@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
+import fcntl
 import io
 import json
 import os
@@ -11,42 +11,60 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import pyte
 import pytest
 
+from forge_jax.errors import RequestError
 from forge_serve.cli import main as cli
+from forge_serve.cli.chat.conversation import Conversation
+from forge_serve.cli.chat.markdown import markdown_blocks
+from forge_serve.cli.chat.prompt import HISTORY_BYTES, open_history
+from forge_serve.cli.commands.sampling import SamplingFlags
 from forge_serve.cli.terminal import Answer, harmless, one_line
 
 FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli.main"]
 SMALL = "--kernels xla --deterministic --max-num-seqs 1 --max-num-batched-tokens 32".split()
 SMALL += ["--temperature", "0"]
 WAIT_S = 60.0
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+LINES = 200
 DIMMED = "\x1b[2m"
 
 
 class Terminal:
-    """A process on a pseudo-terminal; `typed` goes to it, `shown` is everything it wrote."""
+    """A process on a pseudo-terminal, whose screen is emulated.
 
-    def __init__(self, *arguments: str):
+    The screen is so high that nothing scrolls off it. `raw` is everything that the process wrote.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, columns: int = 60):
         self._master, slave = pty.openpty()
+        size = struct.pack("4H", LINES, columns, 0, 0)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, size)
+        self._screen = pyte.Screen(columns, LINES)
+        self._screen.write_process_input = self.type  # answers to questions about the cursor
+        self._stream = pyte.Stream(self._screen)
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *FORGE, *arguments],  # so that Ctrl-C becomes a signal
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**os.environ, "TERM": "dumb", "INPUTRC": os.devnull},
+            cwd=folder,
+            env={**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")},
         )
         os.close(slave)
-        self.shown = ""
-        self._seen = 0
+        self.raw = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __enter__(self) -> Terminal:
@@ -57,73 +75,62 @@ class Terminal:
         self.process.wait()
         os.close(self._master)
 
+    @property
+    def shown(self) -> str:
+        """The screen, without spaces at the ends of lines and without empty lines at its end."""
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
+
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def say(self, text: str, answer: str = "", prompt: str = "> ") -> str:
-        """Type a line at the prompt and wait for the output after its echo."""
-        self.expect(prompt)
-        self.type(text + "\n")
+    def paste(self, text: str) -> None:
+        self.type(f"\x1b[200~{text}\x1b[201~")
+
+    def say(self, text: str, answer: str) -> None:
+        """Type a line at the prompt and wait for the answer below it."""
+        self.prompt()
+        self.type(text)
         self.expect(text)
-        return self.expect(answer)
+        self.type("\r")
+        self.expect(answer, below=f"> {text}")
 
-    def interrupt(self, line: str, answer: str) -> None:
-        """Type an unfinished line, then Ctrl-C until it is answered.
+    def prompt(self) -> None:
+        """Wait for an empty prompt at the end."""
+        self._wait(lambda: self.shown.endswith("\n>"), "prompt")
 
-        A signal just before Python's readline waits for a key does not end the wait.
-        """
-        self.type(line)
-        self.expect(line)
-        for _ in range(10):
-            self.type(CTRL_C)
-            with contextlib.suppress(AssertionError):
-                self.expect(answer, WAIT_S / 10)
-                return
-        self.expect(answer)
+    def expect(self, text: str, *, below: str = "") -> None:
+        """Wait until the screen shows a text, after the last occurrence of another text."""
 
-    def expect(self, text: str, wait_s: float = WAIT_S) -> str:
-        """Wait for a text after the last expected one; return everything up to it."""
-        deadline = time.monotonic() + wait_s
-        while (at := self.shown.find(text, self._seen)) < 0:
+        def shows() -> bool:
+            _, found, after = self.shown.rpartition(below) if below else ("", "-", self.shown)
+            return bool(found) and text in after
+
+        self._wait(shows, text)
+
+    def _wait(self, shows: Callable[[], bool], expected: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not shows():
             left_s = deadline - time.monotonic()
             ready = left_s > 0 and select.select([self._master], [], [], left_s)[0]
-            assert ready, f"no {text!r} in {self.shown[self._seen :]!r}"
-            self._read(text)
-        found = self.shown[self._seen : at + len(text)]
-        self._seen = at + len(text)
-        return found
+            assert ready, f"no {expected!r} on this screen:\n{self.shown}"
+            assert self._read(), f"it ended without {expected!r}:\n{self.shown}"
 
-    def _read(self, awaited: str) -> None:
+    def _read(self) -> bool:
         try:
             data = os.read(self._master, 65536)
         except OSError:  # the process has closed its end
-            data = b""
-        assert data, f"it ended without {awaited!r}: {self.shown[self._seen :]!r}"
-        self.shown = (self.shown + self._decoder.decode(data)).replace("\r\n", "\n")
+            return False
+        text = self._decoder.decode(data)
+        self.raw += text
+        self._stream.feed(text)
+        return bool(data)
 
     def end(self, text: str) -> int:
-        self.expect("> ")  # before the prompt, Ctrl-D would not count as a key
+        self.prompt()
         self.type(text)
-        while True:
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:
-                break
-            if not data:
-                break
-            self.shown += self._decoder.decode(data)
+        while self._read():
+            pass
         return self.process.wait(WAIT_S)
-
-
-@pytest.mark.slow
-def test_conversation_with_the_bundled_model_works():
-    with Terminal("chat", *SMALL) as chat:
-        chat.expect("forge-tiny: /help lists the commands, Ctrl-D ends the chat")
-        chat.say("What is 2+2?", "2 + 2 = 4.")
-        chat.say("/help", "/system TEXT")
-        chat.say("/dance", "(unknown command /dance: /help lists the commands)")
-        assert chat.end(CTRL_D) == 0
-        assert "Traceback" not in chat.shown
 
 
 class ScriptedServer:
@@ -163,6 +170,8 @@ class ScriptedServer:
                         if delta.get("waits"):
                             while not server.may_go_on.wait(0.02):
                                 self.wfile.write(b": still here\n\n")
+                    usage = {"choices": [], "usage": {"completion_tokens": len(deltas)}}
+                    self.wfile.write(b"data: " + json.dumps(usage).encode() + b"\n\n")
                     self.wfile.write(b"data: [DONE]\n\n")
                 except OSError:
                     server.left.set()
@@ -201,37 +210,37 @@ def test_conversation_with_a_server_works(server, tmp_path):
         [{"content": "A new beginning."}],
     ]
     arguments = ["--url", server.url, "--api-key-file", str(key), "--system", "Be short."]
-    with Terminal("chat", *arguments, "--top-k", "3") as chat:
-        greeting = chat.expect("Ctrl-D ends")
-        assert "scripted␛[2J: /help" in greeting, "a name is a text of others, too"
-        said = chat.say("What is 2+2?", "Four, ␛[2J.")
-        assert f"{DIMMED}Let me think." in said
+    with Terminal(tmp_path, "chat", *arguments, "--top-k", "3") as chat:
+        chat.expect("scripted␛[2J: /help lists the commands, Ctrl-D ends the chat")
+        chat.say("What is 2+2?", "Let me think.\n\nFour, ␛[2J.\n(3 tokens, first token after ")
+        assert f"{DIMMED}Let me think." in chat.raw
 
-        chat.say("Count.", "three")
+        chat.say("Count.", "One, two, three")
         chat.type(CTRL_C)
-        chat.expect("(stopped)")
+        chat.expect("One, two, three\n(stopped)")
         assert server.left.wait(WAIT_S), "the server is told"
 
-        chat.say('"""')
-        chat.say("And", prompt="… ")
-        chat.say("then?", prompt="… ")
-        chat.say('"""', "Go on.", prompt="… ")
+        chat.prompt()
+        chat.type('"""And\rthen?"""\r')
+        chat.expect('> """And\n… then?"""\nGo on.')
         chat.say("/system Be long.", "(system message set)")
         chat.say("More?", "forge-jax: error: HTTP 400: the context is ␛]0;full␇")
-        chat.say("/reset", "(conversation cleared)")
-        chat.say("A line \\")
-        chat.say("and another", "A new beginning.", prompt="… ")
-        chat.expect("> ")
-        chat.interrupt("half a line", "(Ctrl-D or /quit ends the chat)")
-        assert chat.end("/quit\n") == 0
+        chat.say("/clear", "(conversation cleared)")
+        chat.prompt()
+        chat.type("A line \\\rand another\r")
+        chat.expect("> A line\n… and another\nA new beginning.")
+        chat.prompt()
+        chat.type("half a line" + CTRL_C)
+        chat.expect("half a line\n(Ctrl-D or /exit ends the chat)")
+        assert chat.end("/exit\r") == 0
         for driven in ("\x1b[2J", "\x1b]0;", "Traceback"):
-            assert driven not in chat.shown
+            assert driven not in chat.raw
     first, second, third, fourth, fifth = server.bodies
     assert first["top_k"] == 3 and first["stream"] is True and first["model"] == "scripted\x1b[2J"
     assert set(server.keys) == {"Bearer sk-of-the-test"}
     asked = [("system", "Be short."), ("user", "What is 2+2?")]
     assert messages(first) == asked
-    asked += [("assistant", "Four, \x1b[2J."), ("user", "Count.")]
+    asked += [("assistant", "\n\nFour, \x1b[2J."), ("user", "Count.")]
     assert messages(second) == asked
     asked += [("assistant", "One, two, three"), ("user", "And\nthen?")]
     assert messages(third) == asked, "what came before Ctrl-C stays"
@@ -240,16 +249,203 @@ def test_conversation_with_a_server_works(server, tmp_path):
     assert messages(fifth) == [("system", "Be long."), ("user", "A line \nand another")]
 
 
-def test_stopping_a_local_answer_continues_the_chat():
-    with Terminal("chat", "x", "--fake", "--fake-step-time-ms", "20", "--seed", "1") as chat:
-        chat.say("Tell me a story.", " ")
-        chat.type(CTRL_C)
-        chat.expect("(stopped)")
-        chat.say("/reset", "(conversation cleared)")
-        chat.say("Another.", " ")
-        chat.type(CTRL_C)
-        chat.expect("(stopped)")
+def test_pasted_lines_are_one_message(server, tmp_path):
+    server.script = [[{"content": "Three lines."}], [{"content": "Again."}]]
+    with Terminal(tmp_path, "chat", "--url", server.url) as chat:
+        chat.prompt()
+        chat.paste("one\r\n  two\n\nthree")
+        chat.expect("> one\n…   two\n…\n… three")
+        assert not server.bodies, "a paste is not sent before Enter"
+        chat.type("\r")
+        chat.expect("Three lines.")
         assert chat.end(CTRL_D) == 0
+    history = tmp_path / "state" / "forge-jax" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert history.parent.stat().st_mode & 0o777 == 0o700
+    with Terminal(tmp_path, "chat", "--url", server.url, "--no-history") as chat:
+        chat.prompt()
+        chat.type(UP)
+        chat.say("not kept", "Again.")
+        assert chat.end(CTRL_D) == 0
+    assert [messages(body) for body in server.bodies] == [
+        [("user", "one\n  two\n\nthree")],
+        [("user", "not kept")],
+    ]
+    assert "not kept" not in history.read_text()
+    with Terminal(tmp_path, "chat", "--url", server.url) as chat:
+        chat.prompt()
+        chat.type(UP)
+        chat.expect("> one\n…   two\n…\n… three")
+
+
+MARKDOWN = """\
+# Sums
+
+The **quick** brown fox <b>jumps</b> over the &#x202e; lazy [dog](http://d.example).
+A second line
+with `code`.
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+x = 1 * 2
+```
+
+1. first
+2. second
+"""
+RENDERED = """\
+Sums
+
+The quick brown fox <b>jumps</b> over
+the \ufffd lazy dog (http://d.example).
+A second line
+with code.
+
+ a  b
+ ────
+ 1  2
+
+x = 1 * 2
+
+ 1 first
+ 2 second
+(33 tokens, """
+
+
+def test_markdown_is_rendered_while_it_is_streamed(server, tmp_path):
+    pieces = [{"content": MARKDOWN[i : i + 6]} for i in range(0, len(MARKDOWN), 6)]
+    half = next(i for i, piece in enumerate(pieces) if "code`." in MARKDOWN[: 6 * (i + 1)])
+    server.script = [[*pieces[:half], {**pieces[half], "waits": True}, *pieces[half + 1 :]]]
+    with Terminal(tmp_path, "chat", "--url", server.url, columns=38) as chat:
+        chat.say("Show me.", RENDERED[: RENDERED.index("code.")])
+        assert server.left.is_set() is False and " tokens, " not in chat.shown
+        server.may_go_on.set()
+        chat.expect("> Show me.\n" + RENDERED)
+        chat.expect(" tokens/s, first token", below=RENDERED)
+        chat.say("/set markdown off", "(markdown is off)")
+        server.script = [[{"content": "**bold** words are not broken at the right edge"}]]
+        chat.say("Again.", "**bold** words are not broken at the\nright edge\n(1 token, ")
+
+
+def test_commands_change_save_and_load_a_conversation(server, tmp_path):
+    server.script = [[{"content": text}] for text in ("First.", "Second.", "Third.", "Fourth.")]
+    with Terminal(tmp_path, "chat", "--url", server.url, "--seed", "1", columns=100) as chat:
+        chat.say("/regen", "there is no message to answer: send one first")
+        chat.say("/set temprature 0", "unknown setting 'temprature'; did you mean temperature?")
+        chat.say("/set temperature warm", "temperature must be a number or \"auto\", not 'warm'")
+        chat.say("/set temperature 0.5", "(temperature is 0.5)")
+        chat.say("/set seed auto", "(seed is auto)")
+        chat.say("/set", "temperature         0.5")
+        chat.say("//etc is a folder", "First.")
+        chat.say("/regen", "Second.")
+        chat.say("/system Be short.", "(system message set)")
+        chat.say("/save a.json", "(saved in a.json)")
+        chat.say("/save state", "state exists and is not a saved conversation: choose another name")
+        chat.say("/clear", "(conversation cleared)")
+        chat.say("/load b.json", "cannot read b.json: No such file or directory")
+        chat.say("Hello", "Third.")
+        chat.say("/load a.json", "(2 messages loaded from a.json)")
+        chat.say(
+            "/dance", "unknown command /dance (see: /help; to send it as a message, type //dance)"
+        )
+        chat.say("More", "Fourth.")
+        chat.prompt()
+        chat.type("/he\t\r")
+        chat.expect("Alt-Enter")
+        assert chat.end(CTRL_D) == 0
+    question = ("user", "/etc is a folder")
+    begun = [("system", "Be short."), question, ("assistant", "Second.")]
+    assert [messages(body) for body in server.bodies] == [
+        [question],
+        [question],
+        [("system", "Be short."), ("user", "Hello")],
+        [*begun, ("user", "More")],
+    ]
+    assert all("seed" not in body and body["temperature"] == 0.5 for body in server.bodies)
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert saved.pop("model") == "scripted\x1b[2J" and messages(saved) == begun
+    assert {**saved, "messages": []} == {"messages": [], "temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must have a JSON object, not list"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "messages must be a list of objects"),
+        ('{"messages": [], "top_k": "3"}', "top_k must be a whole number"),
+        ('{"messages": [], "tools": []}', "unknown setting 'tools'"),
+    ],
+)
+def test_loading_an_invalid_conversation_changes_nothing(text, message, tmp_path):
+    file = tmp_path / "chat.json"
+    file.write_text(text)
+    conversation = Conversation(None, SamplingFlags(top_k=2), "Be short.")  # type: ignore[arg-type]
+    conversation.messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(RequestError, match=re.escape(message)):
+        conversation.load(file)
+    with pytest.raises(RequestError, match="is not a saved conversation"):
+        conversation.save(file)
+    assert file.read_text() == text
+    assert conversation.settings.top_k == 2 and conversation.system == "Be short."
+    assert conversation.messages == [{"role": "user", "content": "Hi"}]
+
+
+def test_streamed_markdown_has_the_blocks_of_the_whole_text():
+    text = (
+        MARKDOWN
+        + "\n> a quote\n> of two lines\n\n- a\n\n  more of a\n- b\n\n---\n\nSetext\n===\nThe end."
+    )
+    whole, rest = markdown_blocks(text)
+    assert len(whole) == 9 and rest == "The end."
+    printed, tail = [], ""
+    for character in text:
+        blocks, tail = markdown_blocks(tail + character)
+        printed += blocks
+    assert ([block.strip("\n") for block in printed], tail) == (whole, rest)
+
+
+def test_old_history_is_cut_between_messages(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    open_history()
+    file = tmp_path / "forge-jax" / "chat_history"
+    entries = "".join(f"\n# 2026-01-01 00:00:00\n+message {i}\n+end\n" for i in range(40_000))
+    file.write_text(entries)
+    kept = list(open_history().load_history_strings())
+    assert file.stat().st_size <= HISTORY_BYTES // 2
+    assert len(kept) > 1000
+    assert kept == [f"message {39_999 - i}\nend" for i in range(len(kept))]
+
+
+def test_stopping_a_local_answer_continues_the_chat(tmp_path):
+    fake = ["x", "--fake", "--fake-step-time-ms", "20", "--seed", "1"]
+    with Terminal(tmp_path, "chat", *fake) as chat:
+        for message in ("Tell me a story.", "Another."):
+            chat.prompt()
+            chat.type(message + "\r")
+            chat.expect("the ", below=message)
+            chat.type(CTRL_C)
+            chat.expect("(stopped)", below=message)
+            chat.say("/clear", "(conversation cleared)")
+        assert chat.end(CTRL_D) == 0
+
+
+@pytest.mark.slow
+def test_documented_conversation_with_the_bundled_model_works(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    [transcript] = re.findall(r"```text\n(forge-tiny: .*?)```", page, re.DOTALL)
+    greeting, *turns = transcript.split("\n> ")
+    assert len(turns) == 5
+    with Terminal(tmp_path, "chat", *SMALL, columns=88) as chat:
+        chat.expect(greeting)
+        for turn in turns:
+            message, _, answer = turn.partition("\n")
+            chat.say(message, re.sub(r"[\d,]+ tokens/s.*|\d\.\d+ s.*", "", answer).rstrip())
+        assert chat.end(CTRL_D) == 0
+        assert "Traceback" not in chat.shown
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

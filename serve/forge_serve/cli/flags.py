@@ -264,6 +264,18 @@ class Value:
         return kinds.get(self.kind, "text") + (' or "auto"' if self.automatic else "")  # type: ignore[call-overload]
 
 
+def texts_of(value: Any) -> list[str]:
+    """Return the value of a repeated option from a file: one string, or a list of strings.
+
+    Raises:
+      ConfigError: it is neither.
+    """
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"must be a string or a list of strings, not {value!r}")
+    return texts
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """Command-line flag of one configuration field."""

@@ -10,7 +10,7 @@ from typing import Any
 from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import ConfigError
 from forge_serve.cli.aliases import REFUSED
-from forge_serve.cli.flags import MODEL_ARGUMENT, Append, Convert, Parser, Value
+from forge_serve.cli.flags import MODEL_ARGUMENT, Append, Convert, Parser, Value, texts_of
 
 CONFIG = "config"
 _NOT_KEYS = {"help", "help-all", "debug", CONFIG}
@@ -71,7 +71,7 @@ def _options(parser: Parser, key: str, value: Any) -> dict[str, Any]:
         case argparse._StoreConstAction():
             return {action.dest: action.const if _boolean(value) else not action.const}
         case Append():
-            return {action.dest: _texts(value)}
+            return {action.dest: texts_of(value)}
     if isinstance(value, dict):
         raise ConfigError("must not be a table: put keys at the top level of the file")
     reader = action.type
@@ -85,13 +85,6 @@ def _boolean(value: Any) -> bool:
     if type(value) is not bool:
         raise ConfigError(f"must be true or false, not {value!r}")
     return value
-
-
-def _texts(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"must be a string or a list of strings, not {value!r}")
-    return texts
 
 
 def _unknown(parser: Parser, name: str, value: Any) -> str:

@@ -34,14 +34,19 @@ def one_line(text: str) -> str:
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "…"
 
 
+def replace_unencodable(file: TextIO) -> None:
+    """Let the file replace characters that its encoding lacks."""
+    if hasattr(file, "reconfigure"):
+        file.reconfigure(errors="replace")  # type: ignore[attr-defined]
+
+
 class Answer:
     """Output of an answer, piece by piece. Text is made harmless for terminals only."""
 
     def __init__(self, file: TextIO | None = None):
         self._file = sys.stdout if file is None else file
         self.on_terminal = self._file.isatty()
-        if hasattr(self._file, "reconfigure"):  # replace characters that the encoding lacks
-            self._file.reconfigure(errors="replace")  # type: ignore[attr-defined]
+        replace_unencodable(self._file)
 
     def write(self, text: str, *, dim: bool = False) -> None:
         """Write a piece and flush. `dim` applies to terminals only."""

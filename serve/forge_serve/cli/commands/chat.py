@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.config import option
-from forge_jax.errors import ForgeError, RequestError
+from forge_jax.errors import RequestError
 from forge_serve.cli.commands.engine import add_engine, load, model_at
 from forge_serve.cli.commands.generate import read_stdin
 from forge_serve.cli.commands.sampling import SamplingFlags
-from forge_serve.cli.exit_status import say_error
 from forge_serve.cli.flags import Commands, add_model, add_sections, taken
-from forge_serve.cli.terminal import Answer
 
 if TYPE_CHECKING:
     from forge_serve.cli.backends import HttpBackend, LocalBackend
+    from forge_serve.cli.chat.conversation import Conversation, Output
 
 DESCRIPTION = """\
 Chat with a model loaded in this process, or on a server if --url is set. Answers are streamed.
@@ -30,15 +29,6 @@ examples:
   forge-jax chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
   forge-jax chat --url http://127.0.0.1:8000 --api-key-file key.txt
   echo "What is 2+2?" | forge-jax chat --temperature 0"""
-COMMANDS_HELP = """\
-/help          show this text
-/system TEXT   set the system message; without TEXT, remove it
-/reset         clear the conversation and keep the system message
-/quit          end the chat (also Ctrl-D)
-\\ at line end  continue the message on the next line
-\"\"\"            start or end a multiline message
-Ctrl-C stops an answer. Its text so far stays in the conversation."""
-BLOCK = '"""'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +40,15 @@ class ChatFlags:
         None, "file with the server's API key, in the format of serve's --api-key-file"
     )
     system: str | None = option(None, "system message: instructions for the model")
+    markdown: bool = option(
+        True, "show answers as plain text instead of Markdown", flag="--no-markdown"
+    )
+    history: bool = option(
+        True,
+        "keep messages for this chat only. By default, they are kept for later chats, in "
+        "~/.local/state/forge-jax/chat_history",
+        flag="--no-history",
+    )
 
 
 def add_to(commands: Commands) -> None:
@@ -73,14 +72,16 @@ def run(options: dict[str, Any]) -> int:
     message = "" if interactive else read_stdin()
     if not interactive and not message.strip():
         raise RequestError("stdin has no message: pipe text to it")
+    from forge_serve.cli.chat.conversation import Conversation
+
     with asyncio.Runner() as runner:
         backend = _backend(runner, flags, options)
         try:
-            chat = Chat(backend, sampling.body(), flags.system)
+            conversation = Conversation(backend, sampling, flags.system)
             if interactive:
-                _converse(runner, chat)
+                _converse(runner, conversation, flags)
             else:
-                runner.run(chat.answer(message, Answer()))
+                runner.run(conversation.answer(message, _output(flags.markdown)))
         finally:
             runner.run(backend.close())
     from forge_serve.cli.backends import end_with
@@ -103,116 +104,18 @@ def _backend(
     return runner.run(HttpBackend.connect(flags.url, model=model, api_key=key))
 
 
-class Chat:
-    """Conversation: the messages so far and the backend that answers the next one."""
+def _converse(runner: asyncio.Runner, conversation: Conversation, flags: ChatFlags) -> None:
+    from forge_serve.cli.chat.session import Session
 
-    def __init__(
-        self, backend: LocalBackend | HttpBackend, sampling: dict[str, Any], system: str | None
-    ):
-        self.backend = backend
-        self.system = system
-        self._sampling = sampling
-        self._messages: list[dict[str, str]] = []
-
-    def reset(self) -> None:
-        self._messages.clear()
-
-    async def answer(self, text: str, out: Answer) -> None:
-        """Stream the answer to a message. On a terminal its reasoning comes first.
-
-        The partial text of a stopped answer stays in the conversation. A message without an
-        answer is dropped.
-
-        Raises:
-          ForgeError: the request was rejected or failed.
-        """
-        asked = [*self._messages, {"role": "user", "content": text}]
-        instructions = [{"role": "system", "content": self.system}] if self.system else []
-        body = {"messages": [*instructions, *asked], **self._sampling}
-        content, thinking = "", False
-        try:
-            async with aclosing(self.backend.events("chat", body)) as events:
-                async for event in events:
-                    for choice in event.get("choices") or ():
-                        delta = choice.get("delta") or {}
-                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-                        if thought and out.on_terminal:
-                            out.write(thought, dim=True)
-                            thinking = True
-                        piece = delta.get("content") or ""
-                        if piece and thinking:
-                            out.write("\n\n")
-                            piece, thinking = piece.lstrip("\n"), False
-                        out.write(piece)
-                        content += piece
-        finally:
-            if content or thinking:
-                out.write("\n")
-            if content:
-                self._messages = [*asked, {"role": "assistant", "content": content}]
+    Session(runner, conversation, _output, markdown=flags.markdown, history=flags.history).run()
 
 
-def _converse(runner: asyncio.Runner, chat: Chat) -> None:
-    with suppress(ImportError):  # importing readline gives `input` line editing and a history
-        import readline  # noqa: F401
+def _output(markdown: bool) -> Output:
+    """Return the output of one answer on stdout."""
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        from forge_serve.cli.chat.markdown import Screen
 
-    out = Answer()
-    out.write(f"{chat.backend.model}: /help lists the commands, Ctrl-D ends the chat\n", dim=True)
-    while True:
-        text = None
-        try:
-            text = read_message()
-            if not text.startswith("/"):
-                if text.strip():
-                    runner.run(chat.answer(text, out))
-            elif not _obey(text, chat, out):
-                return
-        except EOFError:
-            out.write("\n")
-            return
-        except KeyboardInterrupt:
-            stopped = "\n(Ctrl-D or /quit ends the chat)\n" if text is None else "(stopped)\n"
-            out.write(stopped, dim=True)
-        except ForgeError as error:
-            say_error(error)
+        return Screen(markdown=markdown)
+    from forge_serve.cli.chat.plain import PlainText
 
-
-def _obey(text: str, chat: Chat, out: Answer) -> bool:
-    """Run a slash command. Return False if it ends the chat."""
-    command, _, rest = text.strip().partition(" ")
-    match command:
-        case "/quit" | "/exit":
-            return False
-        case "/reset":
-            chat.reset()
-            out.write("(conversation cleared)\n", dim=True)
-        case "/system":
-            chat.system = rest.strip() or None
-            out.write(
-                "(system message set)\n" if chat.system else "(system message removed)\n", dim=True
-            )
-        case "/help":
-            out.write(COMMANDS_HELP + "\n", dim=True)
-        case _:
-            out.write(f"(unknown command {command}: /help lists the commands)\n", dim=True)
-    return True
-
-
-def read_message() -> str:
-    """Read a message: one line, lines joined by backslashes, or a block between triple quotes.
-
-    Raises:
-      EOFError: Ctrl-D.
-      KeyboardInterrupt: Ctrl-C.
-    """
-    line = input("> ")
-    if line.strip() == BLOCK:
-        lines = []
-        while (line := input("… ")).strip() != BLOCK:
-            lines.append(line)
-        return "\n".join(lines)
-    lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(input("… "))
-    return "\n".join(lines)
+    return PlainText()

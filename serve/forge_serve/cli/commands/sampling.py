@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from forge_jax.config import option
+from forge_jax.config.suggest import did_you_mean
+from forge_jax.errors import ConfigError
+from forge_serve.cli.flags import Flag, flags, texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +64,44 @@ class CompletionFlags(SamplingFlags):
 
     max_tokens: int | None = option(256, "maximum number of tokens to generate")
     n: int = option(1, "number of samples, from 1 to 32")
+
+
+def with_word(settings: SamplingFlags, name: str, word: str) -> SamplingFlags:
+    """Return the settings with one of them changed, to a value in the flags' spelling.
+
+    `auto` restores the default.
+
+    Raises:
+      ConfigError: there is no such setting, or the value is invalid.
+    """
+    flag = _setting(name)
+    if flag.repeated:
+        return dataclasses.replace(settings, **{flag.name: () if word == "auto" else (word,)})
+    try:
+        return dataclasses.replace(settings, **{flag.name: flag.value(word)})
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{flag.name} {error}") from error
+
+
+def with_value(settings: SamplingFlags, name: str, value: Any) -> SamplingFlags:
+    """Return the settings with one of them changed, to a value of a request's field.
+
+    Raises:
+      ConfigError: there is no such setting, or the value has the wrong type.
+    """
+    flag = _setting(name)
+    try:
+        value = tuple(texts_of(value)) if flag.repeated else flag.value.of(value)
+    except ConfigError as error:
+        raise ConfigError(f"{flag.name} {error}") from error
+    return dataclasses.replace(settings, **{flag.name: value})
+
+
+def _setting(name: str) -> Flag:
+    known = {flag.name: flag for flag in flags(SamplingFlags)}
+    flag = known.get(name.replace("-", "_"))
+    if flag is None:
+        raise ConfigError(
+            f"unknown setting {name!r}{did_you_mean(name, known)} (choose from: {', '.join(known)})"
+        )
+    return flag
