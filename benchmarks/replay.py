@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from tqdm import tqdm
-
 from benchmarks import report as reports
 from benchmarks.report import number
 from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice
@@ -29,6 +27,7 @@ from benchmarks.workloads import TRACE_BLOCK, TraceEntry, fitted, read_trace
 from forge_jax.config import Policy
 from forge_jax.engine.core import max_rows
 from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.host.progress import progress_bar
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule import request as schedule
 from forge_jax.schedule.block_pool import BlockPool
@@ -421,7 +420,7 @@ def _played(
     itl_target_ms: float,
 ) -> dict[str, Any]:
     start_s = time.perf_counter()
-    with short_pauses(), tqdm(total=len(requests), desc=name, unit="req", disable=None) as bar:
+    with short_pauses(), progress_bar(total=len(requests), desc=name, unit="requests") as bar:
         outcome = play(
             requests,
             rate=rate,

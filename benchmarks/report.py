@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError, ForgeError
+from forge_jax.host.progress import progress_bar
 from forge_serve.bench import machine
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import median
@@ -55,7 +54,7 @@ def engine_config_error(**options: Any) -> str | None:
 
 def turns[T](sides: Sequence[T], rounds: int, name: str | None = None) -> Iterator[tuple[int, T]]:
     """Yield (round, side): every side in each round, each round starting with the next side."""
-    with tqdm(total=rounds * len(sides), desc=name, unit="run", disable=None) as bar:
+    with progress_bar(total=rounds * len(sides), desc=name, unit="runs") as bar:
         for round_ in range(rounds):
             first = round_ % len(sides)
             for side in (*sides[first:], *sides[:first]):

@@ -47,7 +47,6 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks import report as reports
 from benchmarks.report import number
@@ -55,6 +54,7 @@ from forge_jax.config import EngineConfig, Verification
 from forge_jax.engine.builder import assemble
 from forge_jax.engine.core import EngineCore
 from forge_jax.engine.parts import EngineParts
+from forge_jax.host.progress import progress_bar
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, sequence_seed
 from forge_jax.step import step as step_file
@@ -346,7 +346,7 @@ def run_questions(sides: Sides, questions: Sequence[str], rounds: int) -> list[d
     serve_warm_up(sides, question_requests(parts, questions[:2], 0.0, "warm"))
     questions = questions[2:]
     done = []
-    for index in tqdm(range(rounds), desc="questions", leave=False):
+    for index in progress_bar(iterable=range(rounds), unit="rounds", desc="questions", leave=False):
         chosen = questions[index::rounds]
         done.append(sides.round(index, question_requests(parts, chosen, 0.0, f"q{index}")))
     return done
@@ -365,7 +365,7 @@ def run_usual(sides: Sides, rounds: int, each: int) -> list[dict[str, Run]]:
     warm_up = question_requests(parts, [*itertools.islice(asked, 5)], 0.7, "warm")
     serve_warm_up(sides, warm_up)
     done = []
-    for index in tqdm(range(rounds), desc="usual", leave=False):
+    for index in progress_bar(iterable=range(rounds), unit="rounds", desc="usual", leave=False):
         requests = question_requests(parts, [*itertools.islice(asked, each)], 0.7, f"u{index}")
         requests = [dataclasses.replace(r, seed=1000 * index + i) for i, r in enumerate(requests)]
         done.append(sides.round(index, requests))
@@ -395,7 +395,9 @@ def run_load(
     serve_warm_up(sides, drawn("warm"), at_once)
     return [
         sides.round(index, drawn(f"l{index}"), at_once)
-        for index in tqdm(range(rounds), desc=f"{at_once} at once", leave=False)
+        for index in progress_bar(
+            iterable=range(rounds), unit="rounds", desc=f"{at_once} at once", leave=False
+        )
     ]
 
 
@@ -427,7 +429,7 @@ def run_replay(
         serve_warm_up(sides, requests[:2])
         done[kind] = [
             sides.round(index, requests[index * each : (index + 1) * each])
-            for index in tqdm(range(rounds), desc=kind, leave=False)
+            for index in progress_bar(iterable=range(rounds), unit="rounds", desc=kind, leave=False)
         ]
         for round_ in done[kind]:
             for run in round_.values():

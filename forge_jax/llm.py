@@ -389,7 +389,7 @@ class LLM:
     ) -> None:
         unfinished = sum(c.request.params.n for c in collected.values())
         tokens = 0
-        with bar_of(progress, total=len(collected), unit="prompt") as bar:
+        with bar_of(progress, total=len(collected), unit="prompts") as bar:
             while unfinished:
                 for request_id, deltas in self._updates(mailbox):
                     for delta in deltas:

@@ -295,8 +295,7 @@ def _bar(model: Model, progress: bool) -> tqdm:
         total=model.param_bytes,
         desc="loading weights",
         unit="B",
-        unit_scale=True,
-        disable=None if progress else True,  # None: only on a terminal
+        show=progress,
     )
 
 

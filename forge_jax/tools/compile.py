@@ -23,6 +23,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.builder import Design, draft_options, make_design, runner_options
 from forge_jax.engine.bundle import identity
 from forge_jax.errors import ConfigError
+from forge_jax.host.progress import progress_bar
 from forge_jax.speculate.draft_model import DraftModel
 from forge_jax.step.bundle import BundleError, write_bundle
 from forge_jax.step.executables import Executables
@@ -75,7 +76,9 @@ def compile_bundle(
     with _without_cache(config) as config, _device(config, target) as (config, device, tracing):
         design, options, executables = _compile(config, device, tracing)
         try:
-            compiled = {name: executables[name] for name in executables}
+            names = list(executables)
+            with progress_bar(iterable=names, desc="compiling", unit="executables") as bar:
+                compiled = {name: executables[name] for name in bar}
             size = write_bundle(
                 folder, identity(design, options), design.sizes.kv.num_blocks, compiled
             )

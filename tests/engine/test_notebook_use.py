@@ -1,7 +1,9 @@
 """`LLM` in a notebook: on the thread of a running event loop, with bars that are widgets."""
 
 import asyncio
+import io
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 from tqdm import tqdm
 
 from forge_jax import LLM, SamplingParams
+from forge_jax.host.progress import progress_bar
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 
@@ -23,10 +26,27 @@ sys.modules["IPython"].get_ipython = types.SimpleNamespace
 sys.modules["IPython.display"].display = print
 from forge_jax.host.progress import progress_bar
 
-bar = progress_bar(total=1, disable=True)
+bar = progress_bar(total=1, unit="lines", show=False)
 print("notebook" if "tqdm.notebook" in {kind.__module__ for kind in type(bar).__mro__} else "text")
 """
 WIDGETS = "class IntProgress: pass\nFloatProgress = HBox = HTML = Layout = IntProgress\n"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "show", "shown"),
+    [(_Terminal(), True, "2/2"), (_Terminal(), False, ""), (io.StringIO(), True, "")],
+)
+def test_bars_are_shown_on_terminals_only(file, show, shown):
+    with progress_bar(total=2, unit="lines", show=show, file=file) as bar:
+        bar.update(2)
+    written = file.getvalue()
+    assert shown in written and bool(written) == bool(shown)
+    assert not shown or re.search(r"[\d.]+ lines/s", written)
 
 
 async def test_llm_runs_on_the_thread_of_an_event_loop(stories):

@@ -295,7 +295,7 @@ class ForgeLM(TemplateLM):
         Raises:
           EngineError: if a prompt failed. It is raised after the other outputs of the slice.
         """
-        with progress_bar(total=len(prompts), unit="prompt", disable=disable_tqdm) as bar:
+        with progress_bar(total=len(prompts), unit="prompts", show=not disable_tqdm) as bar:
             for start, stop in _slices(prompts):
                 failed: list[tuple[int, ForgeError]] = []
                 for i, output in enumerate(

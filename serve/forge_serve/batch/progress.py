@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tqdm import tqdm
+from forge_jax.host.progress import progress_bar
 
 REFRESH_S = 0.5
 
@@ -52,13 +51,8 @@ class Progress:
 
     def __init__(self, counts: Counts, tokens: Callable[[], int], *, quiet: bool):
         self._counts, self._tokens, self._before = counts, tokens, tokens()
-        self._bar = tqdm(
-            total=counts.requests,
-            initial=counts.found,
-            unit=" lines",
-            dynamic_ncols=True,
-            disable=True if quiet else None,
-            file=sys.stderr,
+        self._bar = progress_bar(
+            total=counts.requests, initial=counts.found, unit="lines", show=not quiet
         )
 
     async def keep_fresh(self) -> None:

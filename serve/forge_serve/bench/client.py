@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import aiohttp
 import msgspec
-from tqdm import tqdm
 
+from forge_jax.host.progress import progress_bar
 from forge_serve.bench.metrics import Measured
 from forge_serve.bench.workload import Request, Vocabulary, Workload
 from forge_serve.http.client import (
@@ -268,11 +268,11 @@ async def run(submit: Submit, workload: Workload, *, progress: bool = False) -> 
         bar.update()
         return measured
 
-    with tqdm(
+    with progress_bar(
         total=len(workload.requests),
         desc=workload.name,
-        unit="request",
-        disable=None if progress else True,  # None: show on terminals only
+        unit="requests",
+        show=progress,
     ) as bar:
         async with asyncio.TaskGroup() as group:
             tasks = [
