@@ -114,8 +114,8 @@ async def test_requests_are_served_before_the_last_executable_is_ready():
         async with http.get(url + "/metrics") as response:
             metrics = await response.text()
         for phase, value in seconds.items():
-            line = f'forge:startup_seconds{{model_name="forge-fake",phase="{phase}"}} {value}'
-            assert line in metrics
+            labels = f'engine="0",model_name="forge-fake",phase="{phase}"'
+            assert f"forge:startup_seconds{{{labels}}} {value}" in metrics
         os.kill(os.getpid(), signal.SIGTERM)
         assert await serving is True
 

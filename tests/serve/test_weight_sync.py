@@ -109,9 +109,9 @@ async def test_kept_requests_continue_with_equal_tokens(synced, stop, go):
     assert await synced.get("/health") == (200, {"status": "ready"})
     async with synced.http.get(f"{synced.url}/metrics") as response:
         metrics = await response.text()
-    assert 'forge:engine_paused{model_name="forge-fake"} 1.0' in metrics
+    assert 'forge:engine_paused{engine="0",model_name="forge-fake"} 1.0' in metrics
     sleeping = f"{float('sleep' in stop)}"
-    assert f'forge:engine_sleeping{{model_name="forge-fake"}} {sleeping}' in metrics
+    assert f'forge:engine_sleeping{{engine="0",model_name="forge-fake"}} {sleeping}' in metrics
     assert (await synced.post(go, b""))[0] == 200
     assert await asyncio.gather(*requests) == [alone] * 3
     assert await synced.get("/is_paused") == (200, {"is_paused": False})
