@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,11 +89,14 @@ if TYPE_CHECKING:
     from forge_jax.schedule.scheduler import Scheduler
     from forge_jax.step.bundle import Bundle
     from forge_jax.step.executables import BackgroundCompile
+    from forge_jax.step.inputs import StepShape
     from forge_jax.text import Tokenizer
 
 log = logging.getLogger(__name__)
 
 CPU_ITL_TARGET_MS = 200.0
+
+type Select = Callable[[Sequence[StepShape]], Sequence[StepShape]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,7 @@ class Design:
 
     Attributes:
       bundle: holds executables that are loaded instead of compiled.
+      select: returns the shapes of steps to compile. None: all.
     """
 
     config: EngineConfig
@@ -118,6 +123,7 @@ class Design:
     memory_limit: int
     sizes: Sizes
     bundle: Bundle | None = None
+    select: Select | None = None
 
     @property
     def shards(self) -> int:
@@ -138,6 +144,7 @@ def assemble(
     startup: StartupTimes | None = None,
     folder: Path | None = None,
     group: HostGroup | None = None,
+    select: Select | None = None,
 ) -> EngineParts:
     """Resolve, check, compile and load. Block until the engine can run.
 
@@ -147,6 +154,8 @@ def assemble(
       startup: records the phases. Default: a new one, from now on.
       folder: of the model, as `resolve` returned it. Default: resolved here.
       group: the hosts of `--num-hosts`. This is host 0, and this process ends if one is lost.
+      select: returns the shapes of steps to compile, given all, smallest first. One of them must
+        take prompts. Default: all.
 
     Raises:
       ModelError: if the model cannot be served.
@@ -155,6 +164,7 @@ def assemble(
     startup = startup or StartupTimes()
     design = _with_bundle(make_design(config, startup, folder))
     design = _same_on_all(design, group)
+    design = dataclasses.replace(design, select=select)
     compilations = SinceReady()
     runner = _make_runner(design)
     with startup.phase("config"):  # the part that shapes do not depend on
@@ -600,7 +610,12 @@ def _make_draft_probs(
 
 def _make_runner(design: Design) -> Runner:
     """Return a runner whose executables have begun to compile."""
-    runner = Runner(design.model, runner_options(design))
+    options = runner_options(design)
+    if design.select is not None:
+        shapes = design.select(options.shapes)
+        first = first_shapes(shapes, design.device.platform)
+        options = dataclasses.replace(options, shapes=shapes, first=first)
+    runner = Runner(design.model, options)
     runner.compile()
     return runner
 

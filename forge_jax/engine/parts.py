@@ -34,6 +34,11 @@ class Steps(Protocol):
         """Block until the device has finished everything that was dispatched."""
         ...
 
+    @property
+    def command_buffers(self) -> bool:
+        """True if the executables may use XLA's command buffers (CUDA graphs)."""
+        ...
+
 
 class Pooler(Protocol):
     """The executables that pool hidden states, compiled for the first request that needs them."""

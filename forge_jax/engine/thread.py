@@ -238,7 +238,11 @@ class Engine(AsyncEngine):
             from forge_jax.telemetry.trace_recorder import Recorder
 
             steps = self._parts.steps
-            self._recorder = Recorder(dict if steps is None else steps.compiled, self._parts.name)
+            self._recorder = Recorder(
+                dict if steps is None else steps.compiled,
+                self._parts.name,
+                command_buffers=steps is not None and steps.command_buffers,
+            )
         return self._recorder
 
     def stats(self) -> EngineStats:

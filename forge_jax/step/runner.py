@@ -205,6 +205,10 @@ class Runner:
     def settle(self) -> None:
         jax.block_until_ready((self.state.kv, self.state.slots))
 
+    @property
+    def command_buffers(self) -> bool:
+        return self.options.command_buffers and self.options.device.platform != "cpu"
+
     def dispatch(self, plan: StepPlan) -> Pending:
         for name, packed in self._uploads.admissions(plan.admissions):
             self._tell(lambda name=name, packed=packed: UpdateSlots(name, WireArray.of(packed)))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 
 from forge_jax.errors import RequestError
 from forge_jax.telemetry import spans
@@ -19,6 +23,8 @@ from forge_kernels.private_files import make_private_folder
 
 EXECUTABLES = "executables"  # the folder next to a trace
 ABOUT = "about.json"  # the file next to a trace
+# XProf computes step times from markers whose name begins with "train" or "test".
+MARKER = "test step"
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # JAX has one profiler per process
@@ -31,11 +37,22 @@ class Recorder:
     Args:
       executables: returns the compiled executables by name; called when a trace ends.
       ran: a description of the model and the engine.
+      command_buffers: True if the executables may use XLA's command buffers (CUDA graphs).
     """
 
-    def __init__(self, executables: Callable[[], Mapping[str, jax.stages.Compiled]], ran: str):
+    def __init__(
+        self,
+        executables: Callable[[], Mapping[str, jax.stages.Compiled]],
+        ran: str,
+        *,
+        command_buffers: bool = False,
+    ):
         self._executables = executables
-        self._ran = ran
+        self._about: dict[str, str | float] = {
+            "ran": ran,
+            "command_buffers": _during_profile(command_buffers),
+        }
+        self._cpu = _CpuTimes()  # at the start of the trace
 
     def start(self, folder: Path) -> None:
         """Begin a trace that `stop` writes to `folder`. Thread-safe.
@@ -59,10 +76,8 @@ class Recorder:
             except RuntimeError as error:  # other code in this process runs the profiler
                 raise RequestError("another part of this process is running a profile") from error
             _folder = folder
-            spans.turn_on(
-                lambda name: jax.profiler.TraceAnnotation(name),
-                lambda name, number: jax.profiler.StepTraceAnnotation(name, step_num=number),
-            )
+            self._cpu = _CpuTimes()
+            spans.turn_on(lambda name: jax.profiler.TraceAnnotation(name), _step)
 
     def stop(self) -> Path:
         """End the trace, write it and return its folder. Slow; thread-safe.
@@ -76,14 +91,56 @@ class Recorder:
                 raise RequestError("no profile is running: start one first")
             spans.turn_off()
             folder, _folder = _folder, None
+            others = self._cpu.share_of_others(_CpuTimes())
+            about = self._about | ({} if others is None else {"other_cpu_share": others})
             try:
                 jax.profiler.stop_trace()
                 write_executables(folder / EXECUTABLES, self._executables())
-                (folder / ABOUT).write_text(json.dumps({"ran": self._ran}) + "\n")
+                (folder / ABOUT).write_text(json.dumps(about) + "\n")
             except OSError as error:
                 raise RequestError(f"the profile cannot be written: {error.strerror}") from error
         log.info("profile written to %s", folder)
         return folder
+
+
+class _CpuTimes:
+    """CPU seconds of the machine and of this process, at the time of creation."""
+
+    def __init__(self) -> None:
+        machine = psutil.cpu_times()._asdict()
+        # The times of guests are part of `user` and `nice`.
+        self.total = sum(s for name, s in machine.items() if not name.startswith("guest"))
+        self.idle = machine["idle"] + machine.get("iowait", 0.0)
+        self.own = time.process_time()
+
+    def share_of_others(self, later: _CpuTimes) -> float | None:
+        """Return the share of the machine's CPU time since then that other processes used.
+
+        None if the system's clock, which counts in steps of about 10 ms, has not moved.
+        """
+        total = later.total - self.total
+        if total <= 0:
+            return None
+        used = total - (later.idle - self.idle) - (later.own - self.own)
+        return round(max(0.0, used) / total, 2)
+
+
+@contextmanager
+def _step(name: str, number: int) -> Iterator[None]:
+    marker = jax.profiler.StepTraceAnnotation(MARKER, step_num=number)
+    with marker, jax.profiler.TraceAnnotation(name):
+        yield
+
+
+def _during_profile(command_buffers: bool) -> str:
+    """Describe the use of command buffers while a profile is taken.
+
+    During a profile, XLA launches their operations one by one unless one of its flags is set.
+    """
+    if not command_buffers:
+        return "off"
+    flag = r"--xla_enable_command_buffers_during_profiling(=(true|1))?(\s|$)"
+    return "on" if re.search(flag, os.environ.get("XLA_FLAGS", "")) else "off during the profile"
 
 
 def write_executables(folder: Path, compiled: Mapping[str, jax.stages.Compiled]) -> None:

@@ -190,9 +190,11 @@ def test_header_names_the_profiled_command(places):
     for place, ran in zip(places, ("forge-tiny", "llama --kernels xla"), strict=True):
         (place / "about.json").write_text(json.dumps({"ran": ran}))
     [found] = compare(*map(read_traces, places))
-    before, after = text([found]).splitlines()[1:3]
+    lines = text([found]).splitlines()
+    [before] = [line for line in lines if line.startswith("before: ")]
+    [after] = [line for line in lines if line.startswith("after: ")]
     assert before == "before: forge-tiny: 2 host steps, 2 runs of jit_decode_4"
-    assert after == "after:  llama --kernels xla: 2 host steps, 3 runs of jit_decode_4"
+    assert after == "after: llama --kernels xla: 2 host steps, 3 runs of jit_decode_4"
     assert "`llama --kernels xla: " in markdown(found)
     assert "after: llama --kernels xla: " in html([found])
 

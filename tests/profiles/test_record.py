@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import stat
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.profiler import ProfileData
 from safetensors.numpy import save_file
 
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError, RequestError
+from forge_jax.step.step_shapes import step_shapes
 from forge_jax.telemetry import spans
 from forge_jax.telemetry.trace_recorder import Recorder
 from forge_jax.tools.profile.compare import (
@@ -26,7 +30,7 @@ from forge_jax.tools.profile.compare import (
 from forge_jax.tools.profile.config import Workload
 from forge_jax.tools.profile.hlo import NO_SCOPE
 from forge_jax.tools.profile.trace import read_traces
-from forge_jax.tools.profile.workload import record
+from forge_jax.tools.profile.workload import record, shapes_of
 from forge_kernels import cpu
 from forge_serve.cli import main as cli
 
@@ -84,9 +88,24 @@ def profile(model, target, *flags):
     return target
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.fixture(scope="module")
-def xla(folder, tmp_path_factory):
-    return profile(folder, tmp_path_factory.mktemp("xla"), "--kernels", "xla")
+def on_terminal(folder, tmp_path_factory):
+    """Return the folder of a profile, and the output of its command on a terminal."""
+    terminal = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        place = profile(folder, tmp_path_factory.mktemp("xla"), "--kernels", "xla")
+    return place, terminal.getvalue()
+
+
+@pytest.fixture(scope="module")
+def xla(on_terminal):
+    return on_terminal[0]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +121,56 @@ def test_profile_has_the_requested_steps(xla):
     assert decode.steps == prefill.steps == STEPS
     assert decode.runs == {"decode": STEPS} and decode.modules == {"decode": {"jit_decode_2"}}
     assert prefill.runs["mixed"] == STEPS and "decode" not in prefill.runs
+
+
+def test_terminal_shows_progress(on_terminal):
+    _, said = on_terminal
+    for bar in ("compile", "decode", "prefill"):
+        assert f"\r{bar}: " in said
+    assert "\rcompile:  50%" in said
+
+
+def test_only_executables_of_the_workloads_are_compiled(xla):
+    for name in ("decode", "prefill"):
+        files = {file.name for file in (xla / name / "executables").glob("*.json")}
+        steps = {"decode_2.json", "mixed_32.json"}
+        assert files == steps | {"admit.json", "set_history.json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt_tokens", "names"),
+    [
+        ({}, 128, ["decode[4]", "mixed[1024]"]),
+        ({}, 4, ["decode[4]", "mixed[64]"]),
+        ({"deterministic": True}, 128, ["mixed[1024]"]),
+    ],
+)
+def test_smallest_sufficient_shapes_are_selected(options, prompt_tokens, names):
+    shapes = step_shapes(
+        max_num_seqs=16, max_num_batched_tokens=1024, max_rows=16, block_size=16, **options
+    )
+    workload = Workload(sequences=4, prompt_tokens=prompt_tokens)
+    assert [shape.name for shape in shapes_of(workload, shapes, 16)] == names
+
+
+def test_speculation_selects_all_shapes():
+    shapes = step_shapes(
+        max_num_seqs=16, max_num_batched_tokens=64, max_rows=16, block_size=16, max_drafts=3
+    )
+    assert shapes_of(Workload(), shapes, 16) == shapes
+
+
+def test_step_markers_have_the_name_that_xprof_requires(xla):
+    [file] = (xla / "decode").rglob("*.xplane.pb")
+    events = [
+        event
+        for plane in ProfileData.from_file(str(file)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name.startswith("test")
+    ]
+    numbers = [dict(event.stats)["step_num"] for event in events]
+    assert len(numbers) == STEPS and numbers == sorted(set(numbers))
 
 
 def test_every_part_of_the_step_has_a_scope(xla):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from forge_jax.errors import ConfigError
+from forge_jax.tools.profile.verdict import StepTime, Verdict
 
 if TYPE_CHECKING:
     from forge_jax.tools.profile.trace import Op, Trace
@@ -76,10 +77,24 @@ Points = Mapping[str, Mapping[str, list[float]]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tables that compare two traces."""
+    """The verdict on two traces, and the tables that compare them.
+
+    Attributes:
+      runs: descriptions of the runs.
+      commands: models and flags; "" if unknown.
+      modules: names of the executables that ran.
+      command_buffers: whether XLA used them while the traces were taken; "" if unknown.
+      other_cpu_shares: shares of the machine's CPU time that other processes used; None: unknown.
+      verdict: on the host's steps; None if a trace has too few.
+    """
 
     name: str  # of their folder
-    runs: tuple[str, str]  # descriptions of the runs
+    runs: tuple[str, str]
+    commands: tuple[str, str]
+    modules: tuple[frozenset[str], frozenset[str]]
+    command_buffers: tuple[str, str]
+    other_cpu_shares: tuple[float | None, float | None]
+    verdict: Verdict | None
     tables: tuple[Table, ...]
     points: tuple[Points, Points]
 
@@ -134,17 +149,33 @@ def _compare(name: str, before: Trace, after: Trace, threshold: Threshold) -> Co
     ]
     exact = Threshold(0.0, 0.0)
     return Comparison(
-        name,
-        (_runs(before), _runs(after)),
-        (
+        name=name,
+        runs=(_runs(before), _runs(after)),
+        commands=(before.ran, after.ran),
+        modules=(_modules(before), _modules(after)),
+        command_buffers=(before.command_buffers, after.command_buffers),
+        other_cpu_shares=(before.other_cpu_share, after.other_cpu_share),
+        verdict=_verdict(before, after, threshold),
+        points=(points(before), points(after)),
+        tables=(
             table(PARTS, (part_times(before), part_times(after))),
             table(OPERATIONS, (op_times(before), op_times(after))),
             table(KERNELS, (kernel_times(before), kernel_times(after))),
             table(PHASES, (phase_times(before), phase_times(after))),
             _table(COMPILED, "", figures[0], figures[1], exact, ("more", "less")),
         ),
-        (points(before), points(after)),
     )
+
+
+def _verdict(before: Trace, after: Trace, threshold: Threshold) -> Verdict | None:
+    times = [StepTime.of(step_times(trace)) for trace in (before, after)]
+    if times[0] is None or times[1] is None:
+        return None
+    return Verdict(times[0], times[1], threshold.percent)
+
+
+def _modules(trace: Trace) -> frozenset[str]:
+    return frozenset(name for names in trace.modules.values() for name in names)
 
 
 def _table(
@@ -204,6 +235,11 @@ def kernel_times(trace: Trace) -> dict[str, float]:
 
 def phase_times(trace: Trace) -> dict[str, float]:
     return {name: time.us / max(1, trace.steps) for name, time in trace.phases.items()}
+
+
+def step_times(trace: Trace) -> list[float]:
+    """Return the wall time of each step of the host, in order; empty without host spans."""
+    return points(trace)[PHASES].get("step", [])
 
 
 def points(trace: Trace) -> Points:

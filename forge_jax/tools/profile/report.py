@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ from forge_jax.tools.profile.compare import (
     Row,
     Table,
 )
+from forge_jax.tools.profile.summary import (
+    METHOD,
+    headline,
+    largest,
+    step_times,
+    suggestions,
+    within_part,
+)
 
 _TAGS = {OPERATIONS: "op_time_us", PARTS: "part_time_us", PHASES: "host_time_us"}
 _WHAT = {
@@ -28,6 +37,7 @@ _WHAT = {
     PHASES: "phase",
     COMPILED: "figure",
 }
+WIDTH = 100  # columns of a terminal
 _OURS = ".forge-jax"  # the end of the names of event files
 _MOST_POINTS = 1000  # of a scalar, because TensorBoard shows no more by default
 
@@ -40,6 +50,8 @@ th, td { padding: .2em .6em; border-bottom: 1px solid #d8dee4; text-align: right
 th:first-child, td:first-child { text-align: left; width: auto; }
 td:first-child { font-family: ui-monospace, monospace; }
 td { font-variant-numeric: tabular-nums; }
+.times, .times th, .times td { width: auto; table-layout: auto; white-space: nowrap; }
+.verdict { font-size: 1.25em; font-weight: 600; }
 summary { cursor: pointer; }
 .slower td:last-child, .more td:last-child, .appeared td:last-child { color: #b3261e; }
 .faster td:last-child, .less td:last-child, .vanished td:last-child { color: #1a6b33; }
@@ -49,6 +61,8 @@ summary { cursor: pointer; }
        border-bottom: 1px solid #d8dee4; }
   th, td { width: auto; border: 0; padding: .1em .2em; font-size: 12px; }
   th:first-child, td:first-child { grid-column: 1 / -1; width: auto; font-size: 13px; }
+  .times { display: block; overflow-x: auto; }
+  .times tr { display: table-row; }
 }
 @media (prefers-color-scheme: dark) {
   body { color: #e6edf3; background: #0d1117; } th, td, tr { border-color: #30363d; }
@@ -60,24 +74,68 @@ summary { cursor: pointer; }
 
 
 def text(comparisons: Iterable[Comparison], *, everything: bool = False) -> str:
-    """Return comparisons as text for a terminal.
+    """Return comparisons as text for a terminal: verdict, largest differences, suggestions.
 
     Args:
-      everything: also shows unchanged rows.
+      everything: adds all tables, with unchanged rows.
     """
     parts = []
     for comparison in comparisons:
-        parts.append(_heading(comparison))
-        parts += [f"before: {comparison.runs[0]}", f"after:  {comparison.runs[1]}", ""]
-        for table in comparison.tables:
-            rows = table.rows if everything else table.changed
-            parts.append(_caption(table, len(rows)))
-            parts += [*_aligned(table, rows), ""]
+        heading = f"== {comparison.name or 'profile'}: {headline(comparison)}"
+        parts += [*_wrapped(heading, "   "), ""]
+        if comparison.verdict is not None:
+            parts += [*_columns(step_times(comparison.verdict)), *METHOD.splitlines(), ""]
+        parts += [*_described(comparison), ""]
+        parts += [*_largest(comparison), ""]
+        parts += [*_suggested(comparison), ""]
+        for table in comparison.tables if everything else ():
+            parts += [_caption(table, len(table.rows)), *_aligned(table, table.rows), ""]
     return "\n".join(parts)
 
 
-def _heading(comparison: Comparison) -> str:
-    return f"== {comparison.name or 'profile'} =="
+def _described(comparison: Comparison) -> list[str]:
+    lines = [f"before: {comparison.runs[0]}", f"after: {comparison.runs[1]}"]
+    before, after = comparison.command_buffers
+    if before or after:
+        same = before if before == after else f"{before or 'unknown'}, then {after or 'unknown'}"
+        lines.append(f"command buffers (CUDA graphs): {same}")
+    return [line for each in lines for line in _wrapped(each, "  ")]
+
+
+def _largest(comparison: Comparison) -> list[str]:
+    """Return the table of the largest differences, with the operations below their parts."""
+    operations = comparison.table(OPERATIONS)
+    groups = largest(comparison)
+    shown = sum(len(group.operations) for group in groups)
+    if not shown:
+        return [f"operations: none of {len(operations.rows)} changed"]
+    cells: list[tuple[str, ...]] = [("part, operation", *_head(operations)[1:])]
+    for group in groups:
+        only = group.operations[0]
+        if (only.before, only.after) == (group.part.before, group.part.after):
+            name = f"{group.part.name}: {within_part(only)}"
+            cells.append((name, *_cells(operations, only)[1:]))
+            continue
+        cells.append(_cells(operations, group.part))
+        for row in group.operations:
+            cells.append((f"  {within_part(row)}", *_cells(operations, row)[1:]))
+    room = WIDTH - sum(2 + max(len(line[i]) for line in cells) for i in range(1, 6))
+    cells = [(_cut(name, room), *others) for name, *others in cells]
+    count = f"{shown} of {len(operations.changed)} that changed"
+    return [f"largest differences of operations, us per step ({count})", *_columns(cells)]
+
+
+def _suggested(comparison: Comparison) -> list[str]:
+    found = suggestions(comparison)
+    return ["to try:", *(line for each in found for line in _wrapped(f"- {each}", "  "))]
+
+
+def _wrapped(line: str, indent: str) -> list[str]:
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _cut(name: str, room: int) -> str:
+    return name if len(name) <= room else f"{name[: room - 1]}…"
 
 
 def _caption(table: Table, shown: int) -> str:
@@ -91,7 +149,11 @@ def _head(table: Table) -> tuple[str, ...]:
 
 
 def _aligned(table: Table, rows: tuple[Row, ...]) -> list[str]:
-    cells = [_head(table), *(_cells(table, row) for row in rows)] if rows else []
+    return _columns([_head(table), *(_cells(table, row) for row in rows)] if rows else [])
+
+
+def _columns(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return lines with the first and the sixth column aligned left."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
@@ -120,8 +182,11 @@ def _cells(table: Table, row: Row) -> tuple[str, ...]:
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the tables of changed rows as Markdown for TensorBoard's Text tab."""
-    parts = [f"before: `{comparison.runs[0]}`\n\nafter: `{comparison.runs[1]}`\n"]
+    """Return the verdict and the changed rows as Markdown for TensorBoard's Text tab."""
+    parts = [
+        f"**{headline(comparison)}**\n\n",
+        f"before: `{comparison.runs[0]}`\n\nafter: `{comparison.runs[1]}`\n",
+    ]
     for table in comparison.tables:
         parts.append(f"\n## {_caption(table, len(table.changed))}\n\n")
         rule = ("---",) + ("---:",) * 4 + ("---",)
@@ -132,7 +197,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def html(comparisons: Iterable[Comparison], title: str = "Difference of two profiles") -> str:
-    """Return a self-contained HTML page of all rows, with the unchanged ones collapsed."""
+    """Return a self-contained HTML page: the verdict, then all rows, unchanged ones collapsed."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -141,9 +206,7 @@ def html(comparisons: Iterable[Comparison], title: str = "Difference of two prof
     ]
     for comparison in comparisons:
         parts.append(f"<h2>{escape(comparison.name or 'profile')}</h2>")
-        parts.append(
-            f"<p>before: {escape(comparison.runs[0])}<br>after: {escape(comparison.runs[1])}</p>"
-        )
+        parts += _html_verdict(comparison)
         for table in comparison.tables:
             parts.append(f"<h3>{escape(_caption(table, len(table.changed)))}</h3>")
             parts.append(_html_table(table, table.changed))
@@ -151,6 +214,19 @@ def html(comparisons: Iterable[Comparison], title: str = "Difference of two prof
                 parts.append(f"<details><summary>{len(table.others)} hardly changed</summary>")
                 parts.append(_html_table(table, table.others) + "</details>")
     return "\n".join([*parts, "</body></html>\n"])
+
+
+def _html_verdict(comparison: Comparison) -> list[str]:
+    parts = [f'<p class="verdict">{escape(headline(comparison))}</p>']
+    if comparison.verdict is not None:
+        head, *rows = step_times(comparison.verdict)
+        lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+        for row in rows:
+            lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
+        parts.append(f'<table class="times">{"".join(lines)}</table><p>{escape(METHOD)}</p>')
+    about = "<br>".join(map(escape, _described(comparison)))
+    items = "".join(f"<li>{escape(each)}</li>" for each in suggestions(comparison))
+    return [*parts, f"<p>{about}</p>", f"<h3>to try</h3><ul>{items}</ul>" if items else ""]
 
 
 def _html_table(table: Table, rows: tuple[Row, ...]) -> str:

@@ -61,6 +61,8 @@ class Trace:
       name: the folder of the trace, relative to the given one.
       place: that folder, or the file.
       ran: the model and the flags that differ from their defaults; "" if unknown.
+      command_buffers: whether XLA used them while the trace was taken; "" if unknown.
+      other_cpu_share: share of the machine's CPU time that other processes used meanwhile.
       ops: times of device operations.
       phases: times of host phases. The runs of a phase are the steps that contain it.
       steps: the number of host steps.
@@ -73,6 +75,8 @@ class Trace:
     name: str
     place: Path = Path()
     ran: str = ""
+    command_buffers: str = ""
+    other_cpu_share: float | None = None
     ops: dict[Op, Time] = field(default_factory=lambda: defaultdict(Time))
     phases: dict[str, Time] = field(default_factory=lambda: defaultdict(Time))
     steps: int = 0
@@ -123,7 +127,14 @@ def _relative(run: Path, place: Path) -> str:
 
 def _read(name: str, files: Iterable[Path], run: Path, place: Path) -> Trace:
     hlo, figures = _read_executables(run / EXECUTABLES)
-    trace = Trace(name, place, _read_about(run / ABOUT))
+    about = _read_json(run / ABOUT) if (run / ABOUT).is_file() else {}
+    trace = Trace(
+        name,
+        place,
+        ran=str(about.get("ran", "")),
+        command_buffers=str(about.get("command_buffers", "")),
+        other_cpu_share=about.get("other_cpu_share"),
+    )
     for file in files:
         try:
             data = ProfileData.from_file(str(file))
@@ -158,10 +169,6 @@ def _read_executables(folder: Path) -> tuple[dict[str, Hlo], dict[str, dict[str,
         own |= {f"kernels in {scope}": float(n) for scope, n in hlo.kernels.items()}
         figures[hlo.module] = own
     return modules, figures
-
-
-def _read_about(file: Path) -> str:
-    return str(_read_json(file).get("ran", "")) if file.is_file() else ""
 
 
 def _read_json(file: Path) -> dict[str, Any]:

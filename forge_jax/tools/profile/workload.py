@@ -5,22 +5,29 @@ from __future__ import annotations
 import dataclasses
 import random
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from tqdm import tqdm
 
 from forge_jax.config import EngineConfig, flags_of
 from forge_jax.engine.builder import assemble
 from forge_jax.engine.parts import EngineParts, Steps
 from forge_jax.errors import ConfigError
+from forge_jax.host.progress import progress_bar
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
+from forge_jax.step.inputs import StepShape
 from forge_jax.telemetry.trace_recorder import Recorder
 from forge_jax.tools.profile.config import Workload
 
 
 def record(config: EngineConfig, workload: Workload, folder: Path) -> list[Path]:
     """Load the model, trace both workloads, and return the folders "decode" and "prefill".
+
+    Only the executables that the workloads run are compiled. A terminal shows progress bars.
 
     Raises:
       ModelError: the model cannot be served.
@@ -30,13 +37,52 @@ def record(config: EngineConfig, workload: Workload, folder: Path) -> list[Path]
     metadata_in_key = jax.config.jax_compilation_cache_include_metadata_in_key
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
-        parts = assemble(config)
-        parts.finish_compiling()
+        parts = _compiled(config, workload)
         sections = [getattr(config, section.name) for section in dataclasses.fields(config)]
         ran = shlex.join([config.model.model, *flags_of(*sections, workload)])
         return record_engine(parts, workload, folder, ran)
     finally:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", metadata_in_key)
+
+
+def _compiled(config: EngineConfig, workload: Workload) -> EngineParts:
+    """Return an engine with all executables that the workload runs."""
+    _check_sequences(workload, config.batch.max_num_seqs)
+    with progress_bar(desc="compile", unit="executable", disable=None, leave=False) as bar:
+
+        def select(shapes: Sequence[StepShape]) -> Sequence[StepShape]:
+            chosen = shapes_of(workload, shapes, config.batch.max_num_seqs)
+            bar.reset(total=len(chosen))
+            return chosen
+
+        parts = assemble(config, select=select)
+        late = parts.late
+
+        def advance() -> None:
+            bar.update(1)
+
+        advance()
+        if late is not None:
+            late.on_compiled(advance)
+            late.finish()
+    return parts
+
+
+def shapes_of(
+    workload: Workload, shapes: Sequence[StepShape], max_num_seqs: int
+) -> Sequence[StepShape]:
+    """Return the shapes that the workloads run.
+
+    Args:
+      shapes: all shapes of the engine, smallest first.
+    """
+    if any(shape.max_drafts for shape in shapes):
+        return shapes  # the shape of a step then depends on the drafts
+    decode = [s for s in shapes if not s.prompts and s.num_seqs >= workload.sequences]
+    mixed = [s for s in shapes if s.prompts]
+    # Short prompts reach the limit of sequences before the limit of tokens.
+    prompt_tokens = min(mixed[-1].num_tokens, max_num_seqs * workload.prompt_tokens)
+    return decode[:1] + [s for s in mixed if s.num_tokens >= prompt_tokens][:1]
 
 
 def record_engine(parts: EngineParts, workload: Workload, folder: Path, ran: str) -> list[Path]:
@@ -46,38 +92,37 @@ def record_engine(parts: EngineParts, workload: Workload, folder: Path, ran: str
     runs = {"decode": _add_decodes, "prefill": _add_prompts}
     written = []
     for name, add in runs.items():
-        _tick(parts, steps, add(parts, workload) + workload.warmup_steps)
-        recorder = Recorder(steps.compiled, ran)
-        recorder.start(folder / name)
-        try:
-            _tick(parts, steps, workload.steps)
-        finally:
-            written.append(recorder.stop())
-        with parts.guard():
-            parts.core.drain()
+        before = add(parts, workload) + workload.warmup_steps
+        total = before + workload.steps
+        with progress_bar(desc=name, unit="step", total=total, disable=None, leave=False) as bar:
+            _tick(parts, steps, before, bar)
+            recorder = Recorder(steps.compiled, ran, command_buffers=steps.command_buffers)
+            recorder.start(folder / name)
+            try:
+                _tick(parts, steps, workload.steps, bar)
+            finally:
+                written.append(recorder.stop())
+            with parts.guard():
+                parts.core.drain()
     if parts.core.grammars is not None:
         parts.core.grammars.close()
     return written
 
 
-def _tick(parts: EngineParts, steps: Steps, number: int) -> None:
+def _tick(parts: EngineParts, steps: Steps, number: int, bar: tqdm[Any]) -> None:
     """Run this many steps, and wait until the device has finished them."""
     core = parts.core
     with parts.guard():
         for _ in range(number):
             assert core.has_work, "the workload is too short"
             core.tick()
+            bar.update()
     steps.settle()
 
 
 def _add_decodes(parts: EngineParts, workload: Workload) -> int:
     """Add sequences that decode for longer than the trace; return the steps of their prompts."""
     limits = parts.core.scheduler.config
-    if workload.sequences > limits.max_num_seqs:
-        raise ConfigError(
-            f"--sequences {workload.sequences} exceeds --max-num-seqs, which is "
-            f"{limits.max_num_seqs}"
-        )
     prompts_take = -(-workload.sequences * workload.prompt_tokens // limits.max_num_batched_tokens)
     first = prompts_take + 1
     output = first + workload.warmup_steps + workload.steps + 2
@@ -97,6 +142,13 @@ def _add_prompts(parts: EngineParts, workload: Workload) -> int:
     for i in range(-(-steps * per_step // workload.prompt_tokens)):
         _add(parts, f"prefill-{i}", workload.prompt_tokens, 1)
     return 0
+
+
+def _check_sequences(workload: Workload, max_num_seqs: int) -> None:
+    if workload.sequences > max_num_seqs:
+        raise ConfigError(
+            f"--sequences {workload.sequences} exceeds --max-num-seqs, which is {max_num_seqs}"
+        )
 
 
 def _check_room(parts: EngineParts, tokens: int) -> None:

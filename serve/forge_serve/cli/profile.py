@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm.contrib.logging import logging_redirect_tqdm
+
 from forge_jax.config import EngineConfig
 from forge_jax.tools.profile.config import Workload
 from forge_serve.cli.commands.engine import check_model
@@ -25,12 +27,14 @@ def make_diff_parser() -> Parser:
     parser = Parser(
         prog="forge-jax profile diff",
         usage="forge-jax profile diff A B [options]",
-        description="Compare two profiles: operations that got slower or faster, and new and "
-        "removed ones.",
+        description="Compare two profiles: a verdict on the step time, the operations with the "
+        "largest differences by part of the step, and suggestions.",
     )
     parser.add_argument("before", metavar="A", help="folder with traces, or a .xplane.pb file")
     parser.add_argument("after", metavar="B", help="folder or file to compare with A")
-    parser.add_argument("--all", action="store_true", help="also print unchanged operations")
+    parser.add_argument(
+        "--all", action="store_true", help="also print all tables, with unchanged rows"
+    )
     parser.add_argument(
         "--percent", type=float, default=5.0, metavar="X",
         help="minimum change to report, in percent of the time in A (default: 5)",
@@ -89,6 +93,8 @@ def record(options: dict[str, Any]) -> int:
     check_model(config)
     from forge_jax.tools.profile.workload import record
 
-    for written in record(config, workload, folder):
-        print(written)
+    with logging_redirect_tqdm():
+        written = record(config, workload, folder)
+    for each in written:
+        print(each)
     return 0
