@@ -26,6 +26,7 @@ from benchmarks.workloads import Maker
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
+from forge_serve.bench.arrivals import with_load
 from forge_serve.bench.client import Run, run, run_async
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.in_process import Submitter
@@ -96,7 +97,7 @@ def all_at_once(workload: Maker) -> Maker:
 
     def make(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
         made = workload(sizes, vocabulary, seed, round_)
-        return workloads.with_load(made, rate=float("inf"))
+        return with_load(made, rate=float("inf"))
 
     return make
 

@@ -15,12 +15,12 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.measure import DECODE, PREFILL_RATE
 from benchmarks.peers.report import Run, usable
+from forge_serve.bench.svg import BLUE, ORANGE, document, text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,17 +42,12 @@ PLOT_WIDTH, GAP = 380, 44
 BAR_WIDTH, BAR_GAP = 24, 4
 MAX_RATIO = 3.0
 
-FONT = 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif'
 # Class, property, and its value with a light and with a dark background.
 COLORS = (
-    ("surface", "fill", "#ffffff", "#0d1117"),
-    ("text", "fill", "#1f2328", "#f0f6fc"),
-    ("muted", "fill", "#59636e", "#9198a1"),
-    ("grid", "stroke", "#d1d9e0", "#30363d"),
     ("parity", "stroke", "#59636e", "#9198a1"),
     ("whisker", "stroke", "#1f2328", "#f0f6fc"),
-    ("peer0", "fill", "#2a78d6", "#4493f8"),
-    ("peer1", "fill", "#d9822b", "#e0964a"),
+    ("peer0", "fill", *BLUE),
+    ("peer1", "fill", *ORANGE),
 )
 
 
@@ -100,61 +95,44 @@ def chart(reports: dict[str, dict[str, Any]]) -> str:
     machine += "Lines: lowest and highest round."
     workload = "bfloat16. Decode: prompts of 128 tokens, 64 output tokens. Prefill: 512 tokens."
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title machine workload">',
-        f"<style>{_style()}</style>",
-        f'<rect class="surface" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
-        _text(LEFT, 30, "Throughput of forge-jax relative to other engines", "text title", "title"),
+        text(LEFT, 30, "Throughput of forge-jax relative to other engines", "text title", "title"),
         *_legend(),
     ]
     for index, (shape, report) in enumerate(reports.items()):
         parts += _plot(LEFT + index * (PLOT_WIDTH + GAP), SHAPES[shape], runs_of(report))
     parts += [
-        _text(LEFT, HEIGHT - 26, machine, "muted value", "machine"),
-        _text(LEFT, HEIGHT - 11, workload, "muted value", "workload"),
-        "</svg>",
+        text(LEFT, HEIGHT - 26, machine, "muted value", "machine"),
+        text(LEFT, HEIGHT - 11, workload, "muted value", "workload"),
     ]
-    return "\n".join(parts) + "\n"
-
-
-def _style() -> str:
-    light, dark = (
-        "\n".join(f".{row[0]} {{ {row[1]}: {row[column]} }}" for row in COLORS) for column in (2, 3)
-    )
-    sizes = (
-        f"text {{ font: 13px {FONT} }}",
-        ".title { font-size: 17px; font-weight: 600 }",
-        ".value { font-size: 11px }",
-        ".parity { stroke-dasharray: 5 3 }",
-    )
-    rules = (*sizes, light, "@media (prefers-color-scheme: dark) {", dark, "}")
-    return "\n" + "\n".join(rules) + "\n"
+    rules = (".parity { stroke-dasharray: 5 3 }",)
+    labels = "title machine workload"
+    return document(WIDTH, HEIGHT, parts, labelled_by=labels, colors=COLORS, rules=rules)
 
 
 def _legend() -> Iterator[str]:
     for index, name in enumerate(PEERS.values()):
         x = LEFT + index * 130
         yield f'<rect class="peer{index}" x="{x}" y="44" width="12" height="12" rx="2"/>'
-        yield _text(x + 18, 55, f"over {name}", "text")
-    yield _text(LEFT + 270, 55, "1.0: as fast", "muted")
+        yield text(x + 18, 55, f"over {name}", "text")
+    yield text(LEFT + 270, 55, "1.0: as fast", "muted")
 
 
 def _plot(left: float, title: str, runs: Sequence[Run]) -> Iterator[str]:
-    yield _text(left, TOP - 12, title, "text")
+    yield text(left, TOP - 12, title, "text")
     for tick in range(int(MAX_RATIO) + 1):
         kind = "parity" if tick == 1 else "grid"
         y = _y(tick)
         yield f'<line class="{kind}" x1="{left}" x2="{left + PLOT_WIDTH}" y1="{y}" y2="{y}"/>'
-        yield _text(left - 8, y + 4, f"{tick}x", "muted value", anchor="end")
+        yield text(left - 8, y + 4, f"{tick}x", "muted value", anchor="end")
     step = PLOT_WIDTH / len(COLUMNS)
     for column, (name, workload, figure) in enumerate(COLUMNS):
         middle = left + (column + 0.5) * step
-        yield _text(middle, BOTTOM + 18, name, "text", anchor="middle")
+        yield text(middle, BOTTOM + 18, name, "text", anchor="middle")
         for index, peer in enumerate(PEERS):
             x = middle + (index - len(PEERS) / 2) * (BAR_WIDTH + BAR_GAP) + BAR_GAP / 2
             yield from _bar(x, bar(runs, peer, workload, figure), index)
     decodes = left + step * (len(COLUMNS) - 1) / 2
-    yield _text(decodes, BOTTOM + 34, "decode, concurrent requests", "muted", anchor="middle")
+    yield text(decodes, BOTTOM + 34, "decode, concurrent requests", "muted", anchor="middle")
 
 
 def _bar(x: float, values: Bar, index: int) -> Iterator[str]:
@@ -168,19 +146,11 @@ def _bar(x: float, values: Bar, index: int) -> Iterator[str]:
         f'y2="{_y(values.high)}"/>'
     )
     above = _y(values.high) - 5
-    yield _text(middle, above, f"{values.median:.2f}", "text value", anchor="middle")
+    yield text(middle, above, f"{values.median:.2f}", "text value", anchor="middle")
 
 
 def _y(ratio: float) -> float:
     return round(BOTTOM - (BOTTOM - TOP) * ratio / MAX_RATIO, 1)
-
-
-def _text(
-    x: float, y: float, text: str, kind: str, id_: str | None = None, *, anchor: str = "start"
-) -> str:
-    named = f' id="{id_}"' if id_ else ""
-    placed = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text{named} class="{kind}" x="{x:.1f}" y="{y:.1f}"{placed}>{escape(text)}</text>'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,6 @@ from typing import Any, get_args
 from benchmarks import report as reports
 from benchmarks.report import number
 from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice
-from benchmarks.workloads import TRACE_BLOCK, TraceEntry, fitted, read_trace
 from forge_jax.config import Policy
 from forge_jax.engine.core import max_rows
 from forge_jax.engine.gc_tuning import short_pauses
@@ -35,6 +34,7 @@ from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import Measured, Slo, latencies, percentile, spread_ms
+from forge_serve.bench.traces import TRACE_BLOCK, TraceEntry, fitted, read_trace
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 URGENT, ORDINARY = "urgent", "ordinary"  # groups, and the two classes of `priority`

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.chart import FONT, ROOT
-from benchmarks.chart import _text as text
+from benchmarks.chart import ROOT
+from forge_serve.bench.svg import BLUE, ORANGE, document, text
 
 TRANSCRIPT, CHART = ROOT / "docs" / "grpo.txt", ROOT / "docs" / "grpo.svg"
 STEP = re.compile(r"step +(\d+)  reward ([\d.]+)  KL (\S+)")
@@ -25,13 +25,9 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 24, 64, 270
 KL_TOP, KL_BOTTOM = 300, 336
 # Class, property, and its value with a light and with a dark background.
 COLORS = (
-    ("surface", "fill", "#ffffff", "#0d1117"),
-    ("text", "fill", "#1f2328", "#f0f6fc"),
-    ("muted", "fill", "#59636e", "#9198a1"),
-    ("grid", "stroke", "#d1d9e0", "#30363d"),
     ("dot", "fill", "#9fc2ee", "#2f5c99"),
-    ("mean", "stroke", "#2a78d6", "#4493f8"),
-    ("kl", "stroke", "#d9822b", "#e0964a"),
+    ("mean", "stroke", *BLUE),
+    ("kl", "stroke", *ORANGE),
 )
 
 
@@ -52,10 +48,6 @@ def chart(steps: Sequence[tuple[float, float]]) -> str:
     """Return the SVG of the rewards and divergences of a run."""
     rewards, divergences = [list(column) for column in zip(*steps, strict=True)]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        'aria-labelledby="title">',
-        f"<style>{_style()}</style>",
-        f'<rect class="surface" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
         text(LEFT, 28, "GRPO of forge-tiny on sums, with Tunix", "text title", "title"),
         text(LEFT, 50, f"reward: each step, and the mean of {WINDOW} steps", "muted"),
     ]
@@ -70,8 +62,9 @@ def chart(steps: Sequence[tuple[float, float]]) -> str:
     ]
     means = (sum(recent) / len(recent) for recent in _windows(rewards))
     points = [(_x(i, count), _y(mean)) for i, mean in enumerate(means)]
-    parts += [_line("mean", points), *_kl(divergences), "</svg>"]
-    return "\n".join(parts) + "\n"
+    parts += [_line("mean", points), *_kl(divergences)]
+    rules = ("polyline { fill: none; stroke-width: 2 }",)
+    return document(WIDTH, HEIGHT, parts, labelled_by="title", colors=COLORS, rules=rules)
 
 
 def _kl(divergences: Sequence[float]) -> Iterator[str]:
@@ -108,23 +101,6 @@ def _x(step: int, count: int) -> float:
 
 def _y(reward: float) -> float:
     return round(BOTTOM - (BOTTOM - TOP) * reward, 1)
-
-
-def _style() -> str:
-    light, dark = (
-        "\n".join(f".{row[0]} {{ {row[1]}: {row[column]} }}" for row in COLORS) for column in (2, 3)
-    )
-    rules = (
-        f"text {{ font: 13px {FONT} }}",
-        ".title { font-size: 17px; font-weight: 600 }",
-        ".value { font-size: 11px }",
-        "polyline { fill: none; stroke-width: 2 }",
-        light,
-        "@media (prefers-color-scheme: dark) {",
-        dark,
-        "}",
-    )
-    return "\n" + "\n".join(rules) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,10 +24,11 @@ from benchmarks import report as reports
 from benchmarks import workloads
 from benchmarks.report import number
 from benchmarks.serving_process import serving
-from benchmarks.workloads import TraceEntry
+from forge_serve.bench.arrivals import with_load
 from forge_serve.bench.client import Server, run, run_async
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import Slo, refusal, summarize
+from forge_serve.bench.traces import TraceEntry, read_trace, trace
 from forge_serve.bench.workload import WARM_UP, Sizes, Vocabulary, Workload
 
 Make = Callable[[int], Workload]  # from the index of a round
@@ -180,7 +181,7 @@ def _failed(entry: dict[str, Any]) -> bool:
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:
-    traces = {path: workloads.read_trace(path, args.max_requests) for path in args.trace}
+    traces = {path: read_trace(path, args.max_requests) for path in args.trace}
     with contextlib.ExitStack() as stack:
         url, ready_s, model, arguments = args.url, None, args.model, shlex.split(args.serve_args)
         if url is None:
@@ -256,7 +257,7 @@ def _makers(
 
     def loaded(make: Make) -> Make:
         def make_loaded(round_: int) -> Workload:
-            return workloads.with_load(
+            return with_load(
                 make(round_),
                 rate=args.rate,
                 burstiness=args.burstiness,
@@ -271,7 +272,7 @@ def _makers(
         return lambda r: workloads.make(name, sizes, vocabulary, seed=args.seed, round_=r)
 
     def replay(path: Path) -> Make:
-        return lambda r: workloads.trace(
+        return lambda r: trace(
             traces[path],
             sizes,
             vocabulary,

@@ -21,11 +21,11 @@ import numpy as np
 from benchmarks import workloads
 from benchmarks.peers.engines import Engine
 from benchmarks.random_model import NUM_RESERVED, prompt_text
-from benchmarks.workloads import TraceEntry
 from forge_serve.bench.client import run as run_workload
 from forge_serve.bench.client import run_async
 from forge_serve.bench.client import stream as stream_answer
 from forge_serve.bench.metrics import Measured, latencies
+from forge_serve.bench.traces import TraceEntry, fitted, trace
 from forge_serve.bench.workload import Request, Sizes, Vocabulary
 from forge_serve.http.client import new_session
 
@@ -121,13 +121,13 @@ class TraceReplay:
 
     @property
     def prompt_lens(self) -> list[int]:
-        return [workloads.fitted(entry, self.context)[0] for entry in self.entries]
+        return [fitted(entry, self.context)[0] for entry in self.entries]
 
     def measure(
         self, url: str, engine: Engine, vocab_size: int, number: int, attempt: int
     ) -> tuple[dict[str, float], list[str]]:
         """Measure like `Workload.measure`, but with prefix caches: prompts may share prefixes."""
-        workload = workloads.trace(
+        workload = trace(
             self.entries,
             Sizes(context=self.context),
             Vocabulary(range(NUM_RESERVED, vocab_size)),

@@ -21,8 +21,8 @@ from benchmarks.peers.measure import (
     TraceReplay,
     Workload,
 )
-from benchmarks.workloads import read_trace
 from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.traces import read_trace
 
 NAMES = ("batches", "long", "trace")
 SHORT = 768  # maximum tokens of a sequence in the short workloads

@@ -16,12 +16,12 @@ import pytest
 from benchmarks import replay
 from benchmarks.replay import Arrival, EngineSizes, Prompt, Served, arrivals, fairness, play
 from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice, pairs_of
-from benchmarks.workloads import TRACE_BLOCK, read_trace
 from forge_jax.engine.core import EngineCore, max_rows
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_serve.bench.metrics import Slo
+from forge_serve.bench.traces import TRACE_BLOCK, read_trace
 
 pytestmark = pytest.mark.slow
 

@@ -9,20 +9,16 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from benchmarks import workloads
 from benchmarks.workloads import (
     WORKLOADS,
-    TraceEntry,
     make,
     mixed,
-    poisson,
-    read_trace,
-    trace,
-    with_load,
 )
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.engine.fake import fake_tokenizer
+from forge_serve.bench.arrivals import poisson, with_load
 from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.traces import TraceEntry, read_trace, shared_tokens, trace
 from forge_serve.bench.workload import ALL, Request, Sizes, Vocabulary, Workload
 
 pytestmark = pytest.mark.slow
@@ -170,11 +166,11 @@ def test_explicit_load_replaces_the_workloads_own():
         (lambda: Sizes(context=1024, output_len=-1), "--output-len"),
         (lambda: Sizes(context=1024, input_len=1000, output_len=100), "1024"),
         (lambda: make("nothing", Sizes(context=1024), PLAIN), "baseline"),
-        (lambda: poisson(3, 0.0, 1.0, 0), "--rate"),
-        (lambda: poisson(3, float("nan"), 1.0, 0), "--rate"),
-        (lambda: poisson(3, 1.0, 0.0, 0), "--burstiness"),
-        (lambda: with_load(Workload(name="x", requests=()), concurrency=0), "--concurrency"),
-        (lambda: trace([], Sizes(context=64), PLAIN, time_scale=-1.0), "--trace-scale"),
+        (lambda: poisson(3, 0.0, 1.0, 0), "request rate"),
+        (lambda: poisson(3, float("nan"), 1.0, 0), "request rate"),
+        (lambda: poisson(3, 1.0, 0.0, 0), "burstiness"),
+        (lambda: with_load(Workload(name="x", requests=()), concurrency=0), "concurrency"),
+        (lambda: trace([], Sizes(context=64), PLAIN, time_scale=-1.0), "scale of a trace"),
     ],
 )
 def test_invalid_sizes_are_rejected_by_name(wrong, named):
@@ -262,4 +258,4 @@ def test_missing_trace_fails_with_one_line(tmp_path):
 def test_shared_tokens_are_the_common_prefix():
     prompts = [(1, 2, 3), (1, 2, 4), (2, 2), (1, 2, 3)]
     requests = [Request(prompt=p, max_tokens=1) for p in prompts]
-    assert workloads._shared_tokens(requests) == 0 + 2 + 0 + 3
+    assert shared_tokens(requests) == 0 + 2 + 0 + 3
