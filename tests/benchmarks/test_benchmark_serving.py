@@ -141,7 +141,7 @@ def test_completions_accept_text(url, capsys, tmp_path):
         (["--url", "URL", "--endpoint", "chat"], "set --tokenizer"),
         (["--url", "URL", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
         (["--url", "URL", "--trace", "nowhere.csv"], "nowhere.csv: No such file"),
-        (["--url", "URL", "--rate", "0"], "--rate must be greater than 0"),
+        (["--url", "URL", "--rate", "0"], "the request rate must be greater than 0"),
         (["--url", "URL", "--input-len", "8"], "need --workload baseline"),
         (["--url", "URL", "--context", "8"], "at least 64 tokens"),
         (["--model", "nowhere/at/all"], "the server did not start: forge-jax: error: no model"),

@@ -161,7 +161,7 @@ def test_explicit_load_replaces_the_workloads_own():
     ("wrong", "named"),
     [
         (lambda: Sizes(context=63), "63"),
-        (lambda: Sizes(context=1024, num_requests=0), "--requests"),
+        (lambda: Sizes(context=1024, num_requests=0), "number of requests"),
         (lambda: Sizes(context=1024, input_len=0), "--input-len"),
         (lambda: Sizes(context=1024, output_len=-1), "--output-len"),
         (lambda: Sizes(context=1024, input_len=1000, output_len=100), "1024"),

@@ -454,7 +454,7 @@ class TestSuites:
             (["--suites", "trace"], "needs --trace FILE"),
             (["--suites", "long", "--contexts", "4096,100000"], "--contexts must be from 1 to"),
             (["--suites", "trace", "--trace", "TRACE", "--rates", "0"], "--rates must be greater"),
-            (["--suites", "trace", "--trace", "no.csv"], "--trace no.csv"),
+            (["--suites", "trace", "--trace", "no.csv"], "no.csv: "),
             (["--suites", "trace", "--trace", "TRACE", "--max-requests", "1"], "--max-requests"),
             (["--suites", "trace", "--trace", "TRACE", "--trace-context", "9"], "--trace-context"),
         ],

@@ -74,7 +74,9 @@ class Sizes:
         if self.context < 64:
             raise BenchmarkError(f"the context must have at least 64 tokens, not {self.context}")
         if self.num_requests < 1:
-            raise BenchmarkError(f"--requests must be at least 1, not {self.num_requests}")
+            raise BenchmarkError(
+                f"the number of requests must be at least 1, not {self.num_requests}"
+            )
         for flag, value in (("--input-len", self.input_len), ("--output-len", self.output_len)):
             if value is not None and value < 1:
                 raise BenchmarkError(f"{flag} must be at least 1, not {value}")
@@ -152,6 +154,18 @@ class Vocabulary:
 
     def sample(self, rng: random.Random, count: int) -> tuple[int, ...]:
         return tuple(rng.choices(self.ids, k=count))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token IDs of a text, with a BOS token if the tokenizer adds one.
+
+        Raises:
+          BenchmarkError: there is no tokenizer.
+        """
+        if self._backend is None:
+            raise BenchmarkError(
+                "a data set of texts requires the model's tokenizer: set --tokenizer FOLDER"
+            )
+        return self._backend.encode(text).ids
 
     def text(self, ids: Sequence[int]) -> str:
         """Return a text of exactly these tokens. A server may add a BOS token or a template.

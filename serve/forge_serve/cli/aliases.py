@@ -39,6 +39,15 @@ ALIASES = (
     Alias("disable_uvicorn_access_log", "request_log", inverted=True),
 )
 
+# Names of `vllm bench serve`, and those of version 0.1.
+OF_BENCH = (
+    Alias("base_url", "url"),
+    Alias("concurrency", "max_concurrency"),
+    Alias("requests", "num_prompts"),
+    Alias("random_input_len", "input_len"),
+    Alias("random_output_len", "output_len"),
+)
+
 _TOOLS = "the parsers are built in: see --tool-call-parser"
 _TEXTS = "prompts and outputs are never logged: omit this flag"
 _OF_SERVE = ("data_parallel", "data_parallel_size", "dp_size")  # refused only without a server

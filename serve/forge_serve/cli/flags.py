@@ -26,7 +26,7 @@ from forge_jax.config import (
 from forge_jax.config.aliases import Alias, our_value, refused_value
 from forge_jax.config.suggest import did_you_mean, nearest
 from forge_jax.errors import ConfigError
-from forge_serve.cli.aliases import ALIASES, IMPLIED, REFUSED
+from forge_serve.cli.aliases import ALIASES, IMPLIED, OF_BENCH, REFUSED
 
 USAGE_STATUS = 2  # exit status for an invalid command line
 HELP_COLUMN = 26  # column at which the help texts start
@@ -95,7 +95,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_aliases(self) -> None:
         """Add other engines' names of the flags added so far."""
-        for alias in ALIASES:
+        for alias in (*ALIASES, *OF_BENCH):
             if alias.option in self.fields:
                 _add_alias(self, alias, self.fields[alias.option])
         if not self.fields.keys() >= {"dtype", "max_num_seqs"}:
