@@ -41,7 +41,7 @@ from forge_jax.testing import core_of, not_a_number, random_leaves, tiny_model
 from forge_kernels.attention import api as attention_api
 from forge_kernels.attention import xla as xla_attention_file
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.full_compile, pytest.mark.slow]
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 VOCAB, BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 96, 8, 320, 256, 16, 64

@@ -116,6 +116,7 @@ def test_preempted_prompts_are_pooled_from_their_beginning(llm, reference, monke
     assert all(sum(len(delta.token_ids) for delta in stream) == 59 for stream in streams)
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.slow
 def test_vectors_are_batch_invariant_in_the_deterministic_tier(exact, pooling):

@@ -142,6 +142,7 @@ def test_default_cache_on_a_cpu_is_1024_tokens_per_sequence(seqs, free_gib, gib,
 # ---- the whole engine ----------------------------------------------------------------------------
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.slow
 def test_batches_prefix_hits_and_failures_do_not_change_bits(make_llm, kv_dtype):
@@ -176,6 +177,7 @@ def test_cpu_kernels_attend_over_the_8_bit_cache(make_llm, kv_dtype, caplog):
     assert kernels.attention == "cpu" and not caplog.messages
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 def test_step_updates_the_cache_arrays_in_place(make_llm, kv_dtype):
     """Includes the scales: nothing is allocated twice."""

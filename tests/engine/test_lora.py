@@ -217,6 +217,7 @@ def exact(stories, exact_options):
         yield exact
 
 
+@pytest.mark.full_compile
 @pytest.mark.slow
 def test_bits_are_independent_of_other_requests_adapters(exact, exact_options):
     alone = {name: scores(run(exact, [LONG], lora=name)[0]) for name in ("a", "b", None)}

@@ -40,7 +40,12 @@ SLOTS, T, BLOCK, NUM_BLOCKS, MAX_LEN = 128, 512, 8, 600, 32
 PROMPT = [1, 3, 0, 2, 2]
 COUNT = 10_000
 DEVICE = jax.devices()[0]
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.full_compile,
+    pytest.mark.timeout(400),
+    pytest.mark.slow,
+]
 ASKED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.6},
     "filters": {"temperature": 1.8, "top_k": 3, "min_p": 0.1},

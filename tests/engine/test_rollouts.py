@@ -28,7 +28,7 @@ from forge_jax import LLM, ModelError, RequestOutput, SamplingParams, load, scor
 from forge_jax.scoring import ScoreOptions, served_logits
 from forge_jax.testing import core_of, drafts_always_pay
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full_compile, pytest.mark.slow]
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 MAX_LEN = 160

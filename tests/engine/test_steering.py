@@ -104,6 +104,7 @@ def test_requests_of_a_batch_have_their_own_steering(llm, short_stories, vectors
     assert len({scores(output).tobytes() for output in outputs}) == len(STEERED)
 
 
+@pytest.mark.full_compile
 def test_bits_of_other_requests_do_not_depend_on_steered_neighbors(llm):
     alike = run(llm, [IDS, LONG, IDS[::-1]], SCORED)
     mixed = run(llm, [IDS, LONG, IDS[::-1]], [SCORED, steered(ONE, EACH), SCORED])
@@ -112,6 +113,7 @@ def test_bits_of_other_requests_do_not_depend_on_steered_neighbors(llm):
         assert same is equal
 
 
+@pytest.mark.full_compile
 def test_scale_zero_gives_the_bits_of_no_steering(llm):
     off = steered(replace(ONE, scale=0), replace(EACH, scale=-0.0))
     [plain], [zero] = run(llm, [IDS], SCORED), run(llm, [IDS], off)
@@ -188,6 +190,7 @@ def test_schedules_with_preemption_drafts_and_chunks_give_the_same_tokens(
     assert found == wanted
 
 
+@pytest.mark.full_compile
 @pytest.mark.slow
 def test_deterministic_bits_do_not_depend_on_the_batch(short_stories, vectors):
     with LLM(short_stories, **OPTIONS, **vectors[1], deterministic=True) as llm:

@@ -709,6 +709,7 @@ def check_rotate_and_write() -> None:
         np.testing.assert_array_equal(dropped, kv)
 
 
+@pytest.mark.full_compile
 def test_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
     kv = jnp.zeros((64, 2, 2, 16, 64), jnp.uint16)
     qkv = jnp.ones((4, 6, 64), jnp.bfloat16)
@@ -778,6 +779,7 @@ def differing_schedules(**options: Any) -> list[str]:
     ]
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize(("implementation", "uniform"), [("xla", True), ("reference", False)])
 @pytest.mark.quick_cases(1)
 def test_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
@@ -786,6 +788,7 @@ def test_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform
     assert differing_schedules(implementation=implementation, uniform=uniform, **kind) == []
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), [("xla", True), ("reference", False)])
 @pytest.mark.quick_cases(1)
@@ -926,6 +929,7 @@ def test_8_bit_keys_are_rotated_before_rounding():
     assert (error <= 0.5001 * jnp.abs(pairs).max(axis=-1, keepdims=True) / 127).all()
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
 @pytest.mark.quick_cases(2)
@@ -1118,6 +1122,7 @@ def test_gradient_of_a_cache_that_is_not_float32_is_rejected():
         jax.grad(through_bits)(jnp.ones((3, 2, 16)))
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [

@@ -132,6 +132,7 @@ def test_decode_steps_match_numpy():
             close(found[s], run.expected(s)[t : t + 1])
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("pending", [0, 3])
 def test_bits_of_the_token_form_depend_on_the_sequence_alone(pending):
     alone, shared = (Sequences(4, pending=pending, form="token") for _ in range(2))

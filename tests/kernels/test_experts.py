@@ -217,6 +217,7 @@ def test_device_without_rows_returns_exact_zeros(form):
     assert np.isfinite(run(form, first, total=6)).all()
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("form", ["tiled", "all", "by pair"])
 def test_row_bits_on_a_device_are_independent_of_the_batch(form):
     a = make(40, 6, 2, 96, 80)
@@ -301,6 +302,7 @@ def check_company(form: str, a: Arrays) -> None:
         np.testing.assert_array_equal(run(form, a, row + 1), whole[: row + 1], f"before {row}")
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("form", ["tiled", "all", "by pair"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("rows", [7, 64])
@@ -423,6 +425,7 @@ def test_packed_experts_equal_packed_linear_layers(form, name):
     check_packed(form, PACKED_SHAPES[name])
 
 
+@pytest.mark.full_compile
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("form", FORMATS)
 def test_packed_expert_row_bits_are_independent_of_the_batch(form):

@@ -167,6 +167,7 @@ def differing_schedules(**options) -> list[str]:
     ]
 
 
+@pytest.mark.full_compile
 def test_uniform_row_has_the_same_bits_on_every_schedule():
     assert differing_schedules(uniform=True) == []
 

@@ -45,6 +45,7 @@ def test_linear_rejects_mixed_types():
         linear(normal(2, 8), normal(4, 8, dtype=jnp.bfloat16))
 
 
+@pytest.mark.full_compile
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a trap of XLA:CPU")
 @pytest.mark.parametrize("rows", [1, 16])
 def test_linear_converts_no_weights(rows):
@@ -68,6 +69,7 @@ def test_embed_takes_rows_and_passes_gradients(dtype):
     np.testing.assert_array_equal(np.asarray(jax.grad(total)(table), np.float64), expected)
 
 
+@pytest.mark.full_compile
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a trap of XLA:CPU")
 def test_embed_converts_no_table():
     table = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16)

@@ -139,6 +139,7 @@ def test_filters_handle_edge_cases(search, vocab_size, monkeypatch):
         assert must <= kept <= may, (i % len(rows), k[i], p[i])
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("search", [by_bits, by_digits])
 def test_threshold_bits_are_independent_of_the_other_rows(search, monkeypatch):
     monkeypatch.setattr(api, "largest_key", search)

@@ -82,6 +82,7 @@ def test_speculation_changes_no_token(model, deterministic):
         assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+@pytest.mark.full_compile
 def test_deterministic_logprobs_have_the_same_bits_in_every_batch(model):
     folder, prompts, _ = model
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -105,6 +106,7 @@ def test_adapter_of_gated_delta_net_is_rejected(tmp_path):
         check_adapter(adapter, model, LoraShape(places=1, rank=4))
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_bound_on_activations_includes_copies_of_the_state(drafts):
     spec = read_spec(GOLDENS / "qwen3_next")

@@ -97,6 +97,7 @@ def largest_error(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return float(np.max(errors))  # NaN if one is
 
 
+@pytest.mark.full_compile
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_served_step_has_the_gradient_of_the_reference(name):

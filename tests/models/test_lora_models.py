@@ -164,6 +164,7 @@ def test_packed_matrices_support_adapters(goldens, tmp_path):
     assert error < 0.03 * np.linalg.norm(exact) < 0.1 * effect
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize("products", [all_places, own_places])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_row_bits_depend_only_on_its_own_adapter(dtype, products):

@@ -147,6 +147,7 @@ def test_8_bit_caches_stay_close_to_hugging_face_logits(kv, least, most):
     assert least < np.linalg.norm(ours - want["logits"]) / np.linalg.norm(want["logits"]) < most
 
 
+@pytest.mark.full_compile
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="traps of XLA:CPU")
 @pytest.mark.parametrize(
     ("seqs", "storage"), [(1, "uint16"), (16, "uint16"), (1, "int8"), (16, "uint8")]

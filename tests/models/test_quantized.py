@@ -474,6 +474,7 @@ def test_quantized_head_of_tied_embeddings_is_rejected(scheme, tmp_path):
 ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 32}
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("int8_rows", "bfloat16"), ("gptq_ordered_symmetric", "bfloat16"), ("fp8_blocks", "float32")],
@@ -538,6 +539,7 @@ def test_scales_that_overflow_float16_name_the_remedy(tmp_path):
     load(tmp_path)
 
 
+@pytest.mark.full_compile
 def test_step_converts_no_whole_matrices_to_float():
     """Compiled from shapes alone: a tile at a time takes less memory than one matrix."""
     if jax.default_backend() != "cpu":

@@ -275,6 +275,7 @@ def test_experts_that_the_kernels_support_are_packed(name, tmp_path):
     np.testing.assert_array_equal(others, ours[again])
 
 
+@pytest.mark.full_compile
 @pytest.mark.parametrize(
     ("name", "dtype"), [("int8_rows", "bfloat16"), ("w4a16", "bfloat16"), ("fp8_blocks", "float32")]
 )
@@ -475,6 +476,7 @@ def test_quantized_experts_in_one_tensor_are_rejected(tmp_path):
 # ---- memory of a step --------------------------------------------------------------------------
 
 
+@pytest.mark.full_compile
 def test_step_converts_only_one_expert_tile_to_float():
     if jax.default_backend() != "cpu":
         pytest.skip("a loop over tiles is for CPUs")

@@ -415,6 +415,7 @@ def test_noise_changes_drafts_and_filters_hold(made):
     assert len(tokens[0]) > 5 and len(tokens[2]) == 2
 
 
+@pytest.mark.full_compile
 def test_every_executable_updates_the_cache_in_place(made):
     model, _ = made
     kv_bytes = model.kv_shape.total_bytes
