@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
+import jax
 import pytest
 
 from forge_kernels import cpu
@@ -269,10 +270,16 @@ def test_checked_library_is_the_one_that_is_loaded(cpu_kernels, tmp_path, monkey
 # ---- in a process of its own --------------------------------------------------------------------
 
 
-def child(*arguments: str, **environment: str) -> dict:
+def child(*arguments: str) -> dict:
+    """Return the results of `cpu_child.py`. All children compile the same programs once."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": jax.config.read("jax_compilation_cache_dir"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     done = subprocess.run(
         [sys.executable, str(HERE / "cpu_child.py"), *arguments],
-        env={**os.environ, **environment},
+        env=os.environ | cache,
         capture_output=True,
         text=True,
     )
