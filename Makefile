@@ -25,7 +25,8 @@ NODE_CLIENTS := tests/clients/node
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 # With these settings XLA optimizes little, which halves the time to compile.
-QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+	XLA_FLAGS="--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 
 # Tests start hundreds of processes. Cached bytecode saves each of them from parsing all of JAX.
 test test-all: export PYTHONDONTWRITEBYTECODE =
