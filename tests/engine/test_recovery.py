@@ -293,6 +293,7 @@ def test_bundled_model_gives_the_same_bits_after_failures(bundled):
     assert core.scheduler.pool.num_used == 0
 
 
+@pytest.mark.full_compile
 @pytest.mark.slow
 def test_five_thousand_real_steps_survive_failures(bundled):
     rng = random.Random(5)
