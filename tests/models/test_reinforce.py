@@ -16,7 +16,7 @@ from forge_jax import LLM
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "reinforce.py"
 SUMS = [(2, 3), (150, 131)]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full_compile, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
