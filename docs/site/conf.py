@@ -19,6 +19,8 @@ CONTENTS = {
         "cli",
         "configuration",
         "http",
+        "responses",
+        "messages",
         "page",
         "monitoring",
         "operations",

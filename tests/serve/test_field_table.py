@@ -1,4 +1,4 @@
-"""The field tables in docs/http.md match the server's behavior."""
+"""The field tables in docs/http.md and docs/responses.md match the server's behavior."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
 from tests.serve.conftest import Server, running
 
-PAGE = Path(__file__).parent.parent.parent / "docs/http.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 TEMPLATE = """\
 {% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call>{% endif %}"""
 COMPLETION = {"prompt": "the dog", "max_tokens": 5, "seed": 1, "ignore_eos": True}
@@ -166,11 +166,11 @@ Endpoint = tuple[str, dict[str, Any], dict[str, Any]]
 COMPLETIONS: Endpoint = ("/v1/completions", COMPLETION, IN_COMPLETIONS)
 CHATS: Endpoint = ("/v1/chat/completions", CHAT, IN_CHATS)
 # The endpoints, and the sections with the tables of their fields.
-GENERATION = ("Fields", "Structured output")
+GENERATION = ("http.md#Fields", "http.md#Structured output")
 TABLES: list[tuple[list[Endpoint], tuple[str, ...]]] = [
     ([COMPLETIONS, CHATS], GENERATION),
-    ([("/v1/responses", RESPONSE, IN_RESPONSES)], ("Responses",)),
-    ([("/v1/embeddings", EMBEDDING, IN_EMBEDDINGS)], ("Embeddings",)),
+    ([("/v1/responses", RESPONSE, IN_RESPONSES)], ("responses.md#Fields",)),
+    ([("/v1/embeddings", EMBEDDING, IN_EMBEDDINGS)], ("http.md#Embeddings",)),
 ]
 SUBJECTS = {  # paths of the treatments that differ by endpoint
     "rejected in completions": COMPLETIONS[0],
@@ -182,10 +182,12 @@ WRONG = [{"no field": "is of this form"}]
 TYPED = ("user", "max_tool_calls")  # ignored, but type-checked
 
 
-def cells(title: str) -> list[tuple[str, list[str]]]:
+def cells(section: str) -> list[tuple[str, list[str]]]:
     """Return the rows of a section's tables, each with the first cell of its header."""
     found, header = [], ""
-    for line in PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0].splitlines():
+    page, _, title = section.partition("#")
+    text = (DOCS / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    for line in text.splitlines():
         if not line.startswith("|"):
             header = ""
             continue
@@ -201,10 +203,10 @@ def names(cell: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"`([a-z]\w*)[.`]", cell)))
 
 
-def said_of(titles: tuple[str, ...], path: str) -> dict[str, str]:
+def said_of(sections: tuple[str, ...], path: str) -> dict[str, str]:
     """Return the treatment of each field in the tables of these sections."""
     found: dict[str, str] = {}
-    for header, row in itertools.chain.from_iterable(map(cells, titles)):
+    for header, row in itertools.chain.from_iterable(map(cells, sections)):
         if header == "field":
             said = row[-1] if row[-1].startswith(("ignored", "rejected")) else "supported"
             found |= dict.fromkeys(names(row[0]), said)
@@ -219,9 +221,9 @@ def rows() -> list[Any]:
     """Return every row: its text, the field, and the endpoint."""
     return [
         pytest.param(said, name, endpoint, id=f"{endpoint[0]}:{name}")
-        for endpoints, titles in TABLES
+        for endpoints, sections in TABLES
         for endpoint in endpoints
-        for name, said in said_of(titles, endpoint[0]).items()
+        for name, said in said_of(sections, endpoint[0]).items()
         if name in endpoint[2]
     ]
 
@@ -235,9 +237,9 @@ async def served() -> AsyncIterator[Server]:
 
 
 def test_tables_list_exactly_the_tested_fields():
-    for endpoints, titles in TABLES:
+    for endpoints, sections in TABLES:
         tried = {name for _, _, samples in endpoints for name in samples}
-        assert said_of(titles, endpoints[0][0]).keys() == tried
+        assert said_of(sections, endpoints[0][0]).keys() == tried
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -25,7 +25,7 @@ from forge_serve.server.routes import ROUTES
 from forge_serve.server.service import Service
 from forge_serve.server.weight_sync.endpoints import WeightSyncEndpoints
 
-PAGE = Path(__file__).parent.parent.parent / "docs/http.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 KEY = "sk-alpha-0123456789"
 USER = {"role": "user", "content": "the dog"}
 # The endpoint of unsupported transports rejects every request: see test_weight_sync.py.
@@ -231,7 +231,7 @@ async def test_open_webui_finds_the_models(start):
 
 
 def test_documentation_lists_every_path():
-    text = PAGE.read_text()
+    text = (DOCS / "http.md").read_text() + (DOCS / "responses.md").read_text()
     for path, method, name in routes(make_app(Service(ServerConfig())).router):
         if method != "HEAD" and not path.startswith("/static/"):
             assert f"`{path}`" in text or f" {path}`" in text, (name, path)
