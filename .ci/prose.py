@@ -70,11 +70,11 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
         _words(
             r"anew|likewise|thereof|whereof|wherein|thereupon|whereupon|thereby|altogether|ere|amiss"
             r"|stands? in|lies? in|stands? beside|lay in|beside|besides|goes on|go on|went on"
-            r"|found out|comes? to naught|as it were|of its own accord|in vain|for good|to and fro"
+            r"|found out|comes? to naught|as it were|of (?:its|their|your|our) own|in vain|for good|to and fro"
             r"|company|is no truth value|are to be|is to be|by and by|asked for|ask for"
             r"|foreign|strangers?|alike|meant for|for nothing|makes? do"
         ),
-        "use the ordinary word: again, also, is in, continues, next to, compared with",
+        "use the ordinary word: again, also, is in, continues, next to, separate",
     ),
     "term": (
         _words(
@@ -105,6 +105,7 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
     "semicolons": (re.compile(r";[^.;]*;"), "one idea per sentence"),
 }
 DOCSTRING_RULES = ("whether", "start")
+NAME_RULES = ("person", "calque", "term")
 _NAME = re.compile(r"^test_(?:what|who|whoever|those|nobody|that_which|whose|nothing_that)_")
 _WORD = re.compile(r"[A-Za-z0-9][\w'/.-]*")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\")]*\s+(?=[A-Z`\"(]|[\w-]+\.md)|(?<=:)\s*$")
@@ -138,7 +139,11 @@ class Hit:
 def hits_in(text: Text) -> Iterator[Hit]:
     """Return the rules that a text breaks."""
     if text.kind == "name":
-        if _NAME.match(text.text):
+        words = text.text.removeprefix("test_").replace("_", " ")
+        is_test = text.text.startswith("test_")
+        if _NAME.match(text.text) or (
+            is_test and any(RULES[rule][0].search(words) for rule in NAME_RULES)
+        ):
             yield Hit(text.path, text.line, "name", text.text)
         return
     for number, sentence in enumerate(_sentences(text.text)):
@@ -295,7 +300,7 @@ def _joined(path: str, comments: Iterable[tuple[int, str, bool]]) -> Iterator[Te
     """Return comments on adjacent lines as one text.
 
     Args:
-      comments: line, text, and True if code precedes the comment, which is then a text of its own.
+      comments: line, text, and True if code precedes the comment, which is then a separate text.
     """
     gathered: list[str] = []
     start = last = -1

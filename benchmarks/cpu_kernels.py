@@ -200,7 +200,7 @@ def measure_blocks(
     results = []
     for kind in types:
         layer = {key: _in_blocks(w, kind, paired=key == "gate_up") for key, w in plain[0].items()}
-        # Each layer gets memory of its own.
+        # Each layer gets its own memory.
         exact = [jax.tree.map(jnp.array, layer) for _ in plain]
         sides = {f"{kind}, packed-exact": exact, f"{kind}, packed": _rounding(exact)}
         base = f"{kind}, packed-exact"

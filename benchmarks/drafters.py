@@ -177,7 +177,7 @@ def acceptance(samples_of: dict[str, list[Sample]]) -> list[Report]:
 def play(drafter: TextDrafter, samples: list[Sample], one_salt: bool = True) -> Report:
     """Replay the sequences; each step outputs the accepted drafts and one more token.
 
-    If `one_salt` is false, every sequence has a salt of its own.
+    If `one_salt` is false, every sequence has its own salt.
     """
     steps = drafted = accepted = 0
     outcomes: dict[str, list[bool]] = defaultdict(list)

@@ -8,7 +8,7 @@ Prints bytes per second as JSON, with one thread per core, for three operations:
 - copying memory in use
 - writing as much new memory as FILE has bytes
 
-Runs in a process of its own, because new memory is only new once.
+Runs in a separate process, because new memory is only new once.
 """
 
 from __future__ import annotations

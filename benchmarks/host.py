@@ -221,7 +221,7 @@ def _summary(ticks: list[dict[str, float]]) -> Report:
 
 @contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Yield a loop that runs in a thread of its own."""
+    """Yield a loop that runs in a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -3,7 +3,7 @@
     python -m benchmarks.sanity [MODEL ...] [--quantization int8] [--output FILE.json]
 
 A MODEL is any argument of `forge-jax serve`, or a folder of model folders and .gguf files. The
-bundled model is always included. Each model runs in a process of its own, so a crash does not
+bundled model is always included. Each model runs in a separate process, so a crash does not
 affect the others. The time until ready covers weights and compilation, which may be cached. Exits
 with 1 if a model does not work.
 """

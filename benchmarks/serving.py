@@ -4,7 +4,7 @@
     python -m benchmarks.serving --url http://127.0.0.1:8000 --workload baseline --rate 8
     python -m benchmarks.serving --trace azure.csv --trace-scale 0.1 --max-requests 200
 
-If --url is missing, it starts a server of its own. Exits with 1 if a request failed. README.md
+If --url is missing, it starts its own server. Exits with 1 if a request failed. README.md
 explains the figures and how to compare two servers.
 """
 

@@ -1,4 +1,4 @@
-"""`forge-jax serve` as a process of its own: start it, wait until it is ready, stop it."""
+"""`forge-jax serve` as a separate process: start it, wait until it is ready, stop it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.smoke [--url URL] [--requests 32] [--max-tokens 64] [--output FILE.json]
 
-If --url is missing, it starts a server of its own. Exits with 1 if a request failed, something was
+If --url is missing, it starts its own server. Exits with 1 if a request failed, something was
 compiled after ready, or a block is still in use after the last request.
 """
 

@@ -81,7 +81,7 @@ def test_workflow_runs_every_check_on_the_pinned_python():
 
 
 @pytest.mark.parametrize("form", ["bug.yml", "model.yml"])
-def test_issue_form_asks_for_the_output_of_doctor(form):
+def test_issue_form_requests_the_output_of_doctor(form):
     body = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text())["body"]
     asked = [item for item in body if "forge-jax doctor" in str(item["attributes"].get("label"))]
     assert asked and asked[0]["validations"]["required"]

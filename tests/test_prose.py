@@ -40,6 +40,7 @@ def rules(prose):
         ("person", "The code does not know where it runs."),
         ("person", "Because nobody sends it."),
         ("calque", "The step is computed anew."),
+        ("calque", "It runs in a process of its own."),
         ("term", "It lowers the gaps between tokens."),
         ("because", "Keep it, for it is small."),
         ("semicolons", "One part; a second part; a third part."),
@@ -99,5 +100,6 @@ def test_comments_on_adjacent_lines_are_one_text(rules):
 
 def test_riddles_are_found_in_test_names(rules):
     source = "def test_what_is_found(): pass\ndef test_index_matches_linear_search(): pass\n"
-    assert rules("tests/test_a.py", source) == [(1, "name")]
+    source += "def test_error_says_so(): pass\ndef say(): pass\n"
+    assert rules("tests/test_a.py", source) == [(1, "name"), (3, "name")]
     assert rules("forge_jax/a.py", source) == []

@@ -92,7 +92,7 @@ def messages(tmp_path_factory):
 
 
 def test_types_of_a_script_are_known(messages):
-    # JAX does not annotate all of its own functions.
+    # JAX does not annotate all of its functions.
     found = [
         each
         for each in messages

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [--output REPORT.json] [--parts device numerics ...] [--limit 520]
         [--resume]
 
-Each part runs in a process of its own, the most important first. Each case has a time limit. Its
+Each part runs in a separate process, the most important first. Each case has a time limit. Its
 row is appended to REPORT.jsonl as soon as it exists. A case that hangs ends the process with a
 traceback in its row, and the next process continues after it. `--resume` continues an earlier run:
 cases with a row are skipped. To repeat a case, delete its line.
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(names: Sequence[str], limit_s: float, *, tiny: bool, output: Path) -> dict[str, Any]:
-    """Run the parts, each in a process of its own, and write the report after each."""
+    """Run the parts, each in a separate process, and write the report after each."""
     end_s = time.time() + limit_s
     report = reports.new("gpu", tiny=tiny, parts={})
     rows = output.with_suffix(".jsonl")

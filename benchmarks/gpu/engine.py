@@ -44,7 +44,7 @@ def _written(tiny: bool) -> tuple[Path, dict[str, Any]]:
 
 
 def _generate(which: str, tiny: bool) -> dict[str, Any]:
-    """Run one engine in a process of its own, because each takes most of the device's memory."""
+    """Run one engine in a separate process, because each takes most of the device's memory."""
     if which == "transformers":
         for package in ("torch", "transformers"):
             if importlib.util.find_spec(package) is None:

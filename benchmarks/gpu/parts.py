@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A process of its own: `benchmarks.gpu.MODULE:FUNCTION` yields its cases."""
+    """A separate process: `benchmarks.gpu.MODULE:FUNCTION` yields its cases."""
 
     module: str
     function: str

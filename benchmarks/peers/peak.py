@@ -28,7 +28,7 @@ class Probe:
     def operations_per_s(self, threads: int) -> dict[str, float]:
         """Return the rate of all threads together by instruction; empty without the program.
 
-        Each instruction runs in a process of its own, so that an instruction that the machine does
+        Each instruction runs in a separate process, so that an instruction that the machine does
         not allow ends only that process.
         """
         if self._program is None:

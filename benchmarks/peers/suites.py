@@ -1,6 +1,6 @@
 """Suites of workloads that are measured together, and the room that servers need for them.
 
-Each suite has servers of its own, because room for a few long sequences and room for many short
+Each suite has its own servers, because room for a few long sequences and room for many short
 ones need different flags.
 """
 

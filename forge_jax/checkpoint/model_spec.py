@@ -49,7 +49,7 @@ def _read_configs(folder: Path) -> tuple[HFConfig, HFConfig]:
 
 
 def _refuse_model_optimizer(file: Path) -> None:
-    """Reject checkpoints whose quantization is described in a file of its own.
+    """Reject checkpoints whose quantization is described in a separate file.
 
     Raises:
       UnsupportedModelError: the file exists.

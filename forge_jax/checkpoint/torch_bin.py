@@ -61,7 +61,7 @@ _STORAGES = {
     "ByteStorage": np.dtype(np.uint8),
     "BoolStorage": np.dtype(np.bool_),
 }
-# Types without a storage class of their own are named next to an untyped storage.
+# Types without a storage class are named next to an untyped storage.
 _DTYPES = {
     "float64": np.dtype(np.float64),
     "float32": np.dtype(np.float32),

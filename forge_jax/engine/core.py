@@ -1,4 +1,4 @@
-"""The engine's loop body, one step ahead of the device, without a thread of its own.
+"""The engine's loop body, one step ahead of the device, without a thread.
 
 `EngineCore` owns the scheduler, the device and every live sequence. `LLM` calls `tick` in the
 caller's thread, `Engine` in its engine thread. The core uses neither asyncio nor HTTP.

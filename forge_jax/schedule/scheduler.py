@@ -33,7 +33,7 @@ its last token determines the allowed next tokens.
     in_flight.py        steps that have not been committed
     commit.py           results
 
-The package handles ints only. It has no device, no clock and no random source of its own.
+The package handles ints only. It has no device, no clock and no random source.
 """
 
 from __future__ import annotations

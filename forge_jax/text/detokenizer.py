@@ -89,7 +89,7 @@ class _TableText:
 
 
 class _LibraryText:
-    """A stream for other decoders, based on the library's, which has no flush of its own."""
+    """A stream for other decoders, based on the library's, which has no flush."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: Sequence[int], skip_special: bool):
         self._backend = tokenizer.backend

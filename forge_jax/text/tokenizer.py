@@ -193,7 +193,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """The number of bytes of the longest token; None if tokens have no bytes of their own."""
+        """The number of bytes of the longest token; None if tokens have no bytes."""
         if self.table is None:
             return None
         return max((len(piece) for piece in self.table.pieces if piece), default=None)

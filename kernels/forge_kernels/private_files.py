@@ -29,7 +29,7 @@ def private_folder_fault(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     if status.st_uid != os.getuid():
-        return "belongs to another user: choose a folder of your own"
+        return "belongs to another user: choose a folder that you own"
     fault = foreign_write_fault(folder)
     if fault is None and not os.access(folder, os.W_OK | os.X_OK):
         return "it cannot be written to: chmod 700 it, or choose another folder"
@@ -58,7 +58,7 @@ def foreign_write_fault(folder: Path) -> str | None:
     try:
         status = folder.stat()
         if status.st_uid not in _trusted():
-            return "belongs to another user: choose a folder of your own"
+            return "belongs to another user: choose a folder that you own"
         if status.st_mode & 0o022:
             return "others can write to it: chmod 700 it, or choose another folder"
         for path, found in _way_to(folder):

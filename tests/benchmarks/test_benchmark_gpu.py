@@ -119,7 +119,7 @@ def test_no_case_starts_without_time(odd_parts, tmp_path):
 
 
 @pytest.mark.parametrize("name", parts.PARTS)
-def test_cases_have_names_of_their_own_and_limits(name):
+def test_cases_have_distinct_names_and_limits(name):
     for tiny in (True, False):
         cases = list(parts.PARTS[name].cases(tiny))
         names = [case.name for case in cases]

@@ -143,7 +143,7 @@ class TestProc:
             process.communicate(b"\n")
         assert proc.group_cpu_s(process.pid) == 0
 
-    def test_own_cpu_time_does_not_count_as_foreign(self):
+    def test_cpu_time_of_the_benchmark_does_not_count_as_load(self):
         meter = proc.BusyMeter(lambda: 0.0)
         counted = proc.BusyMeter(proc.machine_cpu_s)  # as if all CPU time were ours
         while sum(os.times()[:2]) < 0.1:

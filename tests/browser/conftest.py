@@ -138,7 +138,7 @@ class Visit:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
-    """Open a server's page in a profile of its own; the options are those of a browser context."""
+    """Open a server's page in a separate profile; the options are those of a browser context."""
     with contextlib.ExitStack() as stack:
         visits: list[Visit] = []
 

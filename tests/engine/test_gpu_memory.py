@@ -79,7 +79,7 @@ def test_8b_model_in_bfloat16_fits_a_card_of_24_gb(environment):
     assert int(0.75 * L4_BYTES) - model.param_bytes < 2 * GIB
 
 
-def test_weights_that_exceed_the_device_are_an_error_that_says_so():
+def test_weights_that_exceed_the_device_are_rejected():
     stats = {"bytes_limit": 12 * GIB, "bytes_in_use": 0}
     device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     residents = Residents(config=EngineConfig(), model=build_model(LLAMA_3_1_8B), device=device)

@@ -90,7 +90,7 @@ def test_process_can_exit_while_a_step_runs(short_stories):
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
-def test_trained_model_tells_its_story(llm):
+def test_trained_model_writes_the_expected_story(llm):
     output = one(llm, max_tokens=60, temperature=0)
     assert output.text.startswith(STORY)
     assert output.outputs[0].finish_reason == "length"

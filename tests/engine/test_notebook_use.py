@@ -58,7 +58,7 @@ async def test_llm_runs_on_the_thread_of_an_event_loop(stories):
     await asyncio.sleep(0)
 
 
-async def test_llm_runs_in_a_thread_beside_an_event_loop(stories):
+async def test_llm_runs_in_a_thread_next_to_an_event_loop(stories):
     llm = LLM(str(stories), max_num_seqs=2, num_blocks=64, max_model_len=64)
     one, other = await asyncio.gather(
         *(asyncio.to_thread(llm.generate, "Once upon a time", GREEDY) for _ in range(2))

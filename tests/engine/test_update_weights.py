@@ -146,7 +146,7 @@ def finish(core: Any, deltas: list[Any]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     "name", ["gpt2", "qwen3_moe_step", "gpt_neox", "glm4", "deepseek_v2", "llama32_tied", "gpt_oss"]
 )
-def test_tensors_make_the_leaves_of_their_files(goldens, name, packed):
+def test_tensors_in_memory_give_the_leaves_of_their_files(goldens, name, packed):
     """Includes stored matrices that are transposed, fused, ordered by head, or of experts."""
     folder = goldens / name
     if packed is not None and not cpu.available():

@@ -60,7 +60,7 @@ def test_time_while_the_host_was_suspended_is_not_counted():
     assert process.live(TIMEOUT_S / 2, beats=False) is None
 
 
-def test_slow_step_survives_with_more_patience():
+def test_slow_step_survives_with_a_longer_timeout():
     process = Process()
     for patience in (1, 2, 4, MAX_PATIENCE, MAX_PATIENCE):
         begin_s = process.now_s

@@ -1,4 +1,4 @@
-"""GPU attention in Pallas' interpreter, in a process of its own; prints failures as JSON.
+"""GPU attention in Pallas' interpreter, in a separate process; prints failures as JSON.
 
     NPROC=32 python mosaic_child.py wgmma|mma cases|quantized|bits|faults|'some faults'
 

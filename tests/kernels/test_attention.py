@@ -612,7 +612,7 @@ def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
     whole = make(prompt, **options)
     want, order = run_cpu(whole, **options), np.random.default_rng(0).permutation(len(sizes))
     ends = np.cumsum(sizes)
-    # Each chunk as a sequence of its own in the same blocks, shuffled between other sequences.
+    # Each chunk as a separate sequence in the same blocks, shuffled between other sequences.
     pieces = [(sizes[i], ends[i]) for i in order]
     others = make(replace(prompt, seqs=((1, 30), (3, 3)), seed=1), **options)
     S = len(pieces) + 2

@@ -1,4 +1,4 @@
-"""Building and loading the C++ kernels, and checks that need a process or library of their own."""
+"""Building and loading the C++ kernels, and checks that need a separate process or library."""
 
 import json
 import logging
@@ -267,7 +267,7 @@ def test_checked_library_is_the_one_that_is_loaded(cpu_kernels, tmp_path, monkey
     assert path.read_text() == "planted"
 
 
-# ---- in a process of its own --------------------------------------------------------------------
+# ---- in a separate process -----------------------------------------------------------------------
 
 
 def child(*arguments: str) -> dict:

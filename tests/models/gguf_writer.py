@@ -237,7 +237,7 @@ def tiled_part(name, values, config):
 
 
 def of_text(tensors):
-    """Return the tensors of a text model; those for images are in a file of their own."""
+    """Return the tensors of a text model; those for images are in a separate file."""
     return {
         name.replace("language_model.", ""): values
         for name, values in tensors.items()
@@ -298,7 +298,7 @@ def split_latent(tensors, config):
         yield name.replace("kv_b_proj", "v_b_proj"), np.ascontiguousarray(by_head[:, plain:])
 
 
-# The metadata of routers with options of their own, and what depends on them.
+# The metadata of routers with additional options, and what depends on them.
 ROUTERS = {
     "glm4moe": add_glm4_moe,
     "ernie4_5-moe": add_ernie_moe,

@@ -334,7 +334,7 @@ def mixture(weights, x, name: str, round_rows: Callable | None = None, choice=No
 
 
 def round_int8(x: np.ndarray, scale: float | None = None) -> np.ndarray:
-    """Round each row to 255 steps of its own, or to steps of a given size."""
+    """Round each row to its own 255 steps, or to steps of a given size."""
     steps = np.abs(x).max(axis=-1, keepdims=True) / 127 if scale is None else scale
     return np.clip(np.rint(x / steps), -128, 127) * steps
 

@@ -1,4 +1,4 @@
-"""The interface of a model family: weight maps, decoders of its own, and its KV cache."""
+"""The interface of a model family: weight maps, its decoders and KV cache."""
 
 import json
 import shutil

@@ -145,7 +145,7 @@ def test_invalid_yarn_fields_are_named(spec_of, changes, message):
         spec_of("qwen2", rope_parameters=yarn)
 
 
-def test_partial_rotation_is_read_inside_and_beside_the_section(spec_of):
+def test_partial_rotation_is_read_inside_and_outside_the_section(spec_of):
     spec = spec_of("phi3_partial")
     assert spec.rope.dims == 12 and len(spec.rope.factors) == 6
     section = json.loads((GOLDENS / "phi3_partial" / "config.json").read_text())["rope_parameters"]

@@ -1,4 +1,4 @@
-"""Gemma 4: published sizes, layers of two sizes, and layers without keys of their own."""
+"""Gemma 4: published sizes, layers of two sizes, and layers that share the keys of others."""
 
 import json
 import math

@@ -427,7 +427,7 @@ def test_version_1_file_gives_the_same_model(stories, stories_gguf):
 
 
 @pytest.mark.slow
-def test_gguf_model_tells_the_same_story(stories_gguf):
+def test_gguf_model_writes_the_same_story(stories_gguf):
     llm = LLM(str(stories_gguf), max_num_seqs=4, max_num_batched_tokens=64)
     [output] = llm.generate(
         "Once upon a time", SamplingParams(max_tokens=40, temperature=0), progress=False

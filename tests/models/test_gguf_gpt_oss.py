@@ -90,7 +90,7 @@ def test_experts_in_blocks_match_the_decoded_ones(kind, folders, tmp_path):
     np.testing.assert_allclose(logits(packed), logits(decoded), atol=1e-4, rtol=0)
 
 
-def test_mxfp4_experts_beside_matrices_in_blocks(folders, tmp_path):
+def test_mxfp4_experts_load_with_other_matrices_in_blocks(folders, tmp_path):
     """The published files: MXFP4 experts, and all other matrices in Q8_0."""
     file = write_gguf(folders["gpt_oss_mxfp4"], tmp_path / "m.gguf", Q.Q8_0)
     model = load(file, dtype="float32")

@@ -82,7 +82,7 @@ def test_missing_type_is_rejected_with_the_files(kind, hub):
     assert "00002-of" not in str(raised.value) and "mmproj" not in str(raised.value)
 
 
-def test_repository_of_gguf_files_alone_asks_for_a_type(hub):
+def test_repository_with_only_gguf_files_requires_a_type(hub):
     with pytest.raises(ModelError, match=f"has no safetensors .* such as {ID}:Q4_K_M .*q4_0.gguf"):
         resolve(ID)
 

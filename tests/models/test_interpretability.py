@@ -1,4 +1,4 @@
-"""The examples of interpretability find in forge-tiny what they look for."""
+"""The interpretability examples find the expected effects in forge-tiny."""
 
 import runpy
 from pathlib import Path

@@ -141,7 +141,7 @@ def test_model_is_a_pytree_of_its_weights(models):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_module_has_the_weights_and_goes_back(models, name):
+def test_module_has_the_weights_and_converts_back(models, name):
     model = models(name)
     module = model.module()
     state = nnx.state(module, nnx.Param)

@@ -95,7 +95,7 @@ def test_greedy_decoding_matches_hugging_face_tokens(loaded, name, implementatio
     np.testing.assert_array_equal(np.array(output).T, want["greedy_ids"])
 
 
-def test_trained_model_tells_its_story(stories):
+def test_trained_model_writes_the_expected_story(stories):
     tokenizer = Tokenizer.from_file(str(stories.folder / "tokenizer.json"))
     ids = tokenizer.encode("Once upon a time").ids
     ids = ids if ids[0] == 1 else [1, *ids]

@@ -140,7 +140,7 @@ def test_paged_steps_have_the_activations_of_whole_sequences(models, name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_pattern_of_other_caches_is_close(dtype):
+def test_pattern_with_other_cache_types_is_close(dtype):
     model = forge_jax.load(str(GOLDENS / "llama2"), dtype="bfloat16", progress=False)
     kv = forge_jax.new_kv(model, 4, BLOCK, dtype)
     kv = jax.tree.map(lambda a: a.at[3, :, :, 3].set(-1) if a.ndim == 5 else a, kv)  # unused slots

@@ -222,7 +222,7 @@ def test_values_match_the_definition_exactly(written):
         np.testing.assert_array_equal(ours, want, module)
 
 
-def test_tensors_in_memory_make_the_leaves_of_the_file(written):
+def test_tensors_in_memory_give_the_leaves_of_the_file(written):
     stored = read_header(written.folder / "model.safetensors")
     tensors = {name: np.array(tensor.read()) for name, tensor in stored.items()}
     model = build_model(read_spec(written.folder), "auto")

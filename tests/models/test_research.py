@@ -71,7 +71,7 @@ def test_cache_dtype_is_the_models_float32_or_8_bits():
         forge_jax.new_kv(loaded, 2, 8, jnp.float16)
 
 
-def test_handwritten_step_loop_tells_a_story(capsys):
+def test_handwritten_step_loop_writes_a_story(capsys):
     text = example("research_step").main(str(FIXTURES / "stories260k-hf"))
     assert text.startswith("Once upon a time, there was a little girl named Lily.")
     assert "layer by layer" in capsys.readouterr().out

@@ -206,7 +206,7 @@ def shape_of(folder, **options):
     return kv_shape(spec, **options)
 
 
-def test_state_is_counted_apart_from_blocks(made):
+def test_state_is_counted_separately_from_blocks(made):
     folder, _ = made
     shape = shape_of(folder, num_slots=3, num_pending=4)
     kv = shape.empty()

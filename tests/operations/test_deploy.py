@@ -117,7 +117,7 @@ def test_dashboard_variables_are_existing_labels(after_one_request):
                 assert labels - OF_THE_TARGET <= set(after_one_request.labels[series])
 
 
-def test_dashboard_shows_every_series_of_its_own(after_one_request):
+def test_dashboard_shows_every_forge_series(after_one_request):
     own = {name for name in after_one_request.families if name.startswith("forge:")}
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
     shown = {series for query in queries for series, _ in reads(query)}

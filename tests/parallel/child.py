@@ -43,13 +43,13 @@ LAYERS = {
     "phi3_partial": 1,  # heads that are rotated in part
     "olmo2": 1,  # norms over all heads
     "gemma2": 2,  # a layer with a window, and one without
-    "gemma4_shared": 5,  # layers of two sizes, and layers without keys of their own
+    "gemma4_shared": 5,  # layers of two sizes, and layers that share the keys of others
     "gemma4_moe": 2,  # experts in addition to an MLP; keys that are values
     "mixtral": 1,
     "glm4_moe": 2,  # a dense layer, and one with shared experts
     "gpt_neox": 1,  # attention and MLP in parallel; queries, keys and values of a head together
     "phi": 1,  # a head with a bias
-    "cohere": 1,  # norms of each head with weights of its own
+    "cohere": 1,  # a norm with separate weights per head
     "deepseek_v2": 2,  # the heads of latent attention; every device has the latents
     "gpt2": 1,  # an MLP without a gate; biases of the output projections are added once
 }

@@ -747,7 +747,7 @@ def test_unchunked_prompt_waits_for_a_step_that_holds_it():
 def test_unchunked_prompt_at_the_head_is_not_overtaken():
     loop = Loop(chunked_prefill=False, max_num_batched_tokens=20)
     loop.add_one([100], max_tokens=6)
-    whole = loop.add_one(range(20), max_tokens=2)  # needs a step of its own
+    whole = loop.add_one(range(20), max_tokens=2)  # needs a separate step
     late = loop.add_one([200], max_tokens=2)
     plans = loop.run()
     rows = [[row.seq_key for row in plan.sequences] for plan in plans if scheduled(plan, whole)]

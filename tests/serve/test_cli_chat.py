@@ -1,4 +1,4 @@
-"""`forge-jax chat` in a terminal of its own, and `chat` and `generate` in pipes."""
+"""`forge-jax chat` in a separate terminal, and `chat` and `generate` in pipes."""
 
 from __future__ import annotations
 

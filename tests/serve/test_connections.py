@@ -72,7 +72,7 @@ async def test_chunked_body_is_read(server):
 
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "x, Chunked", "br,chunked"])
-async def test_transfer_coding_besides_chunked_is_rejected(server, coding):
+async def test_transfer_coding_other_than_chunked_is_rejected(server, coding):
     head = HEAD + f"Transfer-Encoding: {coding}\r\n\r\n".encode()
     data = gzip.compress(BODY)
     status, headers, body = await exchange(

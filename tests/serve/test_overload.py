@@ -225,7 +225,7 @@ async def test_idle_connections_are_cheap_and_block_no_request(start):
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 async def test_ten_thousand_idle_connections_are_cheap():
-    """Runs in a process of its own, so that only its memory is counted."""
+    """Runs in a separate process, so that only its memory is counted."""
     count = 10_000
     server.raise_file_limit()
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < count + 100:

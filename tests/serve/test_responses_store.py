@@ -136,7 +136,7 @@ def test_largest_tenant_is_evicted_first(bound):
     assert names(store, *"abcdefgh", tenant="many") == "fgh"
 
 
-def test_tenant_does_not_find_anothers_response():
+def test_tenant_cannot_read_the_response_of_another():
     store = ResponseStore(10, 10**6)
     kept(store, "a", "one")
     assert names(store, "a", tenant="one") == "a"

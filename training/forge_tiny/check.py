@@ -1,4 +1,4 @@
-"""Checks the exported folder on the standard questions, with a plain greedy decoder of its own.
+"""Checks the exported folder on the standard questions, with a separate plain greedy decoder.
 
 It reads only the folder, as an engine would: sizes come from `config.json`, weights by their
 Hugging Face names. It shares no code with the training model, so that a fault in the export shows.

@@ -65,7 +65,7 @@ def export(
 ) -> None:
     """Replace the folder's files one by one, each by an atomic rename; the model card stays.
 
-    A draft model (`drafts`) uses the tokenizer of its target and has none of its own.
+    A draft model (`drafts`) has no tokenizer, because it uses that of its target.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

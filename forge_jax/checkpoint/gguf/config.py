@@ -54,7 +54,7 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",  # or V3, by the router
     "gemma4": "Gemma4ForCausalLM",
-    # The text models of multimodal checkpoints, whose other models are in files of their own.
+    # The text models of multimodal checkpoints, whose other models are in separate files.
     "qwen2vl": "Qwen2ForCausalLM",
     "qwen3vl": "Qwen3ForCausalLM",
     "qwen3vlmoe": "Qwen3MoeForCausalLM",
@@ -80,7 +80,7 @@ _PARTIAL_ROPE = (
 _TEXT_SIDES = ("qwen35", "qwen35moe")
 _WHOLE = ("architectures", "dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", KEY)
 _EXCEED_FLOAT16 = ("gemma", "gpt-oss")  # their activations exceed its range
-# The model with this many layers has an attention scale of its own.
+# The model with this many layers has a different attention scale.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # llama.cpp treats each of these as an EOS token, whatever the file declares (`llama-vocab.cpp`).
 _END_TEXTS = frozenset(

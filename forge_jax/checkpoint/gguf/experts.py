@@ -159,7 +159,7 @@ def _groups(fields: Fields) -> dict[str, int]:
     }
 
 
-# Architectures whose routers have options of their own.
+# Architectures whose routers have additional options.
 _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie,

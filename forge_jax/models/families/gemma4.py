@@ -2,7 +2,7 @@
 
 Layers with a sliding window and layers with full attention differ in head dim, rotation and
 key/value heads. The last layers may attend to the keys and values of earlier ones. Each layer may
-have experts in addition to its MLP, and an input of its own.
+have experts in addition to its MLP, and a per-layer input.
 """
 
 import math
@@ -315,7 +315,7 @@ def _expert_tensors(
 
 
 def _cache(spec: ModelSpec) -> tuple[LayerLayout, ...]:
-    """Return the layouts of the layers, some of which have no cache of their own."""
+    """Return the layouts of the layers, some of which have no cache."""
     assert isinstance(spec, Gemma4Spec)
     layouts = []
     for layer, source in enumerate(spec.kv_sources[: spec.num_hidden_layers]):

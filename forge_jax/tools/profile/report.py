@@ -56,7 +56,7 @@ summary { cursor: pointer; }
 .slower td:last-child, .more td:last-child, .appeared td:last-child { color: #b3261e; }
 .faster td:last-child, .less td:last-child, .vanished td:last-child { color: #1a6b33; }
 .same { color: #6e7781; }
-@media (max-width: 60em) {  /* a name has a line of its own, above its figures */
+@media (max-width: 60em) {  /* a name is on a separate line above its figures */
   tr { display: grid; grid-template-columns: repeat(3, 1fr) 4.5em 4.5em; padding: .2em 0;
        border-bottom: 1px solid #d8dee4; }
   th, td { width: auto; border: 0; padding: .1em .2em; font-size: 12px; }

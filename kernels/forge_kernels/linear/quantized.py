@@ -565,7 +565,7 @@ def powers_of_two(exponents: jax.Array) -> jax.Array:
 
 
 def _zero(w: QuantizedWeight) -> int:
-    """Return the number to subtract from 4-bit values that have no zeros of their own."""
+    """Return the number to subtract from 4-bit values that have no zeros."""
     return 0 if w.minimum is not None else MIDDLE
 
 

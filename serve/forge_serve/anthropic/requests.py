@@ -163,9 +163,7 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     thread: Annotated[Any, refused(_NO_THREADS)] = None
     container: Annotated[Any, refused("code execution and skills are not supported")] = None
     mcp_servers: Annotated[Any, refused("not supported; run the tools in the client")] = None
-    compaction: Annotated[
-        Any, refused("not supported; request a summary in a message of your own")
-    ] = None
+    compaction: Annotated[Any, refused("not supported; request a summary in a user message")] = None
 
     ROLES: ClassVar[tuple[str, ...]] = get_args(TurnRole)
 

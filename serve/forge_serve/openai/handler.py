@@ -28,7 +28,7 @@ class GenerationHandler:
     """Reads requests, submits them to the engine, and sends the responses.
 
     A protocol reads a body with `read`, translates it into one of OpenAI's requests, and passes
-    that to `generate` with a serializer of its own.
+    that to `generate` with its own serializer.
     """
 
     def __init__(self, service: Service, bodies: BodyReader):

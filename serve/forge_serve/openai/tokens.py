@@ -1,6 +1,6 @@
 """Tokenization over HTTP: /tokenize, /detokenize and /tokenizer_info.
 
-Evaluation harnesses and routers use these endpoints in place of their own tokenizer. The fields are
+Evaluation harnesses and routers use these endpoints instead of their tokenizer. The fields are
 vLLM's and SGLang's. Fields that both define have the same meaning.
 """
 

@@ -8,7 +8,7 @@ Every request is checked before it reaches the engine. Each kind of check has on
 - Fields that are not implemented, and fields that contradict each other: `check` of the request.
 - Output formats and tools: `structured.demand` and `tools.tool_choice`, which `check` calls.
 - Ranges of sampling parameters: `SamplingParams`, shared with the offline API.
-- Requests of other protocols: `check` of their own struct. `check_converted` checks only what the
+- Requests of other protocols: `check` of their struct. `check_converted` checks only what the
   conversion to a chat adds.
 - Context, KV cache and queue: the engine, after the prompt is tokenized
   (`schedule.request.output_room`).

@@ -88,10 +88,10 @@ class _TrailingSlash(web.AbstractResource):
         return None, _allowed_methods(match)
 
     def url_for(self, **kwargs: str) -> URL:
-        raise RuntimeError("a path with a trailing slash has no URL of its own")
+        raise RuntimeError("a path with a trailing slash has no URL")
 
     def add_prefix(self, prefix: str) -> None:
-        raise RuntimeError("a path with a trailing slash has no prefix of its own")
+        raise RuntimeError("a path with a trailing slash has no prefix")
 
     def get_info(self) -> Any:
         return {}

@@ -282,7 +282,7 @@ async def test_failed_stop_still_ends_the_thread_and_its_requests(fake):
     assert threads() == others
 
 
-async def test_requests_outside_asyncio_and_errors_of_threads_are_told_apart(monkeypatch):
+async def test_requests_outside_asyncio_and_thread_errors_raise_different_errors(monkeypatch):
     coroutine = ForgeAPI("forge-tiny").count_text_tokens(QUESTION)
     with pytest.raises(EngineError, match="backend asyncio"):
         await asyncio.to_thread(coroutine.send, None)

@@ -241,7 +241,7 @@ def test_slices_bound_the_tokens(lm, recorded, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", list(REQUESTS))
-def test_results_beside_a_failed_request_are_kept(lm, recorded, kind):
+def test_failed_request_keeps_the_results_of_others(lm, recorded, kind):
     recorded.failing = (2, 0)
     with pytest.raises(EngineError, match="request 2 of the task: logits") as caught:
         getattr(lm, kind)(instances(kind, *REQUESTS[kind]), disable_tqdm=True)

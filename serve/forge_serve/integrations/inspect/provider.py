@@ -34,7 +34,7 @@ class ForgeAPI(ModelAPI):
     """The provider of the models `forge-jax/MODEL`.
 
     The model is loaded with the first request. Requests may come from several event loops, because
-    the engine has a loop of its own.
+    the engine has its own event loop.
 
     Args:
       model_name: the model, as for `LLM`.
