@@ -70,8 +70,8 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
         _words(
             r"anew|likewise|thereof|whereof|wherein|thereupon|whereupon|thereby|altogether|ere|amiss"
             r"|stands? in|lies? in|stands? beside|lay in|beside|besides|goes on|go on|went on"
-            r"|found out|comes? to naught|as it were|of (?:its|their|your|our) own|in vain|for good|to and fro"
-            r"|company|is no truth value|are to be|is to be|by and by|asked for|ask for"
+            r"|found out|comes? to naught|as it were|of (?:its|their|your|our) own|in vain|for good"
+            r"|to and fro|company|is no truth value|are to be|is to be|by and by|asked for|ask for"
             r"|foreign|strangers?|alike|meant for|for nothing|makes? do"
         ),
         "use the ordinary word: again, also, is in, continues, next to, separate",
