@@ -398,7 +398,7 @@ class LLM:
                             bar.update()
                         unfinished -= delta.finish_reason is not None
                 interrupts.check()
-                if bar is not progress:  # the caller's may count several calls
+                if bar is not progress:  # the caller's bar may count several calls
                     bar.set_postfix_str(f"{tokens} tokens", refresh=False)
 
     @contextmanager

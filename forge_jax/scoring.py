@@ -47,12 +47,12 @@ class ScoreOptions:
 
     Attributes:
       num_tokens: T, tokens per step.
-      num_seqs: S, the most sequences of a step.
+      num_seqs: S, the maximum number of sequences of a step.
       num_rows: R, rows of logits that are computed together.
       kv: the KV cache of one shard. Its number of blocks is not used.
       max_blocks: blocks of the longest sequence.
       placement: the device, or the mesh that shares the model.
-      implementation: of attention.
+      implementation: the attention kernel.
     """
 
     num_tokens: int

@@ -1,7 +1,7 @@
 """Loads a checkpoint as a model's leaves, one tensor at a time, after checking all headers.
 
 A converted folder stores the leaves themselves. Any other checkpoint stores tensors, from which the
-readers of each weight format make the leaves (`forge_jax.checkpoint.readers`).
+readers of each weight format create the leaves (`forge_jax.checkpoint.readers`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ IN_MEMORY = Path("the new weights")
 def load_tensors(
     model: Model, tensors: Mapping[str, np.ndarray], *, device: Any, mesh: TensorMesh | None
 ) -> Leaves:
-    """Make the leaves of `model` of tensors in memory, as `load_weights` does of files.
+    """Create the leaves of `model` from tensors in memory, as `load_weights` does from files.
 
     Args:
       tensors: by the names of a checkpoint. Floats are cast to the leaf's type, and packed.
@@ -194,14 +194,14 @@ def load_tensors(
 def load_floats(
     model: Model, floats: Mapping[str, np.ndarray], *, device: Any, mesh: TensorMesh | None
 ) -> Leaves:
-    """Make the leaves of `model` of whole leaves in the plain layout, by the model's names.
+    """Create the leaves of `model` from whole leaves in the plain layout, by the model's names.
 
     Args:
       floats: one array for each leaf of an unpacked model on one device, cast and packed as needed.
       device, mesh: as in `load_weights`.
 
     Raises:
-      CheckpointError: an array is not of floats.
+      CheckpointError: an array does not contain floats.
     """
     stored = {name: ArrayTensor(array) for name, array in floats.items()}
     parts = {name: (Tensor(name, array.shape),) for name, array in floats.items()}

@@ -1,4 +1,4 @@
-"""Tensors in POSIX shared memory, which another process of this machine has written.
+"""Tensors in POSIX shared memory, written by another process on this machine.
 
 The segment is read, not mapped. If its owner truncates it meanwhile, the read is short and raises
 an error. An access to mapped memory would end the process.

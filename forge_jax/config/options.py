@@ -186,7 +186,7 @@ class CacheConfig:
     )
     kv_events_config: str | None = option(
         None,
-        "publish the prefix cache's changes over ZeroMQ, for routers: vLLM's JSON settings, as "
+        "publish prefix cache events to routers over ZeroMQ. vLLM's settings as JSON, such as "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Requires the extra events. '
         "Default: off",
     )

@@ -84,11 +84,11 @@ class Control:
         await self._in_thread(lambda: self._release(level))
 
     async def wake_up(self, tags: Iterable[str] = ()) -> None:
-        """Bring back the weights, the KV cache or both. Continue once the engine has both.
+        """Restore the weights, the KV cache or both. Continue once the engine has both.
 
         Args:
-          tags: "weights" and "kv_cache". Default: both. After level 2, the tag "weights" leaves it
-            to the next update to bring weights.
+          tags: "weights" and "kv_cache". Default: both. After level 2, the tag "weights"
+            restores nothing: the next update installs the weights.
 
         Raises:
           RequestError: if a tag is unknown, or level 2 has dropped the weights and no tag is given.

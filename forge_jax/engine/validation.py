@@ -217,7 +217,7 @@ InFlightRequests = Literal["keep", "restart", "abort"]  # for new weights: see `
 
 
 def check_in_flight(in_flight: str) -> None:
-    """Raise `RequestError` if this is no way to treat requests in flight."""
+    """Raise `RequestError` if this is not a mode for requests in flight."""
     allowed: tuple[str, ...] = get_args(InFlightRequests)
     if in_flight not in allowed:
         raise RequestError(f"in_flight must be {', '.join(allowed)}", param="in_flight")

@@ -155,7 +155,7 @@ class EngineWeights:
         in_flight: InFlightRequests,
     ) -> None:
         """Install prepared weights between two ticks of `core`, as `LLM.update_weights`."""
-        version = new_version(version, core.weight_version)  # another update may have been faster
+        version = new_version(version, core.weight_version)  # another update may have come first
         core.update_weights(lambda: self.install(leaves), version, in_flight)
 
     @cached_property
@@ -170,7 +170,7 @@ class EngineWeights:
     def _reject_other_layout(self) -> None:
         if not self.model.spec.has_checkpoint_layout:
             raise ModelError(
-                "GGUF files in another order than the checkpoint cannot be updated by its names: "
+                "this GGUF file's rows have a different order than the checkpoint's: "
                 "pass leaves by the model's names, or load the original checkpoint"
             )
 
@@ -227,7 +227,7 @@ _CHOSEN = frozenset({"experts", "ggml_types", "dtype"})
 def _differing_fields(new: ModelSpec, current: ModelSpec) -> list[str]:
     """Return the fields in which the models differ, as in `config.json`.
 
-    `dtype` may differ, because weights are cast in loading.
+    `dtype` may differ, because weights are cast during loading.
     """
     names = [field.name for field in fields(new) if field.name not in _CHOSEN]
     differing = [name for name in names if getattr(new, name) != getattr(current, name)]
@@ -249,7 +249,7 @@ def _check_names(given: set[str], wanted: set[str]) -> None:
 
 
 def _array(name: str, array: Any) -> Any:
-    """Return a JAX array as it is, and any other as NumPy's."""
+    """Return a JAX array unchanged, and any other array as a NumPy array."""
     if isinstance(array, jax.Array):
         return array
     try:

@@ -575,7 +575,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def new_mlp(spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int) -> MLP | Experts:
-    """Return the MLP of a layer, or the experts in its place."""
+    """Return a layer's MLP, or its experts."""
     experts = spec.experts_of(layer)
     if experts is None:
         return MLP(spec, dtype, matrix, layer)

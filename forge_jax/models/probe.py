@@ -168,7 +168,7 @@ def tap_patterns(taps: Any) -> tuple[str, ...]:
     """Return the patterns of `taps`: names, one name, or None.
 
     Raises:
-      ValueError: `taps` has something else than names.
+      ValueError: `taps` has entries that are not names.
     """
     if taps is None or isinstance(taps, str):
         return () if taps is None else (taps,)

@@ -244,9 +244,9 @@ class ModelSpec:
 
     @property
     def has_checkpoint_layout(self) -> bool:
-        """True if leaves are made of the tensors of the architecture's checkpoints.
+        """True if leaves are built from the tensors of the architecture's checkpoints.
 
-        The leaves of some GGUF files have other rows or columns.
+        The leaves of some GGUF files have rows or columns in a different order.
         """
         return True
 
@@ -260,7 +260,7 @@ class ModelSpec:
         return self
 
     def own_sizes_of_shard(self, shards: int) -> dict[str, Any]:
-        """Return the fields of a subclass that tensor parallelism divides, of one shard."""
+        """Return the fields of a subclass that differ on a shard, with their values."""
         del shards
         return {}
 
@@ -269,7 +269,7 @@ class ModelSpec:
         return {}
 
     def own_sections(self, leaf: str) -> tuple[int, tuple[int, ...]] | None:
-        """Return how tensor parallelism splits a leaf, if a subclass splits it in its own way.
+        """Return how tensor parallelism splits a leaf, if a subclass splits it differently.
 
         Args:
           leaf: of a layer, such as "delta.out.weight".
@@ -490,7 +490,7 @@ def read_experts(
       parts: fields that only this family has.
 
     Raises:
-      UnsupportedModelError: shared experts in another family, or another activation than SiLU.
+      UnsupportedModelError: shared experts in another family, or an activation other than SiLU.
     """
     shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
     for name in () if "shared_size" in parts else shared:

@@ -1,4 +1,4 @@
-"""One call of a model on whole sequences: the served modules over a cache that only it uses.
+"""One call of a model on whole sequences: the served modules over a temporary cache.
 
 Attention computes all scores in float32 (`pattern_attention`), and experts are computed in full, so
 the call is differentiable with respect to weights and embeddings.

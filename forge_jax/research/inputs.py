@@ -71,7 +71,7 @@ def integers(name: str, x: Any) -> Any:
     """Return i32[...] for integers of any type: a JAX array, or numpy's if `x` is not one.
 
     Raises:
-      ValueError: lists of different lengths, or other numbers.
+      ValueError: lists of different lengths, or values that are not integers.
     """
     try:
         found = x if isinstance(x, jax.Array) else np.asarray(x)
@@ -90,7 +90,7 @@ def floats(name: str, x: Any) -> jax.Array:
     """Return an array of `x`, which may be a NumPy array or nested lists.
 
     Raises:
-      ValueError: lists of different lengths, or something else than numbers.
+      ValueError: lists of different lengths, or values that are not numbers.
     """
     try:
         return jnp.asarray(x)
@@ -99,10 +99,10 @@ def floats(name: str, x: Any) -> jax.Array:
 
 
 def require_shape(name: str, x: Any, shape: tuple[Any, ...], kind: str) -> None:
-    """Require an array of this shape, whose letters stand for any size, and kind of number.
+    """Require an array of this shape and kind of number. Letters in the shape match any size.
 
     Raises:
-      ValueError: another shape or type.
+      ValueError: the shape or type is wrong.
     """
     dtype = jnp.result_type(x)
     is_kind = jnp.issubdtype(dtype, jnp.integer if kind == "i" else jnp.floating)
@@ -131,7 +131,7 @@ def require_leaves(model: Model, leaves: Sequence[jax.Array]) -> None:
     """Require leaves with the model's shapes.
 
     Raises:
-      ValueError: another number of leaves, or another shape.
+      ValueError: the number of leaves or a shape is wrong.
     """
     if len(leaves) != len(model.leaves):
         raise ValueError(
@@ -208,7 +208,7 @@ def check_rows(model: Model, name: str, rows: Any, shape: tuple[str, ...]) -> No
     """Require float[..., d] with the hidden size of the model. `shape`: the letters before d.
 
     Raises:
-      ValueError: another shape or type.
+      ValueError: the shape or type is wrong.
     """
     require_shape(name, rows, (*shape, model.spec.hidden_size), "f")
 
@@ -231,7 +231,7 @@ def check_step(
       kv: its cache.
       arrays: the other arguments by name, or None.
       least: the fewest new tokens of a sequence.
-      most: `max_q_len`, the most new tokens of a sequence, or None.
+      most: `max_q_len`, the maximum number of new tokens of a sequence, or None.
       checks: True to check unknown values in the compiled function.
 
     Raises:

@@ -45,7 +45,7 @@ def new_kv(
       dtype: float32, the model's dtype (default), "fp8" or "int8". On CPU, 16-bit types are stored
         as their bits in uint16 arrays. An 8-bit cache is one `QuantizedKV` per layer: the elements,
         and one scale per token and head.
-      num_slots: the most sequences of a call, for models whose layers have state.
+      num_slots: maximum number of sequences of a call, for models whose layers have state.
 
     Raises:
       ValueError: the dtype is not one of these, the model does not support it, or a size is not

@@ -110,7 +110,7 @@ def test_new_weights_by_checkpoint_name_need_the_checkpoints_layout(name, kept, 
     runner = SimpleNamespace(model=loaded.model, leaves=loaded.leaves, options=options)
     weights = EngineWeights(runner, None, None)
     tensors = load_file(folders[name] / "model.safetensors")
-    reason = "in another order than the checkpoint.* or load the original checkpoint"
+    reason = "a different order than the checkpoint.* or load the original checkpoint"
     if name != "qwen3_5":
         with pytest.raises(ModelError, match=reason):
             weights.prepare(tensors)

@@ -54,7 +54,7 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",  # or V3, by the router
     "gemma4": "Gemma4ForCausalLM",
-    # The text models of multimodal checkpoints, whose other models are in separate files.
+    # Text models of multimodal checkpoints. Their other models are in separate files.
     "qwen2vl": "Qwen2ForCausalLM",
     "qwen3vl": "Qwen3ForCausalLM",
     "qwen3vlmoe": "Qwen3MoeForCausalLM",
@@ -122,7 +122,7 @@ class _Reader:
         unused = self.integer("nextn_predict_layers", 0)  # for multi-token prediction
         self.layers = self.integer("block_count", low=1 + unused, high=MAX_LAYERS) - unused
         last = f"blk.{self.layers - 1}.attn_output.weight"
-        # This is checked before a model of so many layers is made.
+        # Check this before a model with this many layers is created.
         if last not in gguf.tensors and not delta_net.is_layer(gguf, self.layers - 1):
             raise metadata.error(
                 f"{arch}.block_count", f"the number of layers (the tensor {last} is missing)"

@@ -1,10 +1,10 @@
 """Gated DeltaNet in GGUF files: the projections and parameters of Qwen3-Next and Qwen 3.5.
 
-Files have queries, keys and values of all heads in one matrix and the gates in another, as Qwen 3.5
-has them. A key head may have several value heads. Files of Qwen 3.5 have the first one of each key
-head before the second ones. Here rows are in Hugging Face's order again. The columns of the output
-matrix stay as they are, because a block may have columns of two heads. The model reorders its input
-instead.
+Files have queries, keys and values of all heads in one matrix and the gates in another, as in
+Qwen 3.5. A key head may have several value heads. In files of Qwen 3.5, the first value heads of
+all key heads precede the second ones. This module restores Hugging Face's order of the rows. It
+does not change the columns of the output matrix, because a block may have columns of two heads.
+The model reorders its input instead.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Heads:
       values: the number of value heads.
       key_dim: the width of a key.
       value_dim: the width of a value.
-      tiled: True if the file has the value heads of a key head apart.
+      tiled: True if the value heads of a key head are not consecutive in the file.
     """
 
     keys: int
@@ -213,7 +213,7 @@ class _Taps:
 
 
 def fields_of(gguf: GGUFFile, arch: str, layers: int) -> dict[str, Any]:
-    """Return the fields of `config.json` about gated DeltaNet, two of them this project's own.
+    """Return the fields of `config.json` for gated DeltaNet. Two are specific to forge-jax.
 
     Raises:
       CheckpointError: a key is missing or wrong.

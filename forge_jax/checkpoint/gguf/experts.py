@@ -9,7 +9,11 @@ from forge_jax.checkpoint.gguf import gpt_oss
 from forge_jax.checkpoint.gguf.families import Fields
 from forge_jax.checkpoint.gguf.names import MAX_EXPERTS
 
-_SOFTMAX, _SIGMOID, _SOFTMAX_OF_USED = 1, 2, 3  # `expert_gating_func`; 0: the architecture's own
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_USED = (
+    1,
+    2,
+    3,
+)  # `expert_gating_func`; 0: the architecture's default
 _GATING = "expert_gating_func"
 
 
@@ -140,7 +144,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
 
 
 def _hybrid(fields: Fields) -> dict[str, Any]:
-    """Return the fields of Qwen3-Next and Qwen 3.5, whose experts' weights have the sum 1."""
+    """Return the fields of Qwen3-Next and Qwen 3.5, whose expert weights sum to 1."""
     _check_router(fields.metadata.string("general.architecture"), fields)
     shared = "expert_shared_feed_forward_length"
     return {
@@ -152,14 +156,14 @@ def _hybrid(fields: Fields) -> dict[str, Any]:
 
 
 def _groups(fields: Fields) -> dict[str, int]:
-    """Return the groups that experts are chosen from; llama.cpp has one if the file has none."""
+    """Return the numbers of expert groups. If the file has none, llama.cpp uses one group."""
     return {
         "n_group": fields.integer("expert_group_count", 0) or 1,
         "topk_group": fields.integer("expert_group_used_count", 0) or 1,
     }
 
 
-# Architectures whose routers have additional options.
+# Architectures with additional router options.
 _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie,

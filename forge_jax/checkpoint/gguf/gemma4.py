@@ -11,7 +11,7 @@ from forge_jax.checkpoint.gguf.families import Fields
 from forge_jax.checkpoint.gguf.names import MAX_EXPERTS, PER_LAYER_EMBEDDING, ROPE_FREQS
 
 ARCH = "gemma4"
-_UNROTATED = 1e30  # the factor of a pair's frequency that stands for no rotation
+_UNROTATED = 1e30  # the frequency factor of pairs that are not rotated
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -107,7 +107,7 @@ def _inner_sizes(fields: Fields) -> dict[str, Any]:
 
 
 def _inputs(fields: Fields) -> dict[str, int]:
-    """Return the sizes of the layers' own inputs."""
+    """Return the sizes of the per-layer inputs."""
     size = fields.integer("embedding_length_per_layer_input", 0)
     table = fields.gguf.tensors.get(PER_LAYER_EMBEDDING)
     vocab = {} if table is None else {"vocab_size_per_layer_input": table.shape[0]}

@@ -1,8 +1,8 @@
 """The experts of gpt-oss in GGUF files, in the layout of OpenAI's checkpoint.
 
-Files have the gates and the ups of a layer's experts in two tensors. Here their rows alternate.
-MXFP4 experts keep their values and scales: two tensors for each matrix, with two values per byte.
-Experts of other types are one matrix each.
+Files have the gate and up projections of a layer's experts in two tensors. In OpenAI's layout,
+their rows alternate. MXFP4 experts keep their values and scales: two tensors for each matrix, with
+two values per byte. Experts of other types are one matrix each.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _Biases:
 
 @dataclass(frozen=True, eq=False)
 class _MXFP4:
-    """The MXFP4 matrices of all experts, of which whole ones are read."""
+    """The MXFP4 matrices of all experts. Only whole matrices can be read."""
 
     parts: tuple[GGUFTensor, ...]
     dtype = np.dtype(np.uint8)

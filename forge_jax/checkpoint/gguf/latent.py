@@ -1,7 +1,7 @@
 """Multi-head latent attention in GGUF files: the matrix that turns latents into keys and values.
 
-Older files have it whole. In newer ones, each head has two matrices: the transpose of the rows for
-keys, and the rows for values.
+Older files contain the whole matrix. Newer files contain two matrices per head: the transpose of
+the rows for keys, and the rows for values.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def hf_name(name: str, arch: str) -> str | None:
 
 
 def _whole_names(arch: str) -> dict[str, str]:
-    """Return the names of the tensors of a layer whose names do not follow the usual pattern."""
+    """Return the names of a layer's tensors that do not follow the usual pattern."""
     names = _WHOLE_NAMES.get(arch, {})
     if arch in _EXPERTS and arch != "gemma4":
         return names | {f"{_ROUTER}.weight": f"{_EXPERTS[arch][0]}.gate.weight"}

@@ -382,7 +382,7 @@ class ForgeLM(TemplateLM):
                     f"{', '.join(sorted(_SAMPLING))}",
                     param=name,
                 )
-        # All stop strings apply to the finished text. The engine's only end the generation early.
+        # All stop strings apply to the finished text. The engine's stop strings only end it early.
         if self._think_end_token is None:
             short = [text for text in until if len(text) <= MAX_STOP_STRING_CHARS]
             given["stop"] = short[:MAX_STOP_STRINGS]

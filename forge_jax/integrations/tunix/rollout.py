@@ -244,7 +244,7 @@ class ForgeRollout(base_rollout.BaseRollout):
             self._llm.update_weights(tree["weights"] if own else checkpoint_weights(tree))
 
     def _warn_if_models_differ(self, actor: Any, mesh: jax.sharding.Mesh) -> None:
-        """Warn if the actor computes another function than the engine, for example other RoPE."""
+        """Warn if the actor's function differs from the engine's, for example in its RoPE."""
         length = min(_CHECKED_TOKENS, self._llm.max_model_len)
         pad, rng = self.pad_id(), np.random.default_rng(0)
         tokens = rng.integers(self._llm.model.spec.vocab_size - 1, size=(1, length)).astype(

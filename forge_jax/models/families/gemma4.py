@@ -128,7 +128,7 @@ def _read_heads(config: HFConfig, types: Sequence[str]) -> dict[str, tuple[int, 
 
 
 def _read_rope(config: HFConfig, kind: str, head_dim: int) -> RopeSpec:
-    """Return the rotation of a type of layers, of all numbers of a head.
+    """Return the rotation for one type of layer, covering all dimensions of a head.
 
     `rope_scaling` is an older name of `rope_parameters`, and replaces it.
     """

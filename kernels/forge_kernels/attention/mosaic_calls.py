@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 ROWS = 64  # of a warpgroup's matrix product
 
-# Type checkers see these as abstract classes, or as other things than arrays.
+# Type checkers see these as abstract classes, or as objects other than arrays.
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
 _accumulator: Any = plgpu.WGMMAAccumulatorRef

@@ -42,7 +42,7 @@ class MixedMatrix:
 
 @dataclass(frozen=True)
 class OrderedWeight:
-    """A matrix whose columns are stored in another order than those of x (GPTQ's desc_act).
+    """A matrix whose columns are stored in a different order than those of x (GPTQ's desc_act).
 
     A norm must be applied to x beforehand, because its weights are in the order of x.
     """

@@ -89,7 +89,7 @@ OPERATIONS = {
         ),
     ),
     "wake_up": Operation(
-        summary="Bring back weights and KV cache, and continue",
+        summary="Restore weights and KV cache, and continue",
         answer=SyncStatus,
         errors=REJECTS,
         parameters=(
@@ -97,7 +97,7 @@ OPERATIONS = {
                 "tags",
                 "query",
                 {"type": "string", "enum": ["weights", "kv_cache", "weights,kv_cache"]},
-                "arrays to bring back; default: both",
+                "arrays to restore; default: both",
             ),
         ),
     ),
