@@ -71,7 +71,8 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
             r"anew|likewise|thereof|whereof|wherein|thereupon|whereupon|thereby|altogether|ere|amiss"
             r"|stands? in|lies? in|stands? beside|lay in|beside|besides|goes on|go on|went on"
             r"|found out|comes? to naught|as it were|of (?:its|their|your|our) own|in vain|for good"
-            r"|to and fro|company|is no truth value|are to be|is to be|by and by|asked for|ask for"
+            r"|, too(?=[.,:;]|$)|by way of|to and fro"
+            r"|company|is no truth value|are to be|is to be|by and by|asked for|ask for"
             r"|foreign|strangers?|alike|meant for|for nothing|makes? do"
         ),
         "use the ordinary word: again, also, is in, continues, next to, separate",
@@ -106,7 +107,9 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
 }
 DOCSTRING_RULES = ("whether", "start")
 NAME_RULES = ("person", "calque", "term")
-_NAME = re.compile(r"^test_(?:what|who|whoever|those|nobody|that_which|whose|nothing_that)_")
+_NAME = re.compile(
+    r"^test_(?:what|who|whoever|those|nobody|that_which|whose|nothing_that)_|^test_\w+_(?:is|are)_named$"
+)
 _WORD = re.compile(r"[A-Za-z0-9][\w'/.-]*")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\")]*\s+(?=[A-Z`\"(]|[\w-]+\.md)|(?<=:)\s*$")
 _MARKUP = re.compile(

@@ -190,7 +190,7 @@ class SamplingParams:
     # The grammar of the output. The output ends where the grammar ends, so stop and stop_token_ids
     # are ignored. While the grammar allows more, min_tokens and ignore_eos delay the end.
     structured_outputs: GrammarSpec | None = None
-    # The only tokens that may be sampled. EOS tokens must be listed, too. None: all tokens.
+    # The only tokens that may be sampled. Include EOS tokens. None: all tokens.
     allowed_token_ids: Sequence[int] | None = None
     # Texts whose tokens never appear in the output, tokenized with and without a leading space.
     # Other tokenizations of the same text are not detected.

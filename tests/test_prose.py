@@ -41,6 +41,7 @@ def rules(prose):
         ("person", "Because nobody sends it."),
         ("calque", "The step is computed anew."),
         ("calque", "It runs in a process of its own."),
+        ("calque", "Strings count, too."),
         ("term", "It lowers the gaps between tokens."),
         ("because", "Keep it, for it is small."),
         ("semicolons", "One part; a second part; a third part."),
@@ -101,5 +102,6 @@ def test_comments_on_adjacent_lines_are_one_text(rules):
 def test_riddles_are_found_in_test_names(rules):
     source = "def test_what_is_found(): pass\ndef test_index_matches_linear_search(): pass\n"
     source += "def test_error_says_so(): pass\ndef say(): pass\n"
-    assert rules("tests/test_a.py", source) == [(1, "name"), (3, "name")]
+    source += "def test_missing_part_is_named(): pass\n"
+    assert rules("tests/test_a.py", source) == [(1, "name"), (3, "name"), (5, "name")]
     assert rules("forge_jax/a.py", source) == []

@@ -21,7 +21,7 @@ class BusyMeter:
     """Meter of the CPU time that other processes used since its creation, in cores.
 
     `ours` returns the CPU seconds of the measured processes; this process is added. Time stolen by
-    the hypervisor counts, too.
+    the hypervisor also counts.
     """
 
     def __init__(self, ours: Callable[[], float]):

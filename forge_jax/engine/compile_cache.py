@@ -67,7 +67,7 @@ def drop_broken_entries(folder: Path) -> None:
     that another process is writing may also be removed, which costs at most one compilation.
     """
     mark, begun = folder / LOOKED, folder / f"{LOOKED}-new"
-    with contextlib.suppress(FileNotFoundError):  # another process has scanned, too
+    with contextlib.suppress(FileNotFoundError):  # another process has also scanned
         begun.touch()
         since = mark.stat().st_mtime_ns if mark.exists() else 0
         for file in folder.glob(ENTRIES):

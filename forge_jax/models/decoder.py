@@ -229,7 +229,7 @@ def attend_to_written(
       NotImplementedError: a gradient was requested, but `kv` is not float32.
     """
     tables = ragged.ropes[rope]
-    if kv.dtype != jnp.float32:  # the gradient by way of the other layer's keys would be missing
+    if kv.dtype != jnp.float32:  # the gradient through the other layer's keys would be missing
         q = refuse_gradient(q)
     q = ragged.tap("attn.q", q)
     attention = ragged.attention() or partial(

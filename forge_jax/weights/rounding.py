@@ -24,7 +24,7 @@ INT4_GROUPS = (128, 32, 16)  # columns; the first that divides a matrix is used
 CHUNK = 2**20  # values per thread and call
 NOT_ROUNDED = ("embedding.weight", "head.weight")  # rounding is too coarse for the vocabulary
 # Errors in the decays of gated DeltaNet accumulate over the tokens, and the matrix is small.
-# Published FP8 checkpoints have it in floats, too.
+# Published FP8 checkpoints also have it in floats.
 STATE_GATES = ".delta.ba.weight"
 
 

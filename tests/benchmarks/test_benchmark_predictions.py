@@ -239,7 +239,7 @@ def test_a_target_without_a_field_is_rejected(tmp_path):
         (("h200", "llama-3.1-8b", "--quantization", "Q9"), "no type 'Q9': use none, int8"),
     ],
 )
-def test_invalid_arguments_are_named(arguments, message, capsys):
+def test_invalid_arguments_are_named_in_the_error(arguments, message, capsys):
     assert main(["--predict", *arguments]) == 1
     assert message in capsys.readouterr().err
 

@@ -104,7 +104,7 @@ def test_lone_request_takes_the_modeled_time():
 
 
 def test_arrival_during_a_step_waits_for_the_step_after_the_next():
-    # The first step (prefill) runs from 0, and the second is scheduled at 0, too.
+    # The first step (prefill) runs from 0, and the second is also scheduled at 0.
     first_s = H200.step_s(600, 600, pairs_of(0, 600))
     second = play(
         [arrival(0.0, 600, 50, 1), arrival(first_s / 2, 10, 2, 2)],

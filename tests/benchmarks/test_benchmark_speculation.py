@@ -88,7 +88,7 @@ def test_warm_up_uses_other_prompts_than_the_rounds(monkeypatch, run_part, measu
         ["--parts", "load"],
     ],
 )
-def test_missing_arguments_are_named(arguments, capsys):
+def test_missing_arguments_are_named_in_the_error(arguments, capsys):
     assert main(arguments) == 1
     assert "--draft-model" in (error := capsys.readouterr().err) or "--questions" in error
 

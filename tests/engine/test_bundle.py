@@ -246,7 +246,7 @@ def test_several_devices_do_not_load_a_bundle(short_stories, written):
         ('{"format": 1, "identity": {}}', "bundle.json is damaged: Object missing"),
     ],
 )
-def test_damaged_manifest_is_named(short_stories, copy, warnings, text, warning):
+def test_damaged_manifest_is_named_in_a_warning(short_stories, copy, warnings, text, warning):
     (copy / MANIFEST).write_text(text)
     assert chosen(short_stories, copy).bundle is None
     assert warning in warnings()[0]
@@ -376,7 +376,7 @@ def test_several_devices_are_rejected(short_stories, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_gpu_compiler_is_named(short_stories, tmp_path, monkeypatch):
+def test_missing_gpu_compiler_is_named_in_the_error(short_stories, tmp_path, monkeypatch):
     from forge_jax.step.targets import topology
 
     monkeypatch.setattr(topology, "_installed", lambda name: name != "nvidia-nvvm")

@@ -150,14 +150,14 @@ def test_quantization_without_a_compiler_uses_plain_xla(no_kernels):
     assert model.in_format(QuantizedFormat) and not model.packings
 
 
-def test_unknown_kernel_choice_is_named():
+def test_unknown_kernel_choice_is_named_in_the_error():
     with pytest.raises(ConfigError, match="quantization"):
         LLM("forge-tiny", quantization="int3", **OPTIONS)
     with pytest.raises(ConfigError, match="kernels"):
         LLM("forge-tiny", kernels="fast", **OPTIONS)
 
 
-def test_unusable_instruction_set_is_named(monkeypatch):
+def test_unusable_instruction_set_is_named_in_the_error(monkeypatch):
     def available(isa):
         raise BuildError(f"this CPU does not run {isa}: name one of avx2")
 

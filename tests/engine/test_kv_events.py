@@ -201,7 +201,7 @@ def test_events_without_a_prefix_cache_are_rejected() -> None:
         EngineConfig.from_options(kv_events_config=JSON, prefix_cache=False)
 
 
-def test_address_in_use_is_named() -> None:
+def test_address_in_use_is_named_in_the_error() -> None:
     publisher = Publisher(KVEvents(endpoint=LOCAL))
     with pytest.raises(ConfigError, match="replay_endpoint tcp"):
         Publisher(KVEvents(endpoint=LOCAL, replay_endpoint=publisher.endpoint))

@@ -478,7 +478,7 @@ def test_parameters_can_be_copied_hashed_and_pickled():
         {"min_tokens": 5, "max_tokens": 4}, {"stop": [""]}, {"logit_bias": {-1: 0.0}},
     ],
 )  # fmt: skip
-def test_invalid_parameter_is_named(wrong):
+def test_invalid_parameter_is_named_in_the_error(wrong):
     with pytest.raises(RequestError) as error:
         SamplingParams(**wrong)
     assert error.value.param in wrong
@@ -501,7 +501,7 @@ def test_numpy_integer_prompts_are_accepted_and_floats_are_not(llm):
         {"num_blocks": 10**12}, {"num_blocks": 3, "max_model_len": 200},
     ],
 )  # fmt: skip
-def test_invalid_option_is_named(stories, wrong):
+def test_invalid_option_is_named_in_the_error(stories, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         LLM(stories, **wrong)
 

@@ -266,7 +266,7 @@ def test_preempted_request_keeps_its_adapter(stories, exact_options, expected):
 
 @pytest.mark.slow
 def test_adapters_survive_a_failed_step(exact, expected):
-    """Lost device arrays, which are recreated, are covered, too."""
+    """Covers lost device arrays, which are recreated."""
     calls, core, device = itertools.count(1), core_of(exact), core_of(exact).device
     before = core.num_recoveries
     with failing_steps(core, lambda plan, where: next(calls) % 25 == 0):

@@ -349,7 +349,7 @@ def test_lengths_above_the_tokens_count_as_all(float32):
     assert np.array_equal(score(float32.model, float32.leaves, tokens, jnp.array(99)), expected)
 
 
-def test_invalid_arguments_are_named(short_stories, float32):
+def test_invalid_arguments_are_named_in_the_error(short_stories, float32):
     with pytest.raises(ValueError, match="of shape"):
         score(float32.model, float32.leaves, jnp.zeros((1, 2, 3), jnp.int32))
     wrong: tuple[Any, ...] = (0.0, -1, float("nan"), np.array([1.0, 0.0]))

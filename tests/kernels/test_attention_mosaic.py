@@ -47,7 +47,7 @@ def test_interpreted_kernels_keep_the_contract(kernel, group):
     assert result["failed"] == {}
 
 
-def test_unsupported_kernel_inputs_are_named():
+def test_unsupported_kernel_inputs_are_named_in_the_error():
     bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     assert unsupported(32, 8, 128, 64, bf16, bf16) is None
     assert "head dim must be one of 64, 80, 96, 128, 256, not 72" in unsupported(

@@ -299,7 +299,7 @@ def test_other_instruction_sets_pass_the_same_checks(cpu_kernels, isa):
     assert result["isa"] == isa and result["failed"] == {}
     # On rows rounded to int8, blocks have the same bits with every instruction set.
     assert result["rounded"] == rounded_digests()
-    mine = digests()  # int8 and int4 do, too
+    mine = digests()  # int8 and int4 also do
     for name in ("int8, residual", "int4, residual"):
         assert result["digests"][name] == mine[name]
 

@@ -297,7 +297,7 @@ def planted(module, old: str, new: str):
 # ---- selection ----------------------------------------------------------------------------------
 
 
-def test_unsupported_experts_are_named():
+def test_unsupported_experts_are_named_in_the_error():
     assert unsupported(2048, 768, BF16) is None
     assert unsupported(2048, 768, jnp.dtype(jnp.float16)) is None
     assert "float32" in unsupported(2048, 768, jnp.dtype(jnp.float32))

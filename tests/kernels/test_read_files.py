@@ -98,7 +98,7 @@ def test_rounding_matches_ml_dtypes_for_every_kind_of_number(dtype, tmp_path):
     np.testing.assert_array_equal(weight, want)
 
 
-def test_truncated_file_is_named(tmp_path):
+def test_truncated_file_is_named_in_the_error(tmp_path):
     w = np.ones((64, 8), BF16)
     stretches = write(tmp_path, [w, w])
     stretches[1].file.write_bytes(b"x")

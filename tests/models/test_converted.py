@@ -356,7 +356,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("case", RECORDS)
-def test_invalid_record_is_named(case, folder):
+def test_invalid_record_is_named_in_the_error(case, folder):
     change, message = RECORDS[case]
     record = json.loads((folder / FILE).read_text())
     change(record)
@@ -443,7 +443,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_weights_are_named(case, folder):
+def test_broken_weights_are_named_in_the_error(case, folder):
     change, message = BROKEN[case]
     change(folder)
     with pytest.raises(CheckpointError, match=message) as caught:

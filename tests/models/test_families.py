@@ -139,7 +139,7 @@ def test_yarn_extends_the_context(spec_of):
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings must be an"),
     ],
 )
-def test_invalid_yarn_fields_are_named(spec_of, changes, message):
+def test_invalid_yarn_fields_are_named_in_the_error(spec_of, changes, message):
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, **changes}
     with pytest.raises(ModelError, match=f"rope_parameters: {message}"):
         spec_of("qwen2", rope_parameters=yarn)
@@ -299,7 +299,7 @@ def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
         ("gpt_neox", {"rotary_emb_base": 0}, "rotary_emb_base must be a finite number above 0"),
     ],
 )
-def test_invalid_or_unsupported_fields_are_named(spec_of, name, changes, message):
+def test_invalid_or_unsupported_fields_are_named_in_the_error(spec_of, name, changes, message):
     with pytest.raises((ModelError, UnsupportedModelError), match=message):
         spec_of(name, **changes)
 

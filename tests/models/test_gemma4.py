@@ -124,7 +124,7 @@ def test_cpu_kernels_support_both_head_dims():
         ),
     ],
 )
-def test_invalid_or_unsupported_fields_are_named(changes, message):
+def test_invalid_or_unsupported_fields_are_named_in_the_error(changes, message):
     with pytest.raises(ModelError, match=message):
         golden_with("gemma4_shared", **changes)
 

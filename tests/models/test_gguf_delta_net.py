@@ -244,7 +244,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_broken_files_are_named(fault, folders, tmp_path):
+def test_broken_files_are_named_in_the_error(fault, folders, tmp_path):
     more, match = BROKEN[fault]
     file = write_gguf(folders["qwen3_next"], tmp_path / "m.gguf", more=more)
     with pytest.raises(CheckpointError, match=match):

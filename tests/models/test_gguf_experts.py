@@ -152,7 +152,7 @@ def test_experts_work_with_one_float_matrix(tmp_path):
     assert np.linalg.norm(ours - want) < 0.02 * np.linalg.norm(want)
 
 
-def test_wrong_number_of_experts_is_named(tmp_path, goldens):
+def test_wrong_number_of_experts_is_named_in_the_error(tmp_path, goldens):
     def wrong(writer):
         del writer.kv_data[0]["llama.expert_count"]
         writer.add_expert_count(5)

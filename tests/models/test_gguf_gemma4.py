@@ -96,7 +96,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_broken_files_are_named(fault, goldens, tmp_path):
+def test_broken_files_are_named_in_the_error(fault, goldens, tmp_path):
     more, error, match = BROKEN[fault]
     file = write_gguf(goldens / "gemma4", tmp_path / "m.gguf", more=more)
     with pytest.raises(error, match=match):

@@ -166,7 +166,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_broken_experts_are_named(fault, folders, tmp_path):
+def test_broken_experts_are_named_in_the_error(fault, folders, tmp_path):
     change, error, match = BROKEN[fault]
     file = write_gguf(folders["gpt_oss"], tmp_path / "m.gguf")
     with pytest.raises(error, match=match):

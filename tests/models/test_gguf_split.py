@@ -63,7 +63,7 @@ def test_later_part_names_the_first(parts):
         read_gguf(parts / NAMES[1])
 
 
-def test_missing_part_is_named(parts):
+def test_missing_part_is_named_in_the_error(parts):
     (parts / NAMES[1]).unlink()
     with pytest.raises(CheckpointError, match=rf"{NAMES[1]} is missing: it is part 2 of 3"):
         read_gguf(parts / NAMES[0])

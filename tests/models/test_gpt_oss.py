@@ -121,14 +121,14 @@ def test_mxfp4_experts_have_the_bits_that_transformers_decodes():
         ({"quant_method": "mxfp4", "modules_to_not_convert": 1}, "modules_to_not_convert must be"),
     ],
 )
-def test_unsupported_quantizations_are_named(tmp_path, changes, message):
+def test_unsupported_quantizations_are_named_in_the_error(tmp_path, changes, message):
     config = json.loads((MXFP4 / "config.json").read_text()) | {"quantization_config": changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         read_spec(tmp_path)
 
 
-def test_missing_or_misshapen_mxfp4_tensors_are_named(tmp_path):
+def test_missing_or_misshapen_mxfp4_tensors_are_named_in_the_error(tmp_path):
     config = json.loads((MXFP4 / "config.json").read_text())
     config |= {"intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -214,7 +214,7 @@ def test_header_with_a_flipped_bit_is_read_or_rejected(whole, file):
         ),
     ],
 )
-def test_missing_keys_are_named(whole, file, old, new, match):
+def test_missing_keys_are_named_in_the_error(whole, file, old, new, match):
     assert whole.count(old) == 1
     file.write_bytes(whole.replace(old, new))
     with pytest.raises(ModelError, match=match):

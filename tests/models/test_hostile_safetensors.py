@@ -97,7 +97,7 @@ def refused(tmp_path):
         (header(b'{"__metadata__":{"a":"\xff"}}'), "'utf-8' codec"),
     ],
 )  # fmt: skip
-def test_each_false_header_field_is_named(refused, content, message):
+def test_each_false_header_field_is_named_in_the_error(refused, content, message):
     assert message in refused(content)
 
 

@@ -121,7 +121,7 @@ def test_published_fields_of_deepseek_v2_lite_are_read():
         ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense"]}, "must be a list of 47"),
     ],
 )
-def test_unsupported_fields_are_named(architecture, changes, message):
+def test_unsupported_fields_are_named_in_the_error(architecture, changes, message):
     with pytest.raises(ModelError, match=message):
         read(architecture, **{"num_experts_per_tok": 6, **changes})
 
@@ -157,7 +157,7 @@ def test_decoded_matrix_is_read_once_for_many_heads():
     np.testing.assert_array_equal(found, values.reshape(8, 8, 4)[:, 5:].reshape(24, 4))
 
 
-def test_unsupported_options_are_named():
+def test_unsupported_options_are_named_in_the_error():
     spec = read_spec(FOLDER)
     with pytest.raises(ConfigError, match="LoRA adapters are not supported for DeepseekV3"):
         build_model(spec, formats=WeightFormats(lora=True))
@@ -220,7 +220,7 @@ def test_quantized_up_projections_are_decoded(tmp_path, case):
     assert 1e-3 < error < CASES[case][2]
 
 
-def test_missing_and_misshapen_scales_are_named(tmp_path):
+def test_missing_and_misshapen_scales_are_named_in_the_error(tmp_path):
     write_quantized(tmp_path, "fp8 blocks")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [16, 8]

@@ -377,7 +377,7 @@ def rows_without_ties(width: int) -> jax.Array:
         ("int8_rows", {"weight_scale": lambda s: s[:3]}, "weight_scale has shape"),
     ],
 )  # fmt: skip
-def test_tensors_that_contradict_the_config_are_named(name, change, message, tmp_path):
+def test_tensors_that_contradict_the_config_are_named_in_the_error(name, change, message, tmp_path):
     case, own = CASES[name], quantizer(CASES[name])
 
     def quantize(module, w):
@@ -432,7 +432,7 @@ def change_config(folder, edit):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_quantized_tensors_without_a_config_are_named(tmp_path):
+def test_quantized_tensors_without_a_config_are_named_in_the_error(tmp_path):
     write(CASES["gptq"], tmp_path)
     change_config(tmp_path, lambda config: config.pop("quantization_config"))
     with pytest.raises(

@@ -263,7 +263,7 @@ def changed(quantization, **changes):
         (changed(W4A16, actorder="other"), "actorder 'other'"),
     ],
 )  # fmt: skip
-def test_unknown_settings_are_named(quantization, message):
+def test_unknown_settings_are_named_in_the_error(quantization, message):
     with pytest.raises(ModelError, match=message) as caught:
         read(quantization)
     assert "config" in str(caught.value) and len(str(caught.value)) < 500

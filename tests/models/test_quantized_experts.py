@@ -356,7 +356,7 @@ def test_quantized_router_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8_blocks"])
-def test_router_quantized_only_by_its_tensors_is_named(method, tmp_path):
+def test_router_quantized_only_by_its_tensors_is_named_in_the_error(method, tmp_path):
     weights, case = writer.plain_weights(experts=True), CASES[method]
     router = np.concatenate([weights.pop(ROUTER)] * 2)  # 4-bit values come in words of 8 rows
     tensors, _ = case.quantize(router, RNG(0))
@@ -427,7 +427,9 @@ LAST = f"{MOE}.experts.3.w1"
         ),
     ],
 )
-def test_expert_tensors_that_contradict_the_config_are_named(name, edit, message, tmp_path):
+def test_expert_tensors_that_contradict_the_config_are_named_in_the_error(
+    name, edit, message, tmp_path
+):
     write_experts(CASES[name], tmp_path)
     tensors = tensors_of(tmp_path)
     edit(tensors)
@@ -436,7 +438,7 @@ def test_expert_tensors_that_contradict_the_config_are_named(name, edit, message
         load(tmp_path)
 
 
-def test_schemes_that_differ_between_experts_are_named(goldens):
+def test_schemes_that_differ_between_experts_are_named_in_the_error(goldens):
     spec = read_spec(goldens / "mixtral")
 
     def build(quantization):

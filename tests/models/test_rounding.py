@@ -134,7 +134,7 @@ def test_gates_of_states_are_not_rounded(formats, goldens):
     assert found == {"delta.ba.weight", "mlp.router.weight", "mlp.shared.gate.weight"}
 
 
-def test_unroundable_weights_are_named():
+def test_unroundable_weights_are_named_in_the_error():
     odd = {"layers.0.mlp.down.weight": (Tensor("down", (64, 40)),)}
     with pytest.raises(UnsupportedModelError, match=r"down has 40 columns, .* multiple of 16"):
         rounded_formats(odd, "int4")

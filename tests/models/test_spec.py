@@ -142,7 +142,7 @@ def test_unsupported_features_are_rejected_by_name(spec_of, changes, message):
         ({"architectures": {"a": 1}}, "architectures must be a list of one name"),
     ],
 )
-def test_wrong_field_is_named(spec_of, changes, message):
+def test_wrong_field_is_named_in_the_error(spec_of, changes, message):
     with pytest.raises(ModelError, match=message) as caught:
         spec_of(**changes)
     assert len(str(caught.value)) < 2000  # an unknown architecture lists all names

@@ -189,7 +189,7 @@ def test_other_text_models_are_rejected_by_name(copy_of):
         read_spec(copy_of("mistral3", other))
 
 
-def test_missing_section_is_named(copy_of):
+def test_missing_section_is_named_in_the_error(copy_of):
     with pytest.raises(ModelError, match="text_config must be an object with the fields of the"):
         read_spec(copy_of("qwen3_vl", lambda config: config.pop("text_config")))
 

@@ -508,7 +508,7 @@ def test_contradicting_directories_are_rejected(bin_of, at, form):
 
 
 def test_checksums_are_ignored(bin_of):
-    """They are ignored by torch, too, which can be configured to write none."""
+    """Torch also ignores them, and can be configured to write none."""
     path = bin_of(program({"x": tensor(ONE, 0, (6,), (1,))}))
     data = path.read_bytes()
     at = data.index(b"PK\x01\x02")

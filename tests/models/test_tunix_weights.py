@@ -64,6 +64,6 @@ def test_names_of_all_parameters_are_those_of_a_checkpoint():
         ({"layers": {0: {"attn": {"q_proj": {"w": projection(D, 8)}}}}}, "expects 3 axes"),
     ],
 )
-def test_other_parameters_are_named(params, match):
+def test_other_parameters_are_named_in_the_error(params, match):
     with pytest.raises(ModelError, match=match):
         checkpoint_weights(params)

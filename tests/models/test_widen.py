@@ -94,7 +94,7 @@ def test_published_shapes_fit_the_bundled_model_and_its_draft_model():
         ({"num_key_value_heads": 1}, "num_key_value_heads"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(sizes, field):
+def test_sizes_that_do_not_fit_are_named_in_the_error(sizes, field):
     config, _ = read(resolve(BUNDLED))
     with pytest.raises(ValueError, match=f"^{field}: "):
         check(config, Shape(**vars(GROUPED) | sizes))

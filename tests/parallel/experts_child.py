@@ -195,7 +195,7 @@ def reads():
 def converted():
     """Check that folders for one device and for four give the model's bits on four devices.
 
-    The errors of folders with the other division are returned, too.
+    The result includes the errors of folders with the other division.
     """
     sources = {
         "plain": (GOLDENS / "qwen3_moe", {"dtype": "float32"}),

@@ -221,7 +221,7 @@ def bits(array):
 def converted():
     """Check that folders for one device and for four give the model's bits on four devices.
 
-    The errors of folders for four on another number are returned, too.
+    The result includes the errors of folders for four devices on another number.
     """
     sources = {
         "plain": (GOLDENS / "llama31", {}),
@@ -265,7 +265,7 @@ def converted():
 def peaks():
     """Measure the peak of host memory while weights are read, their bytes, and the largest.
 
-    The bytes read of a folder converted for the same device count are counted, too.
+    The bytes read of a folder converted for the same device count are included.
     """
     options = {"dtype": "float32", "kernels": "xla"}
     source, out = resolve("forge-tiny"), Path(tempfile.mkdtemp()) / "out"

@@ -281,7 +281,7 @@ def test_tensorboard_overlays_both_and_has_the_difference_as_text(places, tmp_pa
     assert "| decode/sample/greedy: argmax | 50.0 | 20.0 | -30.0 | -60.0 | faster |" in table
 
 
-def test_missing_extra_is_named(places, tmp_path, monkeypatch):
+def test_missing_extra_is_named_in_the_error(places, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     comparisons = compare(*map(read_traces, places))
     with pytest.raises(ConfigError, match=r"extra profile: pip install .*\[profile\]"):

@@ -139,7 +139,7 @@ def test_times_are_kept_per_run_and_per_step(tmp_path):
     assert dict(trace.phases["read"].by_run) == pytest.approx({1: 21})
 
 
-def test_missing_or_invalid_trace_is_named(tmp_path):
+def test_missing_or_invalid_trace_is_named_in_the_error(tmp_path):
     with pytest.raises(ConfigError, match=r"no trace .* forge-jax profile MODEL --logdir DIR"):
         read_traces(tmp_path)
     with pytest.raises(ConfigError, match="nowhere does not exist"):
@@ -163,7 +163,7 @@ CUT_GZIP = gzip.compress(b"HloModule jit_decode_4" * 99, mtime=0)[:-9]
         ("about.json", b"\xff"),
     ],
 )
-def test_broken_metadata_file_is_named(tmp_path, name, content):
+def test_broken_metadata_file_is_named_in_the_error(tmp_path, name, content):
     write_trace(tmp_path, {"/host:CPU": {"w": [op("copy.4", 0, 5)]}}, HLO)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name} cannot be read: take the profile again"):

@@ -130,7 +130,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ("logprob_token_ids", [5], "logprob_token_ids"),
     ],
 )
-async def test_invalid_completion_field_is_named(server, field, value, param):
+async def test_invalid_completion_field_is_named_in_the_error(server, field, value, param):
     await _refused(server, "/v1/completions", {**PROMPT, field: value}, param)
 
 
@@ -158,7 +158,7 @@ async def test_invalid_completion_field_is_named(server, field, value, param):
         ("modalities", ["audio"], "modalities"),
     ],
 )
-async def test_invalid_chat_field_is_named(server, field, value, param):
+async def test_invalid_chat_field_is_named_in_the_error(server, field, value, param):
     await _refused(server, "/v1/chat/completions", {**CHAT, field: value}, param)
 
 

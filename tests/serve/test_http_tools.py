@@ -289,7 +289,7 @@ async def test_call_arguments_in_messages_become_objects_if_possible(start, argu
         ),
     ],
 )
-async def test_invalid_tool_is_named(start, more, param):
+async def test_invalid_tool_is_named_in_the_error(start, more, param):
     server = await start(scripted_engine("x", template=families.HERMES))
     status, answer = await server.post(CHAT, chat(**more))
     assert (status, answer["error"]["param"]) == (400, param), answer

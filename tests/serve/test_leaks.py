@@ -121,7 +121,7 @@ async def check(
 ) -> None:
     async with aiohttp.ClientSession(url) as http, asyncio.timeout(60):
         status = ""
-        while status != "ready":  # compiler threads count, too
+        while status != "ready":  # compiler threads also count
             async with http.get("/health") as response:
                 status = (await response.json())["status"]
             await asyncio.sleep(0.05)

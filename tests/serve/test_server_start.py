@@ -247,7 +247,7 @@ def test_missing_model_fails_before_the_load_is_logged(caplog, monkeypatch):
     assert caplog.messages == []
 
 
-def test_options_ignored_by_the_fake_device_are_named(caplog):
+def test_options_ignored_by_the_fake_device_are_logged(caplog):
     config = EngineConfig.from_options(model="org/model", dtype="float32", max_model_len=99)
     server.warn_of_ignored(config)
     [message] = caplog.messages

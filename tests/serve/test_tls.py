@@ -68,7 +68,7 @@ async def test_old_tls_versions_are_rejected():
         (CERT, LOCKED_KEY, "--tls-key: .*locked_key.pem is encrypted: store it without a password"),
     ],
 )
-def test_unusable_file_is_named(cert, key, message):
+def test_unusable_file_is_named_in_the_error(cert, key, message):
     with pytest.raises(ConfigError, match=message):
         ssl_context(ServerConfig(tls_cert=cert, tls_key=key))
 

@@ -184,7 +184,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_each_malicious_field_is_named(folder, name):
+def test_each_malicious_field_is_named_in_the_error(folder, name):
     changes, model, message = REFUSED[name]
     path = folder(changes, model)
     begin = time.thread_time()
@@ -270,7 +270,7 @@ def test_invalid_json_files_are_rejected(folder, name, text):
         ({"chat_template": {"a": {"b": 1}}}, "chat_template must be a string"),
     ],
 )
-def test_wrong_types_in_the_configuration_are_named(folder, config, message):
+def test_wrong_types_in_the_configuration_are_named_in_the_error(folder, config, message):
     with pytest.raises(CheckpointError, match=message):
         load(folder(json.dumps(config), name="tokenizer_config.json") and folder())
 

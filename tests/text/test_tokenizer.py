@@ -28,14 +28,14 @@ def test_folder_without_tokenizer_json_has_no_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", '{"version": "1.0"}', "[]", ""])
-def test_broken_tokenizer_json_is_named(tmp_path, content):
+def test_broken_tokenizer_json_is_named_in_the_error(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a usable tokenizer"):
         Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
-def test_broken_config_is_named(write_folder, content):
+def test_broken_config_is_named_in_the_error(write_folder, content):
     folder = write_folder()
     (folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
@@ -121,7 +121,7 @@ def test_added_tokens_of_the_config_are_added_with_their_flags(write_folder):
         ({str(i): {"content": str(i)} for i in range(70_000)}, "must be an object"),
     ],
 )
-def test_malformed_added_tokens_of_the_config_are_named(write_folder, added, message):
+def test_malformed_added_tokens_of_the_config_are_named_in_the_error(write_folder, added, message):
     folder = write_folder({"added_tokens_decoder": added})
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: added_.*{message}"):
         Tokenizer.from_folder(folder)

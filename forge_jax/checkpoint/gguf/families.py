@@ -107,7 +107,7 @@ def _stablelm(fields: Fields) -> dict[str, Any]:
         "layer_norm_eps": fields.number(_EPS),
         "use_qkv_bias": _has(fields, "blk.0.attn_q.bias"),
         "qk_layernorm": _has(fields, "blk.0.attn_q_norm.weight"),
-        # llama.cpp decides by this tensor, too.
+        # llama.cpp also decides by this tensor.
         "use_parallel_residual": not _has(fields, "blk.0.ffn_norm.weight"),
     }
 

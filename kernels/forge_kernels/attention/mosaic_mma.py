@@ -336,7 +336,7 @@ class MmaKernel(Kernel):
         return tuple(acc)
 
     def _finish(self, sinks, shared: _Shared, outputs, item: Item, state):
-        """Store an item's slices, by way of shared memory because a tile may have fewer."""
+        """Store an item's slices through shared memory, because a tile may have fewer."""
         (parts, lse), (acc, top, total) = outputs, state
         factor, log_sum = self._sums(sinks, 0, item, top, total)
         out = shared.out

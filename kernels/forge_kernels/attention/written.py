@@ -2,7 +2,7 @@
 
 A cache of 16 or 8 bits does not carry gradients: on CPUs, it is an array of integers. The write and
 the attention therefore have one gradient. It leads from the results to the rows of this call, not
-by way of the cache.
+through the cache.
 """
 
 from __future__ import annotations

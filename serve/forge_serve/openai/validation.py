@@ -428,7 +428,7 @@ def _validation_error(text: str, kind: type[msgspec.Struct]) -> RequestError:
 
 def _check_counts(body: bytes, limits: Limits) -> None:
     """Reject bodies with many small values, which take long to parse for their size."""
-    keys, values = body.count(b":"), body.count(b",") + 1  # upper bounds: strings count, too
+    keys, values = body.count(b":"), body.count(b",") + 1  # upper bounds, which include strings
     if keys > limits.json_keys or values > limits.json_values:
         plain = _outside_strings(body)
         keys = int(np.count_nonzero(plain == ord(":")))

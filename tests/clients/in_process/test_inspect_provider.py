@@ -304,13 +304,13 @@ async def test_requests_outside_asyncio_and_thread_errors_raise_different_errors
         (QUESTION, {"modalities": ["image"]}, "modalities"),
     ],
 )
-async def test_unsupported_requests_are_named(api, content, config, param):
+async def test_unsupported_requests_are_named_in_the_error(api, content, config, param):
     with pytest.raises(RequestError) as caught:
         await api.generate([ChatMessageUser(content=content)], [], "auto", GenerateConfig(**config))
     assert caught.value.param == param
 
 
-def test_invalid_options_are_named():
+def test_invalid_options_are_named_in_the_error():
     with pytest.raises(ConfigError, match="openai-api"):
         ForgeAPI("forge-tiny", base_url="http://127.0.0.1:8000/v1")
     with pytest.raises(ConfigError, match="dtyp"):

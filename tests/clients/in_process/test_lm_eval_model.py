@@ -147,7 +147,7 @@ def test_sampling_parameters_reach_the_engine(lm):
         ({"max_gen_toks": 1024}, r"max_gen_toks \(1024\) must be less than max_length \(1024\)"),
     ],
 )
-def test_unsupported_generation_kwargs_are_named(lm, options, message):
+def test_unsupported_generation_kwargs_are_named_in_the_error(lm, options, message):
     with pytest.raises(RequestError, match=message):
         generated(lm, until=[], **options)
 
@@ -264,7 +264,7 @@ def test_empty_context_begins_with_the_prefix_token(llm):
     assert empty == pytest.approx(begun, abs=1e-4)
 
 
-def test_invalid_options_are_named(llm):
+def test_invalid_options_are_named_in_the_error(llm):
     with pytest.raises(ConfigError, match="max_length must be between 2 and 1024"):
         ForgeLM(llm, max_length=2000)
     with pytest.raises(ConfigError, match="dtype: cannot change an LLM"):

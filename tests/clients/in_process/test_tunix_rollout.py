@@ -226,12 +226,12 @@ def test_other_rope_than_the_checkpoint_is_reported(tmp_path, caplog):
         ({"seed": -1}, "seed must not be negative"),
     ],
 )
-def test_fields_without_equivalent_are_named(llm, changes, match):
+def test_fields_without_equivalent_are_named_in_the_error(llm, changes, match):
     with pytest.raises(ConfigError, match=match):
         rollout_of(ForgePolicy(llm), llm, dataclasses.replace(CONFIG, **changes))
 
 
-def test_wrong_sampling_parameters_are_named(llm):
+def test_wrong_sampling_parameters_are_named_in_the_error(llm):
     with pytest.raises(RequestError, match="top_p"):
         rollout_of(ForgePolicy(llm), llm, dataclasses.replace(CONFIG, top_p=2.0))
 
@@ -240,7 +240,7 @@ def test_wrong_sampling_parameters_are_named(llm):
     ("prompt", "match"),
     [(" ".join("9" * 9), "max_prompt_length=9"), ("5 0 6", "contains token 0"), ("", "no tokens")],
 )
-def test_wrong_prompts_are_named(llm, prompt, match):
+def test_wrong_prompts_are_named_in_the_error(llm, prompt, match):
     with pytest.raises(RequestError, match=f"prompt 1 .*{match}"):
         rollout_of(ForgePolicy(llm), llm).generate(["5", prompt], CONFIG)
 

@@ -101,7 +101,7 @@ inline float tile_flush(float x) {
 inline float tile_fma(float a, float b, float c) {
   a = tile_flush(a), b = tile_flush(b), c = tile_flush(c);
   float sum = std::fma(a, b, c);
-  // A result that is below the normal range after rounding to 24 bits becomes zero, too. Rounded as
+  // A result that is below the normal range after rounding to 24 bits also becomes zero. Rounded as
   // a subnormal number, it could be a normal one.
   double wide = double(a) * double(b) + double(c);
   if (std::fabs(sum) == 0x1p-126f && std::fabs(wide) < 0x1p-126 - 0x1p-151) sum = std::copysign(0.0f, sum);

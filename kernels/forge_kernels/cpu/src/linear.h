@@ -620,7 +620,7 @@ void unpack_panel(const Linear& op, long panel, uint16_t* out) {
 // The rows whose sums all fit in registers. Groups that share a scale of x need more of them.
 constexpr int rows_in_registers(int together) { return kMaxRows < 6 ? 1 : together == 1 ? 6 : 4; }
 
-// The order of columns in two vectors, by fours, as `pair_columns` returns it.
+// The order of columns in two vectors, in groups of four, as `pair_columns` returns it.
 constexpr int kOrder8[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 constexpr int kOrder4[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 

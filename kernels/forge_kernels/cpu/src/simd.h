@@ -183,7 +183,7 @@ constexpr int kSignedBias = 128;
 inline I16 signed_words(I16 w_s8) { return _mm512_xor_si512(w_s8, _mm512_set1_epi8(-128)); }
 inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
 // Combines two rows of 32 16-bit values to pairs of each column, with columns in the order of
-// `kOrder8`, by fours.
+// `kOrder8`, in groups of four.
 inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
   I16 x = load_bits(a), y = load_bits(b);
   first = _mm512_unpacklo_epi16(x, y);
@@ -195,7 +195,7 @@ inline I16 pair_columns(const void* p) {
                                       27, 11, 26, 10, 25, 9, 24, 8, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(at, load_bits(p));
 }
-// Loads 32 values as float32, their fours in the given order.
+// Loads 32 values as float32, with groups of four in the given order.
 inline void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
   const int* o = order;
   __m512i at = _mm512_setr_epi64(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
@@ -212,7 +212,7 @@ inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& se
   second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
 }
 
-// Sorts the fours of 32 values from the given order.
+// Sorts the groups of four of 32 values from the given order.
 inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
   int at[8];
   for (int i = 0; i < 8; ++i) at[order[i]] = 4 * i;

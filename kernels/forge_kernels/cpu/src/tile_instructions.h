@@ -50,7 +50,7 @@ template <int sum, int a, int b>
 inline void tile_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
 }
-// Does the same with fours of s8 in a and u8 in b.
+// Does the same with groups of four s8 in a and u8 in b.
 template <int sum, int a, int b>
 inline void tile_dot_s8u8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
