@@ -1,6 +1,6 @@
 """Train a model on sums with Tunix's GRPO, with rollouts whose KL to the trainer is exactly 0.
 
-    pip install forge-jax google-tunix
+    pip install -e . google-tunix
     python examples/grpo_tunix.py [--steps 40]
 
 Tunix trains `ForgePolicy`, which computes the served model. `ForgeRollout` samples the answers and
