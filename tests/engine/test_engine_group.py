@@ -141,9 +141,8 @@ async def test_group_is_used_like_one_engine(group):
 
     group.abort("r0")
     async with asyncio.timeout(WAIT_S):
-        assert [delta async for deltas in streams[0] for delta in deltas][
-            -1
-        ].finish_reason == "abort"
+        deltas = [delta async for deltas in streams[0] for delta in deltas]
+    assert deltas[-1].finish_reason == "abort"
     waiting = [group.submit([7], LONG, request_id=f"w{i}") for i in range(40)]
     with pytest.raises(OverloadedError, match="40 samples"):
         group.submit([7], LONG, request_id="too many")
