@@ -189,7 +189,7 @@ def of_two_batches(llm):
 
 @pytest.mark.slow
 def test_deterministic_activations_do_not_depend_on_the_batch(llm, short_stories):
-    """Without `deterministic`, they do."""
+    """Bits depend on the batch unless `deterministic` is set."""
     alone, together = of_two_batches(llm)
     assert alone != together
     with LLM(short_stories, **OPTIONS, **SERVED, deterministic=True) as other:
