@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class Output(AbstractContextManager[None], Protocol):
-    """Where an answer appears, piece by piece. Leaving its context completes it."""
+    """Sink of one answer, which arrives piece by piece. Leaving its context completes it."""
 
     def thought(self, piece: str) -> None: ...
     def text(self, piece: str) -> None: ...

@@ -1,6 +1,6 @@
 """Markdown on a terminal while it is being generated.
 
-Completed blocks are printed for good. The last block is drawn again with each update, because its
+Completed blocks are printed once. The last block is drawn again with each update, because its
 next characters can change how it looks.
 """
 
@@ -149,7 +149,7 @@ class Screen:
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
         self._answer = _MARKDOWN if markdown else _PLAIN
         self._kind: _Kind | None = None  # of the rest
-        self._rest = ""  # not printed for good yet
+        self._rest = ""  # text that is not printed yet
         self._gap = False  # a blank line precedes the next part
         self._timer: asyncio.TimerHandle | None = None
         self._drawing_s = 0.0  # duration of the last update
@@ -192,7 +192,7 @@ class Screen:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._draw)
 
     def _draw(self) -> None:
-        """Print the completed parts for good, and draw the last one."""
+        """Print the completed parts, and draw the last one."""
         assert self._kind is not None
         self._timer = None
         begin_s = time.perf_counter()

@@ -19,7 +19,7 @@ from forge_serve.cli.terminal import Answer
 if TYPE_CHECKING:
     from forge_serve.cli.chat.conversation import Answered, Conversation, Output
 
-MARKDOWN = "markdown"  # a setting besides those of sampling
+MARKDOWN = "markdown"  # the only setting that is not of sampling
 KEYS_HELP = '''\
 Enter            send the message; a pasted text is one message, with all its lines
 Alt-Enter        begin a new line, as does Enter after \\ or between triple quotes (""")
