@@ -180,7 +180,7 @@ class TensorMesh:
 def placed(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
     """Put an array that every process has on the devices of a sharding.
 
-    `jax.device_put` would compare the processes' arrays, with a collective operation of its own.
+    `jax.device_put` would compare the processes' arrays, with an additional collective operation.
     """
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)

@@ -105,7 +105,7 @@ def test_restarted_host_replaces_its_earlier_connection(port, keep):
         earlier.receive(5)
 
 
-def test_unusable_hosts_are_told_the_reason_and_do_not_count(port, keep):
+def test_unusable_hosts_are_rejected_with_the_reason(port, keep):
     with ThreadPoolExecutor() as pool:
         gathering = pool.submit(groups._gather, HERE, port, 3)
         first = keep(groups._connect(HERE, port, 1))  # returns as soon as host 0 listens
@@ -126,7 +126,7 @@ def test_unusable_hosts_are_told_the_reason_and_do_not_count(port, keep):
     assert (first.receive(5), second.receive(5)) == (Begin(0), Begin(1))
 
 
-def test_foreign_coordinator_address_is_an_error(port):
+def test_coordinator_address_of_another_host_is_rejected(port):
     with pytest.raises(ConfigError, match="host 0 cannot listen there"):
         groups._gather("192.0.2.1", port, 2)
 
@@ -161,7 +161,7 @@ def test_equal_hosts_are_the_same(both):
     ]
 
 
-def test_both_hosts_are_told_the_first_difference(both):
+def test_both_hosts_report_the_first_difference(both):
     errors = together(both, lambda group: group.check_same({"jax": "1", "--dtype": group.rank}))
     for error in errors:
         assert isinstance(error, ConfigError)

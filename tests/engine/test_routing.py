@@ -105,7 +105,7 @@ def test_equal_engines_take_turns(router):
     assert chosen == [0, 1, 0, 1, 0, 1]
 
 
-def test_full_index_forgets_the_end_of_the_oldest_sequence():
+def test_full_index_evicts_the_end_of_the_oldest_sequence():
     index = PrefixIndex(6)
     index.add([1, 2, 3, 4])
     index.add([11, 12, 13])

@@ -157,7 +157,7 @@ def test_suggestions_follow_from_the_differences(tmp_path):
     assert "used other executables (jit_decode_4 and none)" in said
 
 
-def test_host_phase_behind_the_difference_is_named(tmp_path):
+def test_verdict_names_the_host_phase_that_causes_the_difference(tmp_path):
     for name, text_us in (("before", 10), ("after", 110)):
         events = []
         for i in range(10):

@@ -30,7 +30,7 @@ from forge_jax.step.mirror import Operation, replay
 if TYPE_CHECKING:
     from forge_jax.step.runner import Runner
 
-JOIN_S = 5.0  # for a new connection to say who it is
+JOIN_S = 5.0  # for the first message of a new connection
 CONNECT_PAUSE_S = 0.5
 LOG_S = 30.0  # interval of log lines while hosts are missing
 START_S = 120  # for all hosts to start `jax.distributed`

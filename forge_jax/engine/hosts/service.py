@@ -1,4 +1,4 @@
-"""`follow`: what `forge-jax serve` does on a host other than host 0."""
+"""`follow`: `forge-jax serve` on a host other than host 0."""
 
 from __future__ import annotations
 
