@@ -12,268 +12,51 @@ import argparse
 import dataclasses
 import itertools
 import math
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks import report as reports
 from benchmarks.report import number
-from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice
+from benchmarks.simulation import (
+    ORDINARY,
+    URGENT,
+    Arrival,
+    Balancer,
+    EngineSizes,
+    Outcome,
+    Replica,
+    Served,
+    arrivals,
+    play,
+)
+from benchmarks.virtual import DEVICES, StepCost
 from forge_jax.config import Policy
-from forge_jax.engine.core import max_rows
 from forge_jax.engine.gc_tuning import short_pauses
 from forge_jax.host.progress import progress_bar
-from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule import request as schedule
-from forge_jax.schedule.block_pool import BlockPool
-from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
-from forge_jax.schedule.token_budget import TokenBudget
+from forge_jax.schedule.config import SchedulerConfig
 from forge_serve.bench.errors import BenchmarkError
-from forge_serve.bench.metrics import Measured, Slo, latencies, percentile, spread_ms
-from forge_serve.bench.traces import TRACE_BLOCK, TraceEntry, fitted, read_trace
+from forge_serve.bench.metrics import Slo, latencies, percentile, spread_ms
+from forge_serve.bench.traces import TRACE_BLOCK, TraceEntry, read_trace
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-URGENT, ORDINARY = "urgent", "ordinary"  # groups, and the two classes of `priority`
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSizes:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_blocks: int
-    block_size: int
-    context: int
-    aging_s: float = SchedulerConfig.aging_s
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < (name != "aging_s"):
-                raise BenchmarkError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        if self.num_blocks * self.block_size < self.context:
-            raise BenchmarkError(
-                f"{self.num_blocks} blocks of {self.block_size} tokens cannot hold a context of "
-                f"{self.context}: lower --context or raise --num-blocks"
-            )
-
-
-class Prompt(Sequence[int]):
-    """Token ids in blocks of one repeated id, because a trace has millions of tokens.
-
-    Prompts share exactly the tokens of their equal leading blocks.
-    """
-
-    __slots__ = ("_blocks", "_length")
-
-    def __init__(self, blocks: Sequence[int], length: int):
-        assert len(blocks) * TRACE_BLOCK >= length
-        self._blocks = blocks
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index):  # type: ignore[override]
-        return list(self)[index]
-
-    def __iter__(self) -> Iterator[int]:
-        tokens: list[int] = []
-        for block in self._blocks:
-            tokens += [block] * TRACE_BLOCK
-        del tokens[self._length :]
-        return iter(tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """One request of a trace, as it is sent at 1x."""
-
-    arrival_s: float
-    prompt: Prompt
-    output_len: int
-    urgent: bool
-    decode_s: float  # time for its output on an idle device, after the first token
-
-
-@dataclass(kw_only=True)
-class Served(Measured):
-    """The measurements of a request; times are virtual seconds since its arrival."""
-
-    alone_s: float = 0.0  # on an idle device with the same part of the prompt cached
-    waited_s: float | None = None  # until its first step was dispatched
-    longest_gap_s: float = 0.0  # longest inter-token latency
-
-    def gained(self, after_s: float) -> None:
-        """Record a token; only the longest latency is kept, because a trace has millions."""
-        if self.last_s is None:
-            self.ttft_s = after_s
-        else:
-            self.longest_gap_s = max(self.longest_gap_s, after_s - self.last_s)
-        self.last_s = after_s
-
-    @property
-    def slowdown(self) -> float:
-        return self.end_s / self.alone_s
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """The outcome of one replay."""
-
-    served: list[Served]
-    device: VirtualDevice
-    scheduler: Scheduler
-    virtual_s: float  # from the first arrival to the last token
-    queue_peak: int  # largest number of waiting sequences after scheduling a step
-    blocks_peak: int  # in use
-
-
-def arrivals(
-    entries: Sequence[TraceEntry],
-    sizes: EngineSizes,
-    cost: StepCost,
-    *,
-    urgent_share: float,
-    seed: int,
-) -> list[Arrival]:
-    """Return the requests of a trace; `seed` decides at random which are urgent."""
-    rng = random.Random(f"{seed}:urgent")
-    own = 1 + max((i for entry in entries for i in entry.hash_ids), default=0)
-    made = []
-    for index, entry in enumerate(entries):
-        input_len, output_len = fitted(entry, sizes.context)
-        num_blocks = -(-input_len // TRACE_BLOCK)
-        # Token 0 is the one that the device samples.
-        blocks = [1 + hash_id for hash_id in entry.hash_ids[:num_blocks]]
-        blocks += [1 + own + index] * (num_blocks - len(blocks))  # unique to this request
-        made.append(
-            Arrival(
-                arrival_s=entry.arrival_s,
-                prompt=Prompt(blocks, input_len),
-                output_len=output_len,
-                urgent=rng.random() < urgent_share,
-                decode_s=cost.decode_s(input_len, output_len),
-            )
-        )
-    return made
-
-
-def play(
-    requests: Sequence[Arrival],
-    *,
-    rate: float,
-    policy: Policy,
-    sizes: EngineSizes,
-    cost: StepCost,
-    seed: int = 0,
-    itl_target_s: float = 0.0,
-    on_finished: Callable[[], object] = lambda: None,
-) -> Outcome:
-    """Serve all requests, `rate` times as fast as they came.
-
-    If `itl_target_s` is above 0, steps with decoding sequences have an inter-token latency target.
-
-    Like the engine, this runs one step ahead: step t + 1 is scheduled and dispatched while t runs,
-    and then t is read. A request that arrives in between is in step t + 2 at the earliest.
-    """
-    clock = VirtualClock()
-    device = VirtualDevice(cost.step_s, clock)
-    pool = BlockPool(sizes.num_blocks, sizes.block_size)
-    limits = SchedulerConfig(
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_rows=max_rows(sizes.max_num_seqs),
-        max_model_len=sizes.context,
-        policy=policy,
-        aging_s=sizes.aging_s,
-    )
-    budget = TokenBudget(itl_target_s) if itl_target_s else None
-    scheduler = Scheduler(limits, pool, clock=clock, rng=random.Random(seed), budget=budget)
-    served: list[Served] = []
-    live: dict[str, Served] = {}
-    coming = iter(enumerate(requests))
-    following = next(coming, None)
-    in_flight = None
-    queue_peak = blocks_peak = 0
-    while following is not None or live:
-        now_s = clock.now_s
-        while following is not None and following[1].arrival_s / rate <= now_s:
-            index, arrival = following
-            live[str(index)] = measured = _measured(arrival, rate)
-            served.append(measured)
-            scheduler.add(_request(str(index), arrival, measured.sent_s))
-            following = next(coming, None)
-        plan = scheduler.schedule()
-        step, in_flight = in_flight, None
-        if plan is not None:
-            in_flight = plan, device.dispatch(plan), now_s
-            for admission in plan.admissions:
-                measured = live[admission.seq_key[0]]
-                if measured.waited_s is None:
-                    measured.waited_s = now_s - measured.sent_s
-        queue_peak = max(queue_peak, scheduler.num_waiting)
-        blocks_peak = max(blocks_peak, pool.num_used)
-        if step is None:
-            if plan is None and following is not None:
-                clock.now_s = following[1].arrival_s / rate
-            continue
-        plan, pending, dispatched_s = step
-        result = device.read(pending)
-        now_s = clock.now_s
-        if budget is not None:
-            budget.record(plan, dispatched_s, now_s)
-        for seq, _ in scheduler.commit(plan, result):
-            measured = live[seq.key[0]]
-            measured.gained(now_s - measured.sent_s)
-            if seq.finish_reason is not None:
-                measured = live.pop(seq.key[0])
-                measured.end_s = now_s - measured.sent_s
-                measured.completion_tokens = seq.num_output
-                measured.cached_tokens = seq.num_cached
-                measured.alone_s = requests[int(seq.key[0])].decode_s + cost.prefill_s(
-                    seq.num_cached, seq.prompt_len, sizes.max_num_batched_tokens
-                )
-                on_finished()
-    return Outcome(
-        served=served,
-        device=device,
-        scheduler=scheduler,
-        virtual_s=clock.now_s,
-        queue_peak=queue_peak,
-        blocks_peak=blocks_peak,
-    )
-
-
-def _measured(arrival: Arrival, rate: float) -> Served:
-    return Served(
-        group=URGENT if arrival.urgent else ORDINARY,
-        sent_s=arrival.arrival_s / rate,
-        prompt_tokens=len(arrival.prompt),
-        asked_tokens=arrival.output_len,
-    )
-
-
-def _request(request_id: str, arrival: Arrival, arrival_s: float) -> schedule.Request:
-    return schedule.Request(
-        request_id=request_id,
-        prompt_token_ids=arrival.prompt,
-        params=SamplingParams(max_tokens=arrival.output_len, ignore_eos=True),
-        arrival_s=arrival_s,
-        priority=0 if arrival.urgent else 1,
-    )
 
 
 # --- figures -----------------------------------------------------------------------------------
 
 
 def summarize(outcome: Outcome, slo: Slo) -> dict[str, Any]:
-    """Return all figures of one replay, ready for JSON; every time is virtual."""
-    served, device, scheduler = outcome.served, outcome.device, outcome.scheduler
-    pool = scheduler.pool
-    steps, span_s = device.num_steps, outcome.virtual_s
+    """Return all figures of one replay, ready for JSON; every time is virtual.
+
+    Counts are sums over the replicas, and peaks are the largest of one replica.
+    """
+    served, replicas, span_s = outcome.served, outcome.replicas, outcome.virtual_s
+    devices, pools = [r.device for r in replicas], [r.pool for r in replicas]
+    steps = sum(device.num_steps for device in devices)
+    busy_s = sum(device.busy_s for device in devices)
     output = sum(m.completion_tokens for m in served)
     kept = sum(map(slo.met_by, served))
     waits = [m.waited_s for m in served if m.waited_s is not None]
@@ -285,15 +68,16 @@ def summarize(outcome: Outcome, slo: Slo) -> dict[str, Any]:
         **_latencies(served),
         "longest_gap_ms": spread_ms(m.longest_gap_s for m in served),
         "goodput": {"requests_per_s": kept / span_s, "share": kept / len(served)},
-        "prefix_hit_rate": pool.hit_tokens / max(pool.queried_tokens, 1),
-        "preemptions": scheduler.num_preemptions,
+        "prefix_hit_rate": sum(pool.hit_tokens for pool in pools)
+        / max(sum(pool.queried_tokens for pool in pools), 1),
+        "preemptions": sum(r.scheduler.num_preemptions for r in replicas),
         "steps": steps,
-        "step_ms": 1e3 * device.busy_s / steps,
-        "busy_share": device.busy_s / span_s,
-        "mean_batch": device.num_sequences / steps,
-        "mean_step_tokens": device.num_tokens / steps,
-        "queue_peak": outcome.queue_peak,
-        "blocks_peak_share": outcome.blocks_peak / pool.num_blocks,
+        "step_ms": 1e3 * busy_s / steps,
+        "busy_share": busy_s / span_s / len(replicas),
+        "mean_batch": sum(device.num_sequences for device in devices) / steps,
+        "mean_step_tokens": sum(device.num_tokens for device in devices) / steps,
+        "queue_peak": max(r.queue_peak for r in replicas),
+        "blocks_peak_share": max(r.blocks_peak / r.pool.num_blocks for r in replicas),
         "waited_ms": {**(spread_ms(waits) or {}), "longest": 1e3 * max(waits)},
         "fairness": fairness(served),
         "groups": {
@@ -341,47 +125,83 @@ def main(argv: Sequence[str] | None = None) -> int:
     return reports.publish("replay", args, lambda: replay(args), markdown)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments that all simulations share, checked."""
+
+    sizes: EngineSizes
+    cost: StepCost
+    slo: Slo
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Settings:
+        """Check the arguments.
+
+        Raises:
+          BenchmarkError: an argument is out of range.
+        """
+        names = [field.name for field in dataclasses.fields(EngineSizes)]
+        sizes = EngineSizes(**{name: getattr(args, name) for name in names})
+        changes = {field.name: getattr(args, field.name) for field in dataclasses.fields(StepCost)}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if any(not (value >= 0 and math.isfinite(value)) for value in changes.values()):
+            raise BenchmarkError("the costs of a step must be finite and not negative")
+        if any(not (rate > 0 and math.isfinite(rate)) for rate in args.rates):
+            raise BenchmarkError("--rates must be greater than 0")
+        return cls(
+            sizes=sizes,
+            cost=dataclasses.replace(DEVICES[args.device], **changes),
+            slo=Slo(ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms),
+        )
+
+    def report(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Return the head of a report."""
+        return {
+            "device": args.device,
+            "step_cost": rounded(vars(self.cost)),
+            "engine": vars(self.sizes),
+            "slo": self.slo.asked,
+            "seed": args.seed,
+        }
+
+
 def replay(args: argparse.Namespace) -> dict[str, Any]:
-    sizes = EngineSizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineSizes)})
-    changes = {f.name: getattr(args, f.name) for f in dataclasses.fields(StepCost)}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if any(not (value >= 0 and math.isfinite(value)) for value in changes.values()):
-        raise BenchmarkError("the costs of a step must be finite and not negative")
-    cost = dataclasses.replace(DEVICES[args.device], **changes)
-    if any(not (rate > 0 and math.isfinite(rate)) for rate in args.rates):
-        raise BenchmarkError("--rates must be greater than 0")
+    settings = Settings.of(args)
     if not 0 <= args.urgent_share <= 1:
         raise BenchmarkError(f"--urgent-share must be from 0 to 1, not {args.urgent_share}")
     if not all(0 <= target_ms < math.inf for target_ms in args.itl_target_ms):
         raise BenchmarkError("--itl-target-ms must be finite and not negative")
-    slo = Slo(ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms)
     traces, rows = [], []
     for path in args.trace:
         entries = read_trace(path, args.max_requests)
-        requests = arrivals(entries, sizes, cost, urgent_share=args.urgent_share, seed=args.seed)
-        traces.append(_about(path, entries, requests))
+        requests = arrivals(
+            entries, settings.sizes, settings.cost, urgent_share=args.urgent_share, seed=args.seed
+        )
+        traces.append(about(path, entries, requests))
         for rate, policy, target_ms in itertools.product(
             args.rates, args.policies, args.itl_target_ms
         ):
             name = f"{path.stem} {rate:g}x {policy}" + f" {target_ms:g} ms" * bool(target_ms)
-            figures = _played(name, requests, rate, policy, sizes, cost, slo, args.seed, target_ms)
+            replica = Replica(
+                policy=policy,
+                sizes=settings.sizes,
+                cost=settings.cost,
+                seed=args.seed,
+                itl_target_s=target_ms / 1e3,
+            )
+            outcome = played(name, requests, [replica], rate=rate, balancer=Balancer())
             which = {"rate": rate, "policy": policy, "itl_target_ms": target_ms}
+            figures = summarize(outcome, settings.slo)
             rows.append({"trace": path.stem, **which, **rounded(figures)})
     return {
-        "device": args.device,
-        "step_cost": rounded(vars(cost)),
-        "engine": vars(sizes),
-        "slo": slo.asked,
+        **settings.report(args),
         "urgent_share": args.urgent_share,
-        "seed": args.seed,
         "traces": traces,
         "rows": rows,
     }
 
 
-def _about(
-    path: Path, entries: Sequence[TraceEntry], requests: Sequence[Arrival]
-) -> dict[str, Any]:
+def about(path: Path, entries: Sequence[TraceEntry], requests: Sequence[Arrival]) -> dict[str, Any]:
     clipped = sum(
         (len(request.prompt), request.output_len) != (entry.input_len, entry.output_len)
         for entry, request in zip(entries, requests, strict=True)
@@ -408,60 +228,54 @@ def _seen_before(entries: Sequence[TraceEntry], requests: Sequence[Arrival]) -> 
     return total
 
 
-def _played(
+def played(
     name: str,
     requests: Sequence[Arrival],
+    replicas: Sequence[Replica],
+    *,
     rate: float,
-    policy: Policy,
-    sizes: EngineSizes,
-    cost: StepCost,
-    slo: Slo,
-    seed: int,
-    itl_target_ms: float,
-) -> dict[str, Any]:
+    balancer: Balancer,
+) -> Outcome:
+    """Play all requests with a progress bar, and print how long it took."""
     start_s = time.perf_counter()
     with short_pauses(), progress_bar(total=len(requests), desc=name, unit="requests") as bar:
-        outcome = play(
-            requests,
-            rate=rate,
-            policy=policy,
-            sizes=sizes,
-            cost=cost,
-            seed=seed,
-            itl_target_s=itl_target_ms / 1e3,
-            on_finished=bar.update,
-        )
+        outcome = play(requests, replicas, rate=rate, balancer=balancer, on_finished=bar.update)
     wall_s = time.perf_counter() - start_s
-    steps = outcome.device.num_steps
+    steps = sum(replica.device.num_steps for replica in replicas)
     reports.progress(
         f"{name}: {outcome.virtual_s:,.0f} s in {wall_s:.1f} s, {steps:,} steps of "
         f"{1e6 * wall_s / steps:.0f} us"
     )
-    return summarize(outcome, slo)
+    return outcome
 
 
 def markdown(report: dict[str, Any]) -> str:
+    lines = [heading(report)]
+    for about in report["traces"]:
+        rows = [row for row in report["rows"] if row["trace"] == about["trace"]]
+        lines += ["", about_text(about), "", reports.table(HEADER, [_cells(row) for row in rows])]
+    return "\n".join(lines)
+
+
+def heading(report: dict[str, Any]) -> str:
     engine = report["engine"]
     slo = ", ".join(
         f"{name.removesuffix('_ms').upper()} {ms:g} ms" for name, ms in report["slo"].items()
     )
-    lines = [
+    return (
         f"{reports.heading(report)}; modeled device {report['device']}, {engine['num_blocks']} "
         f"blocks of {engine['block_size']}, {engine['max_num_seqs']} sequences and "
-        f"{engine['max_num_batched_tokens']} tokens per step; virtual time; SLO: {slo}",
-    ]
-    for about in report["traces"]:
-        rows = [row for row in report["rows"] if row["trace"] == about["trace"]]
-        seen = about["prompt_tokens_seen_before"] / about["prompt_tokens"]
-        lines += [
-            "",
-            f"{about['trace']}: {about['requests']:,} requests in {about['span_s']:,.0f} s, "
-            f"{about['prompt_tokens']:,} prompt and {about['output_tokens']:,} output tokens; "
-            f"{seen:.0%} of the prompt tokens are in blocks of an earlier prompt",
-            "",
-            reports.table(HEADER, [_cells(row) for row in rows]),
-        ]
-    return "\n".join(lines)
+        f"{engine['max_num_batched_tokens']} tokens per step; virtual time; SLO: {slo}"
+    )
+
+
+def about_text(about: dict[str, Any]) -> str:
+    seen = about["prompt_tokens_seen_before"] / about["prompt_tokens"]
+    return (
+        f"{about['trace']}: {about['requests']:,} requests in {about['span_s']:,.0f} s, "
+        f"{about['prompt_tokens']:,} prompt and {about['output_tokens']:,} output tokens; "
+        f"{seen:.0%} of the prompt tokens are in blocks of an earlier prompt"
+    )
 
 
 HEADER = (
@@ -500,34 +314,25 @@ def _of(row: dict[str, Any], name: str, percentile: str, digits: int = 0) -> str
     return number(row[name] and row[name][percentile], digits)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = reports.parser(
-        "replay",
-        "Replay request traces through the scheduler on a modeled device, in virtual time.",
-    )
-    what = parser.add_argument_group("what is sent")
-    what.add_argument(
+def add_trace_arguments(group: argparse._ArgumentGroup, *, rates: Sequence[float]) -> None:
+    group.add_argument(
         "--trace", type=Path, nargs="+", required=True, help="Azure CSV or Mooncake JSON lines"
     )
-    what.add_argument(
+    group.add_argument(
         "--max-requests", type=int, help="maximum number of requests per trace (default: all)"
     )
-    what.add_argument(
+    group.add_argument(
         "--rates",
         type=float,
         nargs="+",
-        default=[1, 2, 4, 8],
-        help="factors of the trace's own rate (default 1 2 4 8)",
+        default=rates,
+        help=f"factors of the trace's own rate (default {' '.join(f'{rate:g}' for rate in rates)})",
     )
-    what.add_argument(
-        "--urgent-share",
-        type=float,
-        default=0.2,
-        help="share of requests with the better priority (default 0.2)",
-    )
-    what.add_argument("--seed", type=int, default=0)
-    engine = parser.add_argument_group("the engine")
-    engine.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    group.add_argument("--seed", type=int, default=0)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, engine: argparse._ArgumentGroup) -> None:
+    """Add the sizes of an engine to `engine`, and groups for the device and for goodput."""
     for name, default, text in (
         ("max-num-seqs", 256, "concurrent sequences"),
         ("max-num-batched-tokens", 2048, "of one step"),
@@ -536,13 +341,6 @@ def _parser() -> argparse.ArgumentParser:
         ("context", 131_072, "tokens of prompt and output, to which requests are truncated"),
     ):
         engine.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    engine.add_argument(
-        "--itl-target-ms",
-        type=float,
-        nargs="+",
-        default=[0.0],
-        help="inter-token latency target in ms, as for the server; 0: off (default)",
-    )
     engine.add_argument(
         "--aging-s",
         type=float,
@@ -560,6 +358,31 @@ def _parser() -> argparse.ArgumentParser:
     slo = parser.add_argument_group("goodput limits")
     slo.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="default 1000")
     slo.add_argument("--slo-tpot-ms", type=float, default=50.0, help="default 50")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = reports.parser(
+        "replay",
+        "Replay request traces through the scheduler on a modeled device, in virtual time.",
+    )
+    what = parser.add_argument_group("what is sent")
+    add_trace_arguments(what, rates=(1, 2, 4, 8))
+    what.add_argument(
+        "--urgent-share",
+        type=float,
+        default=0.2,
+        help="share of requests with the better priority (default 0.2)",
+    )
+    engine = parser.add_argument_group("the engine")
+    engine.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    engine.add_argument(
+        "--itl-target-ms",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help="inter-token latency target in ms, as for the server; 0: off (default)",
+    )
+    add_engine_arguments(parser, engine)
     return parser
 
 

@@ -13,9 +13,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks import replay
-from benchmarks.replay import Arrival, EngineSizes, Prompt, Served, arrivals, fairness, play
+from benchmarks import replay, simulation
+from benchmarks.replay import fairness
+from benchmarks.simulation import (
+    Arrival,
+    Balancer,
+    EngineSizes,
+    Outcome,
+    Prompt,
+    Replica,
+    Served,
+    arrivals,
+    play,
+)
 from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice, pairs_of
+from forge_jax.config import Policy
 from forge_jax.engine.core import EngineCore, max_rows
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
@@ -39,6 +51,14 @@ SMALL = EngineSizes(
 
 def requests_of(name: str, sizes: EngineSizes = SIZES) -> list[Arrival]:
     return arrivals(read_trace(FILES[name]), sizes, H200, urgent_share=0.3, seed=0)
+
+
+def play_one(
+    requests: list[Arrival], *, rate: float, policy: Policy, sizes: EngineSizes, **options: Any
+) -> Outcome:
+    options = {"cost": H200, **options}
+    replica = Replica(policy=policy, sizes=sizes, **options)
+    return play(requests, [replica], rate=rate, balancer=Balancer())
 
 
 def arrival(arrival_s: float, prompt_len: int, output_len: int, block: int = 1) -> Arrival:
@@ -83,9 +103,7 @@ def test_each_token_attends_to_itself_and_all_before():
 
 
 def test_lone_request_takes_the_modeled_time():
-    (only,) = play(
-        [arrival(5.0, 4_106, 20)], rate=2.0, policy="fcfs", sizes=SIZES, cost=H200
-    ).served
+    (only,) = play_one([arrival(5.0, 4_106, 20)], rate=2.0, policy="fcfs", sizes=SIZES).served
     prefill_s = sum(
         H200.step_s(end - start, end, pairs_of(start, end))
         for start, end in (
@@ -106,9 +124,9 @@ def test_lone_request_takes_the_modeled_time():
 def test_arrival_during_a_step_waits_for_the_step_after_the_next():
     # The first step (prefill) runs from 0, and the second is also scheduled at 0.
     first_s = H200.step_s(600, 600, pairs_of(0, 600))
-    second = play(
+    second = play_one(
         [arrival(0.0, 600, 50, 1), arrival(first_s / 2, 10, 2, 2)],
-        rate=1.0, policy="fcfs", sizes=SIZES, cost=H200,
+        rate=1.0, policy="fcfs", sizes=SIZES,
     ).served[1]  # fmt: skip
     assert second.waited_s == pytest.approx(first_s / 2)
     second_s = H200.step_s(1, 601, 601)
@@ -121,9 +139,7 @@ def test_arrival_during_a_step_waits_for_the_step_after_the_next():
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_makes_the_engine_cores_steps(name, policy, itl_target_s):
     requests = requests_of(name, SMALL)[:25]
-    outcome = play(
-        requests, rate=8.0, policy=policy, sizes=SMALL, cost=H200, itl_target_s=itl_target_s
-    )
+    outcome = play_one(requests, rate=8.0, policy=policy, sizes=SMALL, itl_target_s=itl_target_s)
     clock = VirtualClock()
     device = VirtualDevice(H200.step_s, clock)
     limits = SchedulerConfig(
@@ -149,15 +165,16 @@ def test_replay_makes_the_engine_cores_steps(name, policy, itl_target_s):
     while coming or core.has_work:
         while coming and coming[0][1].arrival_s / 8.0 <= clock.now_s:
             index, arrived = coming.pop(0)
-            core.add(replay._request(str(index), arrived, arrived.arrival_s / 8.0))
+            core.add(simulation._request(str(index), arrived, arrived.arrival_s / 8.0))
         if not core.has_work:
             clock.now_s = coming[0][1].arrival_s / 8.0
             continue
         for request_id, deltas in core.tick().items():
             if deltas[-1].finish_reason is not None:
                 ends[request_id] = clock.now_s
-    assert device.num_steps == outcome.device.num_steps > 100
-    assert (device.num_tokens, device.busy_s) == (outcome.device.num_tokens, outcome.device.busy_s)
+    (replica,) = outcome.replicas
+    assert device.num_steps == replica.device.num_steps > 100
+    assert (device.num_tokens, device.busy_s) == (replica.device.num_tokens, replica.device.busy_s)
     expected = [m.sent_s + m.end_s for m in outcome.served]
     assert [ends[str(index)] for index in range(len(requests))] == pytest.approx(expected)
 
@@ -167,7 +184,7 @@ def test_latency_target_cuts_the_largest_inter_token_latency():
     requests = requests_of("azure2023_conv", SMALL)[:40]
     gaps_s = []
     for itl_target_s in (0.0, 0.2):
-        outcome = play(
+        outcome = play_one(
             requests, rate=0.2, policy="fcfs", sizes=SMALL, cost=cost, itl_target_s=itl_target_s
         )
         gaps_s.append(max(served.longest_gap_s for served in outcome.served))
@@ -178,13 +195,14 @@ def test_latency_target_cuts_the_largest_inter_token_latency():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_request_gets_all_its_tokens(name):
     requests = requests_of(name)
-    outcome = play(requests, rate=100.0, policy="fcfs", sizes=SIZES, cost=H200)
+    outcome = play_one(requests, rate=100.0, policy="fcfs", sizes=SIZES)
     for request, served in zip(requests, outcome.served, strict=True):
         assert served.completion_tokens == request.output_len
         assert served.waited_s is not None and served.ttft_s is not None
         assert 0 <= served.waited_s < served.ttft_s <= served.end_s
         assert served.slowdown > 0.999999, "faster than alone"
-    assert outcome.scheduler.pool.num_used == 0 < outcome.blocks_peak
+    (replica,) = outcome.replicas
+    assert replica.pool.num_used == 0 < replica.blocks_peak
 
 
 def test_prefix_cache_hits_match_the_hash_ids():
@@ -193,7 +211,7 @@ def test_prefix_cache_hits_match_the_hash_ids():
         dataclasses.replace(request, arrival_s=100.0 * index)
         for index, request in enumerate(requests_of("mooncake_conversation"))
     ]
-    outcome = play(requests, rate=1.0, policy="fcfs", sizes=SIZES, cost=H200)
+    outcome = play_one(requests, rate=1.0, policy="fcfs", sizes=SIZES)
     served = outcome.served
     before: list[list[int]] = []
     for request, measured in zip(requests, served, strict=True):
@@ -216,17 +234,15 @@ def _shared(a: list[int], b: list[int]) -> int:
 
 
 def test_prompts_without_hash_ids_share_nothing():
-    outcome = play(
-        requests_of("azure2023_conv"), rate=0.01, policy="prefix", sizes=SIZES, cost=H200
-    )
-    assert outcome.scheduler.pool.hit_tokens == 0
+    outcome = play_one(requests_of("azure2023_conv"), rate=0.01, policy="prefix", sizes=SIZES)
+    assert outcome.replicas[0].pool.hit_tokens == 0
 
 
 def test_urgent_requests_wait_less_only_under_priority():
     requests = requests_of("azure2023_conv", SMALL)
     ratios = {}
     for policy in ("fcfs", "priority"):
-        outcome = play(requests, rate=50.0, policy=policy, sizes=SMALL, cost=H200)
+        outcome = play_one(requests, rate=50.0, policy=policy, sizes=SMALL)
         groups = replay.summarize(outcome, Slo(ttft_ms=1.0))["groups"]
         ratios[policy] = groups["urgent"]["ttft_ms"]["p50"] / groups["ordinary"]["ttft_ms"]["p50"]
     assert ratios["priority"] < 0.5 < ratios["fcfs"]
