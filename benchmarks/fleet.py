@@ -119,7 +119,7 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def figures(outcome: Outcome, slo: Slo) -> dict[str, Any]:
-    """Return the figures of one simulation: those of a replay that do not depend on groups."""
+    """Return the figures of a replay that do not depend on groups, and the busiest replica's."""
     told = replay.summarize(outcome, slo)
     busy = [replica.device.busy_s for replica in outcome.replicas]
     return {

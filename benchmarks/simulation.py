@@ -1,7 +1,7 @@
 """Simulated engines: the engine's own scheduler and block pool on a modeled device.
 
-Nothing is computed (`virtual.py`), and time is virtual, so a simulation does not wait, and equal
-arguments give equal figures on every machine.
+The device computes nothing (`virtual.py`). Time is virtual, so a simulation does not wait, and
+equal arguments give equal figures on every machine.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Live:
 
 
 class Replica:
-    """An engine's scheduler on a modeled device, with a clock of its own.
+    """An engine's scheduler on a modeled device, with a separate clock.
 
     Like the engine, it runs one step ahead: `tick` schedules and dispatches step t + 1 while t
     runs, and then reads t. A request that arrives in between is in step t + 2 at the earliest.

@@ -24,6 +24,7 @@ CONTENTS = {
         "page",
         "monitoring",
         "operations",
+        "scaling",
         "tuning",
         "gpu",
         "reliability",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fleet
+from benchmarks import fleet, fleet_chart
 from benchmarks.fleet import BALANCERS, LeastLoaded, PrefixAware, Random
 from benchmarks.simulation import Arrival, EngineSizes, Outcome, Prompt, Replica, play
 from benchmarks.virtual import DEVICES
@@ -23,7 +23,7 @@ SIZES = EngineSizes(
 
 
 def conversations(count: int, turns: int) -> list[Arrival]:
-    """Return conversations, each with a prompt of its own that grows by a block per turn."""
+    """Return conversations, each with a separate prompt that grows by a block per turn."""
     return [
         Arrival(
             arrival_s=2.0 * turn + 0.01 * number,
@@ -105,6 +105,18 @@ def test_command_writes_a_row_per_rate_count_and_balancer(tmp_path, capsys):
     for row in rows:
         assert 0 <= row["goodput"]["share"] <= 1 <= row["busiest"]
     assert "| 0.5x | 3 | prefix-aware | " in capsys.readouterr().out
+
+
+def test_committed_chart_matches_the_committed_report():
+    report = json.loads(fleet_chart.newest().read_text())
+    assert fleet_chart.CHART.read_text() == fleet_chart.chart(report)
+
+
+def test_chart_of_one_replica_is_rejected():
+    report = json.loads(fleet_chart.newest().read_text())
+    rows = [row for row in report["rows"] if row["replicas"] == 1]
+    with pytest.raises(ValueError, match="several replicas"):
+        fleet_chart.chart(report | {"rows": rows})
 
 
 def test_impossible_fleets_fail_with_one_line(capsys):
