@@ -34,6 +34,7 @@ ALLOWED = {
     ("forge_jax/tools/doctor/machine.py", "subprocess"): "nvidia-smi, by a list of words",
     ("forge_jax/grammar/probe.py", "subprocess"): "Python, with a module of this package",
     ("forge_jax/engine/process/launcher.py", "subprocess"): "Python, with a module of this package",
+    ("forge_jax/engine/hosts/service.py", "subprocess"): "Python, with a module of this package",
     ("forge_jax/checkpoint/torch_bin.py", "pickletools"): "the names of opcodes, for messages",
     ("kernels/forge_kernels/cpu/build.py", "subprocess"): "the C++ compiler, by a list of words",
 }

@@ -56,6 +56,7 @@ ALLOWED = {
     ("serve/forge_serve/http/sse.py", "call_at"): "a comment that fails costs no event",
     ("serve/forge_serve/generation/generation.py", "call_soon"): "the callback is guarded",
     ("serve/forge_serve/generation/generation.py", "call_later"): "the callback is guarded",
+    ("serve/forge_serve/cli/chat/markdown.py", "call_later"): "the callback is guarded",
     ("serve/forge_serve/responses_api/websocket.py", "call_later"): "the callback is guarded",
     ("serve/forge_serve/responses_api/websocket.py", "add_done_callback"): "forgets responses",
     ("serve/forge_serve/generation/workers.py", "ThreadPoolExecutor"): "the future is awaited",

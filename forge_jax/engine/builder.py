@@ -271,11 +271,6 @@ def make_design(
       ModelError: if the model cannot be served.
       ConfigError: if the configuration does not fit the model or the machine.
     """
-    if config.parallel.num_hosts > 1 and jax.process_count() == 1:
-        raise ConfigError(
-            "--num-hosts works with forge-jax serve only, whose engine process can be replaced if "
-            "a host is lost"
-        )
     with startup.phase("config"):
         folder = folder or resolve(config.model.model, config.model.revision)
         spec = read_model_spec(config, folder)
@@ -292,11 +287,7 @@ def make_design(
         kernels = choose_kernels(config, spec, device, record)
     with startup.phase("config"):
         lora = _lora_shape(config)
-        if lora is not None and record is not None and record.packed:
-            raise ConfigError(
-                f"{folder} was converted with gate and up projections packed together, which LoRA "
-                "adapters do not support: serve the original model"
-            )
+        _check_lora(lora, record)
         formats = dataclasses.replace(kernels.formats, lora=lora is not None)
         model = build_model(spec, config.model.dtype, formats, shards)
         check_weights(model, folder)  # before anything slow
@@ -538,6 +529,15 @@ def _lora_shape(config: EngineConfig) -> LoraShape | None:
     asked = config.model.max_loras
     places = len(config.model.lora) if asked is None else asked
     return LoraShape(places=places, rank=config.model.max_lora_rank) if places else None
+
+
+def _check_lora(shape: LoraShape | None, record: Record | None) -> None:
+    """Reject adapters for a converted folder whose layout does not support them."""
+    if shape is not None and record is not None and record.packed:
+        raise ConfigError(
+            f"{record.folder} was converted with gate and up projections packed together, which "
+            "LoRA adapters do not support: serve the original model"
+        )
 
 
 def _check_adapters(config: EngineConfig, model: Model, shape: LoraShape) -> None:

@@ -303,12 +303,17 @@ def choose_mesh(config: EngineConfig, device: jax.Device) -> TensorMesh | None:
     """Return a mesh of `--tensor-parallel` devices, starting at `device`. None for one device.
 
     Raises:
-      ConfigError: if there are too few devices.
+      ConfigError: if there are too few devices, or the other hosts are not connected.
     """
     count = config.parallel.tensor_parallel
     if count == 1:
         return None
     hosts = config.parallel.num_hosts
+    if hosts > 1 and jax.process_count() == 1:
+        raise ConfigError(
+            "--num-hosts works with forge-jax serve only, whose engine process can be replaced if "
+            "a host is lost"
+        )
     devices = jax.local_devices(backend=device.platform)
     first, count = devices.index(device), count // hosts
     if first + count > len(devices):

@@ -97,11 +97,9 @@ def make_step(
         m: StepInputs = shape.split(packed)
         with jax.named_scope("inputs"):
             slots = _take_blocks(slots, m)
-            num_kv = first_paged(kv).shape[0] * block_size
-            batch = _batch(shape, m, slots, block_size, num_kv)
+            batch = _batch(shape, m, slots, block_size, first_paged(kv).shape[0] * block_size)
             leaves, probe = _split_steering(leaves, slots, shape, m, steering)
-            if activations:
-                probe = replace(probe or Probe(), taps=activations)
+            probe = _with_taps(probe, activations)
             leaves, lora = _split_adapters(leaves, slots, batch, len(model.leaves))
         kv, hidden = model.forward(
             leaves,
@@ -121,7 +119,6 @@ def make_step(
             probe=probe,
             skip_padding=True,
         )
-        taken = {} if probe is None else probe.finish(model.spec.architecture)
         pooled = None if sums is None else _pool(shape, m, hidden, sums)
         with jax.named_scope("rows"):
             hidden = embed(hidden, m.row_token)
@@ -130,7 +127,7 @@ def make_step(
         drafts = _drafts(shape, m, batch.tokens, proposed) if rejects else None
         with jax.named_scope("sample"):
             slots, out = _sample_rows(shape, slots, m, rows, masks, batch, sampler, drafts)
-        out = out._replace(activations=tuple(taken[name] for name in activations))
+        out = _with_activations(out, probe, model, activations)
         return (kv, slots, out) if pooled is None else (kv, slots, out, pooled)
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
@@ -170,6 +167,18 @@ def _batch(shape: StepShape, m: StepInputs, slots: Slots, block_size: int, num_k
     # Without the barrier, XLA:GPU recomputes the slots from the tables in each layer's write.
     slot_mapping = jax.lax.optimization_barrier(slot_mapping)
     return _Batch(tokens, positions, slot_mapping, slot, tables, kv_lens)
+
+
+def _with_taps(probe: Probe | None, activations: tuple[str, ...]) -> Probe | None:
+    """Return the probe that also takes activations; None if there is nothing to do."""
+    return replace(probe or Probe(), taps=activations) if activations else probe
+
+
+def _with_activations(
+    out: StepOut, probe: Probe | None, model: Model, activations: tuple[str, ...]
+) -> StepOut:
+    taken = {} if probe is None else probe.finish(model.spec.architecture)
+    return out._replace(activations=tuple(taken[name] for name in activations))
 
 
 def _split_steering(

@@ -15,7 +15,7 @@ import pytest
 
 from tests.server_process import running, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = (
     *("forge-tiny", "--backend", "cpu", "--kernels", "xla", "--dtype", "float32"),

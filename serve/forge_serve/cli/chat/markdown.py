@@ -24,6 +24,7 @@ from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.text import Text
 
+from forge_jax.host import supervise
 from forge_serve.cli.terminal import harmless, replace_unencodable
 
 REFRESH_S = 0.08  # shortest interval between two updates
@@ -189,7 +190,9 @@ class Screen:
         self._rest += harmless(piece)
         if self._timer is None:
             delay_s = max(REFRESH_S, self._drawing_s / DRAWING_SHARE)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._draw)
+            self._timer = asyncio.get_running_loop().call_later(
+                delay_s, supervise.guarded(self._draw, "drawing the answer", None)
+            )
 
     def _draw(self) -> None:
         """Print the completed parts, and draw the last one."""
