@@ -71,7 +71,7 @@ class Reader:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip() or not says, f"{command} printed nothing"
         if "curl" in command:
-            assert '"error":' not in done.stdout, f"{command}\n{done.stdout}"
+            assert '"error":{' not in done.stdout, f"{command}\n{done.stdout}"
 
     def serve(self, command: str) -> None:
         if command == self.serves:

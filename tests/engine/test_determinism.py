@@ -63,6 +63,7 @@ class OutWithLogits(NamedTuple):
     rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    activations: tuple[jax.Array, ...]
     logits: jax.Array  # f32[R, V]
 
 

@@ -175,6 +175,7 @@ async def run(seed: int, number: int) -> Counter[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_bodies_of_all_kinds_are_served_or_rejected():
     statuses = await run(seed=1, number=1_500)
     assert statuses[200] > 150 and statuses[400] > 800, "it has tried both"

@@ -273,7 +273,7 @@ def test_checked_library_is_the_one_that_is_loaded(cpu_kernels, tmp_path, monkey
 def child(*arguments: str) -> dict:
     """Return the results of `cpu_child.py`. All children compile the same programs once."""
     cache = {
-        "JAX_COMPILATION_CACHE_DIR": jax.config.read("jax_compilation_cache_dir"),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

@@ -55,13 +55,16 @@ class Terminal:
         self._screen = pyte.Screen(columns, LINES)
         self._screen.write_process_input = self.type  # answers to questions about the cursor
         self._stream = pyte.Stream(self._screen)
+        # pytest-xdist sets COLUMNS, which Rich prefers to the terminal's own width.
+        sized = ("COLUMNS", "LINES")
+        environment = {name: each for name, each in os.environ.items() if name not in sized}
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *FORGE, *arguments],  # so that Ctrl-C becomes a signal
             stdin=slave,
             stdout=slave,
             stderr=slave,
             cwd=folder,
-            env={**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")},
+            env={**environment, "TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")},
         )
         os.close(slave)
         self.raw = ""
