@@ -24,8 +24,12 @@ from forge_jax.step.mirror import (
 )
 
 RECEIVE_BYTES = 1 << 20
-# After a host loses its network, the others notice in about 30 s.
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+# After a host loses its network, the others notice in about 30 s. Keepalive covers idle
+# connections, and the user timeout those with data that the other host has not acknowledged.
+KEEPALIVE = (
+    *((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)),
+    (socket.TCP_USER_TIMEOUT, 30_000),  # ms
+)
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True, tag=True):
