@@ -7,6 +7,7 @@ texts contain `SENTINEL`, so that an answer which repeats part of a body is dete
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import types
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import FieldInfo
 
 from forge_serve.anthropic.requests import (
     Block,
@@ -181,11 +183,17 @@ class Place:
 
 def places(kind: type[msgspec.Struct], before: tuple[str | int, ...] = ()) -> Iterator[Place]:
     """Yield every field of a struct, and of the structs in its fields."""
-    for field in msgspec.structs.fields(kind):
+    for field in _fields(kind):
         path = (*before, field.encode_name)
         yield Place(path, field.type)
         for inner, in_list in _structs(field.type):
             yield from places(inner, (*path, 0) if in_list else path)
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[FieldInfo, ...]:
+    """Return the struct's fields. Evaluating their annotations is slow."""
+    return msgspec.structs.fields(kind)
 
 
 def _structs(hint: Any, in_list: bool = False) -> Iterator[tuple[type[msgspec.Struct], bool]]:
@@ -207,7 +215,7 @@ def put(kind: type[msgspec.Struct], path: tuple[str | int, ...], value: Any) -> 
         if isinstance(step, int):
             here = here[0]
             continue
-        hints = {field.encode_name: field.type for field in msgspec.structs.fields(inside)}
+        hints = {field.encode_name: field.type for field in _fields(inside)}
         [(inside, in_list)] = _structs(hints[step])
         if not isinstance(here.get(step), list if in_list else dict):
             fresh = json.loads(json.dumps(VALID[inside]))
@@ -240,7 +248,7 @@ def ordinary(hint: Any, rng: random.Random) -> Any:
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return {
             field.encode_name: ordinary(field.type, rng)
-            for field in msgspec.structs.fields(hint)
+            for field in _fields(hint)
             if rng.random() < 0.3 or field.encode_name in VALID[hint]
         }
     simple: dict[Any, Callable[[], Any]] = {
@@ -263,9 +271,7 @@ def _several(kind: type[GenerationRequest], rng: random.Random) -> dict[str, Any
     """
     body = json.loads(json.dumps(VALID[kind]))
     fields = [
-        field
-        for field in msgspec.structs.fields(kind)
-        if field.name not in kind.refusals() or rng.random() < 0.05
+        field for field in _fields(kind) if field.name not in kind.refusals() or rng.random() < 0.05
     ]
     for field in rng.sample(fields, rng.choice((1, 2, 3, 5, 8))):
         odd = rng.random() < 0.05

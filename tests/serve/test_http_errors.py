@@ -175,6 +175,22 @@ async def test_error_names_the_type_of_a_rejected_part(server, kind):
 
 
 @pytest.mark.parametrize(
+    ("part", "message", "param"),
+    [
+        ({"type": "\0secret"}, "[1]: only text parts are supported, not this type: send", "[1]"),
+        ({"type": "text"}, "[1].text is required", "[1].text"),
+    ],
+)
+async def test_error_does_not_quote_an_unknown_part(server, part, message, param):
+    content = [{"type": "text", "text": "Hello"}, part]
+    messages = {"messages": [{"role": "user", "content": content}]}
+    status, answer = await server.post("/v1/chat/completions", messages)
+    assert status == 400
+    assert answer["error"]["message"].startswith("messages[0].content" + message)
+    assert answer["error"]["param"] == "messages[0].content" + param
+
+
+@pytest.mark.parametrize(
     ("path", "more", "param"),
     [
         ("/v1/completions", {"max_tokens": 5000}, "max_tokens"),

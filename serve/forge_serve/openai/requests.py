@@ -17,7 +17,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_jax.host.files import short_repr
 from forge_jax.sampling_params import (
     BIAS,
     LAYER,
@@ -837,6 +836,12 @@ def prompts_of(
     return prompt  # type: ignore[return-value]
 
 
+# Other content parts of OpenAI's API. Errors quote no other type, because it is a client's text.
+OTHER_PARTS = frozenset(
+    ("image_url", "input_audio", "audio_url", "video_url", "file", "image", "refusal")
+)
+
+
 def text_of(message: Mapping[str, Any]) -> str:
     """Return the whole text of a message from `template_messages`."""
     content = message["content"]
@@ -847,13 +852,16 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for j, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                path = f"messages[{i}].content[{j}]"
+            path = f"messages[{i}].content[{j}]"
+            if part.type != "text":
+                kind = repr(part.type) if part.type in OTHER_PARTS else "this type"
                 raise RequestError(
-                    f"{path}: only text parts are supported, not {short_repr(part.type)}: send "
-                    "the message without it",
+                    f"{path}: only text parts are supported, not {kind}: send the message "
+                    "without it",
                     param=path,
                 )
+            if part.text is None:
+                raise RequestError(f"{path}.text is required", param=f"{path}.text")
         content = [{"type": "text", "text": part.text} for part in content]
     if content is None and message.role != "assistant":
         raise RequestError(
