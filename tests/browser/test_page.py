@@ -358,6 +358,8 @@ def test_invalid_state_names_the_field(server, visit):
         ({**good, "state": {**state, "steps": [3]}}, "state.steps[0] must be an object"),
         ({**good, "state": {**state, "blocks": {**state["blocks"], "runs": [[9e9, "free"]]}}},
          "at most 2048 cells"),
+        ({**good, "state": {**state, "gpus": [{"index": 0}]}},
+         "state.gpus[0].memory_used_bytes must be a number"),
     ):  # fmt: skip
         text = json.dumps(wrong).encode()
         named = {"name": "state.json", "mimeType": "application/json", "buffer": text}
@@ -365,6 +367,31 @@ def test_invalid_state_names_the_field(server, visit):
         expect(page.locator("#notice")).to_contain_text("state.json was not opened")
         expect(page.locator("#notice")).to_contain_text(reason)
     expect(page.locator("#engine-note")).to_be_empty()
+
+
+def test_gpus_of_a_recorded_state_are_shown(server, visit, tmp_path):
+    page = visit(server).page
+    show_panel(page, "engine")
+    expect(page.locator("#num-free")).not_to_have_text("–")
+    expect(page.locator("#gpus")).to_be_hidden()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save state").click()
+    recording = json.loads(download.value.path().read_text())
+    gpu = {
+        "index": 0,
+        "name": "<b>GPU</b>",
+        "memory_used_bytes": 61 << 30,
+        "memory_total_bytes": 80 << 30,
+        "utilization": 0.97,
+        "temperature_celsius": 64,
+        "power_watts": None,
+    }
+    recording["state"]["gpus"] = [gpu]
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(recording))
+    page.locator("#state-file").set_input_files(file)
+    expect(page.locator("#gpus li")).to_have_text("GPU 0 61.0 of 80.0 GiB · 97 % busy · 64 °C")
+    expect(page.locator("#gpus span")).to_have_attribute("title", "<b>GPU</b>")
 
 
 # ---- API keys ----------------------------------------------------------------------------------

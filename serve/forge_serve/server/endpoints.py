@@ -50,7 +50,7 @@ class ServerEndpoints:
 
     def __init__(self, service: Service):
         self._service = service
-        self._view = EngineView()
+        self._view = EngineView(service.gpus)
         self._document: bytes | None = None  # /openapi.json, made by the first request for it
 
     async def server_info(self, http: web.Request) -> web.StreamResponse:
@@ -114,6 +114,8 @@ class ServerEndpoints:
         return response
 
     async def metrics(self, http: web.Request) -> web.StreamResponse:
+        if self._service.gpus is not None:
+            await asyncio.to_thread(self._service.gpus.read)
         text = self._service.metrics.text()
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 

@@ -36,6 +36,7 @@ from forge_serve.http.connections import Runner
 from forge_serve.http.tls import ssl_context
 from forge_serve.server.app import make_app
 from forge_serve.server.service import Service
+from forge_serve.telemetry.gpus import Gpus
 from forge_serve.telemetry.request_log import TENANT_CHARS
 
 if TYPE_CHECKING:
@@ -86,8 +87,10 @@ def serve(
         def load() -> AsyncEngine:
             return load_engine(engine_config, server_config, startup)
 
+        without_gpus = server_config.fake or engine_config.parallel.backend == "cpu"
+        gpus = None if without_gpus else Gpus()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            finished = runner.run(_serve(sock, server_config, load))
+            finished = runner.run(_serve(sock, server_config, load, gpus))
     if not finished:  # a thread is still loading or compiling, and threads cannot be stopped
         sys.stdout.flush()
         os._exit(0)
@@ -196,12 +199,15 @@ def load_engine(
 
 
 async def _serve(
-    sock: socket.socket, config: ServerConfig, load: Callable[[], AsyncEngine]
+    sock: socket.socket,
+    config: ServerConfig,
+    load: Callable[[], AsyncEngine],
+    gpus: Gpus | None,
 ) -> bool:
     """Serve until a signal. Return False if it came before the engine was ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    service, tls = Service(config), ssl_context(config)
+    service, tls = Service(config, gpus=gpus), ssl_context(config)
     for number, tenant in enumerate(service.api_keys.tenants, start=1):
         log.info("API key %d is tenant %s in the log", number, tenant[:TENANT_CHARS])
     last_timers: list[asyncio.TimerHandle] = []  # end the process if shutdown takes too long

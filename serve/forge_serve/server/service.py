@@ -18,6 +18,7 @@ from forge_serve.responses_api.store import ResponseStore
 from forge_serve.server.profiles import Profiles
 from forge_serve.server.weight_sync.sync import WeightSync
 from forge_serve.telemetry import info
+from forge_serve.telemetry.gpus import Gpus
 from forge_serve.telemetry.metrics import Metrics
 from forge_serve.telemetry.tracing import Tracing
 
@@ -34,20 +35,26 @@ class Service:
     Args:
       config: the server's options.
       timeouts: network timeouts.
+      gpus: the GPUs that the server shows; None: none.
 
     Raises:
       ConfigError: the API keys cannot be read, or OpenTelemetry is not installed.
     """
 
-    def __init__(self, config: ServerConfig, timeouts: Timeouts | None = None):
+    def __init__(
+        self, config: ServerConfig, timeouts: Timeouts | None = None, gpus: Gpus | None = None
+    ):
         self.config = config
+        self.gpus = gpus
         self.timeouts = timeouts or Timeouts()
         self.api_keys = ApiKeys.of(config)
         self.engine: AsyncEngine | None = None
         self.stopping = False
         self._broken = False  # True after an essential task of the server has failed
         self.created_s = int(time.time())
-        self.metrics = Metrics(lambda: self.model_name, lambda: self.engine, lambda: self.state)
+        self.metrics = Metrics(
+            lambda: self.model_name, lambda: self.engine, lambda: self.state, gpus
+        )
         self.tracing = Tracing.of(config)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
         self.profiles = Profiles(config.profile_dir)

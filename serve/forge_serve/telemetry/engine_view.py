@@ -17,6 +17,7 @@ from forge_jax.errors import ForgeError
 from forge_jax.host import supervise
 from forge_serve.errors import NotReadyError
 from forge_serve.openapi.payload import Payload
+from forge_serve.telemetry.gpus import GpuAnswer, Gpus
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
@@ -98,6 +99,7 @@ class EngineStateAnswer(Payload, kw_only=True):
     prefix_cache_queries: int
     prefix_cache_hits: int
     speculation: SpeculationAnswer | None
+    gpus: list[GpuAnswer]
     sequences: list[SequenceAnswer]
     blocks: BlocksAnswer
     steps: list[StepAnswer]
@@ -106,7 +108,8 @@ class EngineStateAnswer(Payload, kw_only=True):
 class EngineView:
     """Source of an engine's snapshots, shared by all clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Gpus | None) -> None:
+        self._gpus = gpus
         self._look: asyncio.Task[EngineState] | None = None  # the current or the latest snapshot
         self._next_s = 0.0  # time from which the latest snapshot is too old
 
@@ -123,6 +126,7 @@ class EngineView:
           EngineError: the engine is not available.
         """
         state, stats = await self._state(engine), engine.stats()
+        gpus = [] if self._gpus is None else await asyncio.to_thread(self._gpus.read)
         speculation = stats.speculation
         return EngineStateAnswer(
             time_s=state.time_s,
@@ -135,6 +139,7 @@ class EngineView:
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
             speculation=None if speculation is None else _as(SpeculationAnswer, speculation),
+            gpus=gpus,
             sequences=[_sequence(seq, tenant) for seq in state.sequences],
             blocks=_as(BlocksAnswer, state.blocks),
             steps=[_as(StepAnswer, record) for record in state.steps if record.step > after_step],

@@ -20,6 +20,7 @@ from prometheus_client import (
 )
 
 from forge_serve.telemetry.engine_metrics import EngineCollector, engine_labels
+from forge_serve.telemetry.gpus import GpuCollector, Gpus
 from forge_serve.telemetry.request_histograms import (
     HistogramFactory,
     Latencies,
@@ -43,6 +44,7 @@ class Metrics:
       model_name: returns the name of the served model; empty until it is loaded.
       engine: returns the engine; None until it is loaded.
       state: returns the state of the server, one of `engine_metrics.STATES`.
+      gpus: the GPUs whose latest states are included; None: none.
     """
 
     def __init__(
@@ -50,11 +52,14 @@ class Metrics:
         model_name: Callable[[], str],
         engine: Callable[[], AsyncEngine | None],
         state: Callable[[], str],
+        gpus: Gpus | None = None,
     ):
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._engine = engine
         self.registry.register(EngineCollector(model_name, engine, state))
+        if gpus is not None:
+            self.registry.register(GpuCollector(gpus))
         ProcessCollector(registry=self.registry)
         self._http = Counter(
             "http_requests",

@@ -82,6 +82,7 @@ function show(state) {
   blockChart.show(blocks, tints, (place) => `owned by ${names[place]}`);
   stepChart.show(steps);
   drafts(state.speculation);
+  gpus(state.gpus ?? []); // recordings of older versions have none
   before = state;
 }
 
@@ -143,6 +144,26 @@ function table(sequences, names, tints) {
   const more = sequences.length - rows.length;
   by("no-sequences").textContent = more > 0 ? `and ${more} more` : "No sequences are running.";
   by("no-sequences").hidden = rows.length > 0 && more <= 0;
+}
+
+const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
+
+/** Show a line for each GPU. Values that a GPU does not report are omitted. */
+function gpus(states) {
+  const rows = states.map((gpu) => {
+    const row = document.createElement("li");
+    const name = document.createElement("span");
+    name.textContent = `GPU ${gpu.index}`;
+    name.title = gpu.name;
+    const values = [`${gib(gpu.memory_used_bytes)} of ${gib(gpu.memory_total_bytes)} GiB`];
+    if (gpu.utilization !== null) values.push(`${percent(gpu.utilization, 1)} busy`);
+    if (gpu.temperature_celsius !== null) values.push(`${gpu.temperature_celsius} °C`);
+    if (gpu.power_watts !== null) values.push(`${Math.round(gpu.power_watts)} W`);
+    row.append(name, ` ${values.join(" · ")}`);
+    return row;
+  });
+  by("gpus").replaceChildren(...rows);
+  by("gpus").hidden = rows.length === 0;
 }
 
 function drafts(speculation) {

@@ -10,6 +10,7 @@ const SEQUENCE_COUNTS = ["prompt", "sample", "prompt_tokens", "output_tokens", "
   "draft_tokens", "accepted_tokens"];
 const STEP_COUNTS = ["step", "seconds", "sequences", "rows", "tokens", "draft_tokens", "accepted_tokens"];
 const DRAFT_COUNTS = ["num_drafts", "num_draft_tokens"];
+const GPU_COUNTS = ["index", "memory_used_bytes", "memory_total_bytes"];
 const MOST_CELLS = 2048; // as the server
 
 /** Return a state of `/engine_state`, with all steps that the page has, as the text of a file. */
@@ -39,6 +40,10 @@ export function readRecording(text) {
   if (state.speculation) {
     numbers(state.speculation, DRAFT_COUNTS, "state.speculation");
     list(state.speculation, "accepted_per_position", "state.speculation");
+  }
+  if (state.gpus) {
+    list(state, "gpus", "state");
+    for (const [i, gpu] of state.gpus.entries()) numbers(gpu, GPU_COUNTS, `state.gpus[${i}]`);
   }
   return { recorded: file.recorded, state };
 }
