@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 
 import pytest
 from conftest import KEY
@@ -340,6 +342,46 @@ def test_saved_state_is_replayed_until_resumed(slow_server, visit, tmp_path):
     page.get_by_role("button", name="Pause").click()
     expect(page.locator("#running")).to_have_text("0/256")
     expect(page.locator("#engine-note")).to_be_empty()
+
+
+def test_copied_link_shows_the_state(slow_server, visit):
+    one = visit(slow_server)
+    one.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    show_panel(one.page, "engine")
+    one.ask(STORY)
+    expect(one.page.locator("#sequences")).to_contain_text("this chat")
+    one.page.get_by_role("button", name="Pause").click()
+    owned = number(one.page, "owned")
+    one.page.get_by_role("button", name="Copy link").click()
+    expect(one.page.locator("#state-link")).to_have_text("Copied")
+    expect(one.page.locator("#state-link")).to_have_text("Copy link")
+    link = one.page.evaluate("navigator.clipboard.readText()")
+    one.page.keyboard.press("Escape")
+    slow_server.until(lambda stats: not stats["num_running"])
+
+    page = visit(slow_server).page
+    page.goto(link)
+    page.reload()
+    expect(page.locator("#engine-note")).to_contain_text("Recorded")
+    expect(page.locator("#running")).to_have_text("1/256")
+    assert number(page, "owned") == owned > 0
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#running")).to_have_text("0/256")
+    assert "#" not in page.url
+
+
+def test_invalid_link_is_reported(server, visit):
+    page = visit(server).page
+    bomb = zlib.compressobj(wbits=-15)
+    packed = bomb.compress(b" " * (5 << 20)) + bomb.flush()
+    for code, reason in (
+        (base64.urlsafe_b64encode(packed).decode().rstrip("="), "at most 4194304 bytes"),
+        ("AAAA", "Compressed input was truncated"),
+        ("!!!", "atob"),
+    ):
+        page.goto(server.url + "/#state=" + code)
+        expect(page.locator("#notice")).to_contain_text(reason)
+        expect(page.locator("#engine-note")).to_be_empty()
 
 
 def test_invalid_state_names_the_field(server, visit):

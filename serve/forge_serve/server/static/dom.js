@@ -43,17 +43,19 @@ export function download(text, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** Copy text, and show for two seconds on the button that it was copied. */
-export async function copyFrom(button, text) {
+/** Copy text, and show for two seconds on the button, as an icon or a text, that it was copied. */
+export async function copyFrom(button, text, done = icon("check")) {
+  const label = [...button.childNodes];
   try {
     await navigator.clipboard.writeText(text);
   } catch {
     copyBySelection(text); // the Clipboard API needs HTTPS or localhost
   }
-  button.replaceChildren(icon("check"));
+  if (button.dataset.copied) return; // it still shows the last copy
+  button.replaceChildren(done);
   button.dataset.copied = "true";
   setTimeout(() => {
-    button.replaceChildren(icon("copy"));
+    button.replaceChildren(...label);
     delete button.dataset.copied;
   }, 2000);
 }

@@ -2,8 +2,8 @@
 
 import { request } from "./api.js";
 import { BlockChart, StepChart } from "./charts.js";
-import { by, download, say } from "./dom.js";
-import { readRecording, recordingText } from "./recording.js";
+import { by, copyFrom, download, say } from "./dom.js";
+import { LINK, linkedRecording, readRecording, recordingLink, recordingText } from "./recording.js";
 
 const BUSY_MS = 200;
 const IDLE_MS = 1000;
@@ -212,12 +212,24 @@ export function beginEngine() {
   by("state-save").addEventListener("click", () => {
     if (before) download(recordingText(before, steps), "engine-state.json");
   });
+  by("state-link").addEventListener("click", async () => {
+    if (before) copyFrom(by("state-link"), await recordingLink(recordingText(before, steps)), "Copied");
+  });
   by("state-open").addEventListener("click", () => by("state-file").click());
   by("state-file").addEventListener("change", async () => {
-    for (const file of by("state-file").files) await replay(file);
+    for (const file of by("state-file").files) await replay(file.name, () => file.text());
     by("state-file").value = "";
   });
+  addEventListener("hashchange", replayLink);
+  replayLink();
   look();
+}
+
+/** Show the state in the page's address, if there is one. */
+function replayLink() {
+  if (!location.hash.startsWith(LINK)) return;
+  say("show-panel", "engine");
+  replay("The link", linkedRecording);
 }
 
 function setPaused(value) {
@@ -225,6 +237,7 @@ function setPaused(value) {
   by("pause").setAttribute("aria-pressed", String(paused));
   if (replaying && !paused) {
     replaying = false;
+    if (location.hash) history.replaceState(null, "", location.pathname);
     steps = [];
     before = null;
     note("");
@@ -233,12 +246,12 @@ function setPaused(value) {
 }
 
 /** Show a recorded state until the user resumes. */
-async function replay(file) {
+async function replay(name, read) {
   let recording;
   try {
-    recording = readRecording(await file.text());
+    recording = readRecording(await read());
   } catch (error) {
-    say("failed", `${file.name} was not opened. ${error.message}`);
+    say("failed", `${name} was not opened. ${error.message}`);
     return;
   }
   setPaused(true);

@@ -1,4 +1,4 @@
-// A state of the engine in a file, for example for a bug report. It has no text and no tokens.
+// A state of the engine in a file or a link, for example for a bug report. It has no text and no tokens.
 
 const FORMAT = "forge-jax-engine-state";
 const VERSION = 1;
@@ -12,10 +12,39 @@ const STEP_COUNTS = ["step", "seconds", "sequences", "rows", "tokens", "draft_to
 const DRAFT_COUNTS = ["num_drafts", "num_draft_tokens"];
 const GPU_COUNTS = ["index", "memory_used_bytes", "memory_total_bytes"];
 const MOST_CELLS = 2048; // as the server
+const MOST_BYTES = 4 << 20; // of a link's recording, decompressed
+export const LINK = "#state="; // start of the address's fragment
 
 /** Return a state of `/engine_state`, with all steps that the page has, as the text of a file. */
 export function recordingText(state, steps) {
   return JSON.stringify({ format: FORMAT, version: VERSION, recorded: Date.now(), state: { ...state, steps } });
+}
+
+/** Return a link to this page that contains a recording, compressed and in base64url. */
+export async function recordingLink(text) {
+  const bytes = await converted(new Blob([text]), new CompressionStream("deflate-raw"), Infinity);
+  const code = btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
+  const { origin, pathname } = location;
+  return origin + pathname + LINK + code.replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
+}
+
+/** Return the recording in the page's address. Throws `TypeError` or `DOMException` if it is invalid. */
+export async function linkedRecording() {
+  const code = location.hash.slice(LINK.length).replaceAll("-", "+").replaceAll("_", "/");
+  const packed = Uint8Array.from(atob(code), (char) => char.charCodeAt(0));
+  const bytes = await converted(new Blob([packed]), new DecompressionStream("deflate-raw"), MOST_BYTES);
+  return new TextDecoder().decode(bytes);
+}
+
+async function converted(blob, conversion, most) {
+  const chunks = [];
+  let size = 0;
+  for await (const chunk of blob.stream().pipeThrough(conversion)) {
+    size += chunk.length;
+    if (size > most) throw new TypeError(`The recording must have at most ${most} bytes.`);
+    chunks.push(chunk);
+  }
+  return new Uint8Array(await new Blob(chunks).arrayBuffer());
 }
 
 /** Return the time and the state of a file. Throws `TypeError` or `SyntaxError` if it is invalid. */
