@@ -68,21 +68,22 @@ class _Described(AbstractDevice):
 
 
 class Compiler:
-    """A compiler for one device, or for several of one host in a mesh with the one axis `axis`.
+    """A compiler for one device, or for several in a mesh with the one axis `axis`.
 
     Args:
-      devices: number of devices.
+      devices: number of devices in all.
       axis: name of the mesh's axis.
       target: one of TARGETS.
+      hosts: number of hosts, each with an equal part of the devices.
     """
 
-    def __init__(self, devices: int = 1, axis: str = "x", target: str = "h200"):
+    def __init__(self, devices: int = 1, axis: str = "x", target: str = "h200", hosts: int = 1):
         self.target = Target.read(target)
         topology = topologies.get_topology_desc(
             platform="cuda",
             topology_name="",
             target_config=self.target.config,
-            topology=f"1x1x{devices}",
+            topology=f"1x{hosts}x{devices // hosts}",
         )
         mesh = topologies.make_mesh(topology, (devices,), (axis,))
         self.devices = list(mesh.devices.flat)

@@ -402,6 +402,15 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, llama(SHARED_LAYERS), shards)
             yield result
+    for shape in (decode, mixed):
+        name = f"step {shape.name} of llama-3.1-8b, 1 layer, on 2 hosts with 8 devices each"
+        if wanted(name) and not quick:
+            start = time.perf_counter()
+            several = deviceless.Compiler(16, AXIS, hosts=2)
+            program = compile_shared_step(several, shape, llama(1), shared_options)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += shared_step_faults(program, llama(1), 16)
+            yield result
     for quantized in QUANTIZED:
         name = f"quantized ({quantized}): step {decode.name}, 1 layer, on 2 devices"
         if wanted(name):
