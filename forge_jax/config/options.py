@@ -300,8 +300,8 @@ class ParallelConfig:
     )
     host_rank: int = option(
         0,
-        "index of this host, from 0 to --num-hosts - 1. Host 0 schedules and serves HTTP, and the "
-        "others compute their parts of each step",
+        "index of this host, from 0 to --num-hosts - 1. Host 0 schedules and serves HTTP. The "
+        "others compute their parts of each step and serve /health",
     )
     coordinator: str | None = option(
         None,

@@ -131,6 +131,27 @@ def test_coordinator_address_of_another_host_is_rejected(port):
         groups._gather("192.0.2.1", port, 2)
 
 
+def test_host_0_waits_for_the_name_of_the_coordinator(port, keep, monkeypatch):
+    resolve, calls = socket.getaddrinfo, []
+
+    def resolve_later(host, *args, **kwargs):
+        calls.append(host)
+        if len(calls) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(groups, "CONNECT_PAUSE_S", 0.01)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_later)
+    keep(groups._listen("localhost", port))
+    assert calls == ["localhost"] * 3
+
+
+def test_name_that_never_resolves_is_rejected(port, monkeypatch):
+    monkeypatch.setattr(groups, "RESOLVE_S", 0.0)
+    with pytest.raises(ConfigError, match="host 0 cannot listen there"):
+        groups._listen("no-such-host.invalid", port)
+
+
 @pytest.fixture
 def both():
     """Return the groups of two hosts, as host 0 and host 1 see them."""

@@ -23,6 +23,14 @@ MODEL = (
     *("--num-blocks", "128", "--deterministic", "--speculation", "ngram"),
 )
 PROMPTS = ("Once upon a time", "The dog", "2 + 2 =", "A girl named Ann and a boy named Tim")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+HEALTH_PORT = free_port()  # of host 1
 REGEX = "[A-Za-z ,.]{80,200}"
 
 
@@ -63,13 +71,11 @@ def expected():
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     """Return the URL of host 0, and the processes of `forge-jax serve` on both hosts."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    flags = (*MODEL, "--num-hosts", "2", "--coordinator", f"127.0.0.1:{port}")
+    flags = (*MODEL, "--num-hosts", "2", "--coordinator", f"127.0.0.1:{free_port()}")
     follower = [sys.executable, "-m", "forge_serve", "serve", *flags, "--host-rank", "1"]
     with (
         (tmp_path_factory.mktemp("hosts") / "log").open("w") as log,
-        running(follower, stderr=log) as other,
+        running([*follower, "--port", str(HEALTH_PORT)], stderr=log) as other,
         serving(sys.executable, *flags) as (url, _, process),
     ):
         yield url, process, other
@@ -115,10 +121,17 @@ async def test_embeddings_are_computed_on_both_hosts(hosts):
     assert len(body["data"][0]["embedding"]) > 1
 
 
+async def test_other_host_is_healthy(hosts):
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{HEALTH_PORT}/health") as response,
+    ):
+        assert (response.status, await response.json()) == (200, {"status": "ready"})
+
+
 def test_host_with_other_options_ends_with_the_difference(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    flags = (*MODEL, "--num-hosts", "2", "--coordinator", f"127.0.0.1:{port}", "--port", "0")
+    address = f"127.0.0.1:{free_port()}"
+    flags = (*MODEL, "--num-hosts", "2", "--coordinator", address, "--port", "0")
     command = [sys.executable, "-m", "forge_serve", "serve", *flags]
     other = [*command, "--host-rank", "1", "--max-num-seqs", "8"]
     with (

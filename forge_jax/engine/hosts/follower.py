@@ -1,9 +1,10 @@
 """The process of a host other than host 0: performs the operations that host 0 sends.
 
-    python -m forge_jax.engine.hosts.follower < CONFIG
+    python -m forge_jax.engine.hosts.follower FD < CONFIG
 
-It keeps no state that must survive. It ends when the connection to host 0, or its standard input,
-is closed, and `service` starts another one.
+It writes a byte to the file descriptor FD as soon as it follows host 0. It keeps no state that must
+survive. It ends when the connection to host 0, or its standard input, is closed, and `service`
+starts another one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main() -> None:
         group = HostGroup.join(start.config)
         runner = load_follower(start.config, group)
         log.info("host %d follows host 0", rank)
+        os.write(int(sys.argv[1]), b"1")
         group.follow(runner)
     except (ConfigError, ModelError) as error:
         log.error("host %d: %s", rank, error)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 JOIN_S = 5.0  # for the first message of a new connection
 CONNECT_PAUSE_S = 0.5
 LOG_S = 30.0  # interval of log lines while hosts are missing
+RESOLVE_S = 60.0  # for the coordinator's name to appear in the DNS
 START_S = 120  # for all hosts to start `jax.distributed`
 
 log = logging.getLogger(__name__)
@@ -174,16 +175,8 @@ def _until_lost(peer: Peer) -> None:
 
 def _gather(host: str, port: int, count: int) -> list[Peer]:
     """Accept the other hosts, and return their connections in the order of their ranks."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        server = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"--coordinator {host}:{port}: host 0 cannot listen there ({error.strerror}): use an "
-            "address of host 0 and a free port"
-        ) from error
     joined: dict[int, Peer] = {}
-    with server:
+    with _listen(host, port) as server:
         server.settimeout(LOG_S)
         while len(joined) < count - 1:
             try:
@@ -201,6 +194,27 @@ def _gather(host: str, port: int, count: int) -> list[Peer]:
                 joined[rank].close()
             joined[rank] = peer
     return [joined[rank] for rank in range(1, count)]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen at the coordinator's address as soon as its name has one.
+
+    Schedulers such as LeaderWorkerSet may start a process before its name is in the DNS.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    end_s = time.monotonic() + RESOLVE_S
+    while True:
+        try:
+            socket.getaddrinfo(host, port, family)
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) and time.monotonic() < end_s:
+                time.sleep(CONNECT_PAUSE_S)
+                continue
+            raise ConfigError(
+                f"--coordinator {host}:{port}: host 0 cannot listen there ({error.strerror}): use "
+                "an address of host 0 and a free port"
+            ) from error
 
 
 def _rank_of(peer: Peer, count: int) -> int | None:

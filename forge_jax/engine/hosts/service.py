@@ -1,13 +1,14 @@
-"""`follow`: `forge-jax serve` on a host other than host 0."""
+"""`FollowerService`: `forge-jax serve` on a host other than host 0."""
 
 from __future__ import annotations
 
 import logging
-import signal
+import os
 import subprocess
 import sys
 import threading
 import time
+from typing import Literal
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.process.launcher import STDERR
@@ -16,6 +17,7 @@ from forge_jax.errors import ConfigError
 from forge_jax.telemetry.log import LogFormat
 
 FOLLOWER = ("-m", "forge_jax.engine.hosts.follower")
+LOOK_S = 0.2  # interval of checks on the process
 REFUSED = 78  # exit status of a follower for which another attempt would fail as well
 PAUSE_S = (0.2, 5.0)  # first and longest pause between two processes
 LONG_LIFE_S = 30.0  # after this, the next pause is the first one again
@@ -23,54 +25,85 @@ LONG_LIFE_S = 30.0  # after this, the next pause is the first one again
 log = logging.getLogger(__name__)
 
 
-def follow(config: EngineConfig, log_format: LogFormat) -> int:
-    """Keep a follower running until SIGTERM, SIGINT or SIGHUP. Return the exit status.
+class FollowerService:
+    """Keeps a follower running.
 
-    Call it in the main thread.
-
-    Raises:
-      ConfigError: if the configuration does not fit host 0, the model or this machine.
+    Args:
+      config: the engine's options; `host_rank` is at least 1.
+      log_format: format of the follower's log.
     """
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: stopped.set())
-    pause_s = PAUSE_S[0]
-    while True:
-        begun_s = time.monotonic()
-        status = _run(Start(config, log_format=log_format), stopped)
-        if stopped.is_set():
-            return 0
-        if status == REFUSED:
-            raise ConfigError(
-                f"host {config.parallel.host_rank} cannot take part: see its log above"
-            )
-        if time.monotonic() - begun_s > LONG_LIFE_S:
-            pause_s = PAUSE_S[0]
-        log.warning("the process of this host ended: starting another in %.1f s", pause_s)
-        if stopped.wait(pause_s):
-            return 0
-        pause_s = min(2 * pause_s, PAUSE_S[1])
 
+    def __init__(self, config: EngineConfig, log_format: LogFormat):
+        self._start = Start(config, log_format=log_format)
+        self._rank = config.parallel.host_rank
+        self._stopped = threading.Event()
+        self._follows = False
 
-def _run(start: Start, stopped: threading.Event) -> int:
-    """Run a follower until it ends, or until `stopped`. Return its exit status."""
-    process = subprocess.Popen(
-        [sys.executable, *FOLLOWER],
-        stdin=subprocess.PIPE,
-        stdout=STDERR,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write(frame(start))
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it has ended, which `wait` returns
-    while not stopped.is_set():
+    @property
+    def state(self) -> Literal["starting", "ready", "stopping"]:
+        """`ready` while the follower performs the operations of host 0. Thread-safe."""
+        if self._stopped.is_set():
+            return "stopping"
+        return "ready" if self._follows else "starting"
+
+    def stop(self) -> None:
+        """Make `run` end the follower and return. Thread-safe."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Run followers, one after another, until `stop` is called.
+
+        Raises:
+          ConfigError: if the configuration does not fit host 0, the model or this machine.
+        """
+        pause_s = PAUSE_S[0]
+        while not self._stopped.is_set():
+            begun_s = time.monotonic()
+            status = self._run_one()
+            if self._stopped.is_set():
+                return
+            if status == REFUSED:
+                raise ConfigError(f"host {self._rank} cannot take part: see its log above")
+            if time.monotonic() - begun_s > LONG_LIFE_S:
+                pause_s = PAUSE_S[0]
+            log.warning("the process of this host ended: starting another in %.1f s", pause_s)
+            self._stopped.wait(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S[1])
+
+    def _run_one(self) -> int:
+        """Run a follower until it ends, or until `stop`. Return its exit status."""
+        follows, sender = os.pipe()
+        os.set_blocking(follows, False)
+        process = subprocess.Popen(
+            [sys.executable, *FOLLOWER, str(sender)],
+            stdin=subprocess.PIPE,
+            stdout=STDERR,
+            pass_fds=(sender,),
+            start_new_session=True,
+        )
+        os.close(sender)
+        assert process.stdin is not None
         try:
-            return process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            continue
-    process.kill()
-    return process.wait()
+            try:
+                process.stdin.write(frame(self._start))
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass  # it has ended, which `wait` returns
+            while not self._stopped.is_set():
+                try:
+                    return process.wait(LOOK_S)
+                except subprocess.TimeoutExpired:
+                    self._follows = self._follows or _has_data(follows)
+            process.kill()
+            return process.wait()
+        finally:
+            self._follows = False
+            process.stdin.close()
+            os.close(follows)
+
+
+def _has_data(pipe: int) -> bool:
+    try:
+        return bool(os.read(pipe, 1))
+    except BlockingIOError:
+        return False

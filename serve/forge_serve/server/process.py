@@ -35,6 +35,7 @@ from forge_serve.config import ServerConfig
 from forge_serve.http.connections import Runner
 from forge_serve.http.tls import ssl_context
 from forge_serve.server.app import make_app
+from forge_serve.server.follower import serve_health
 from forge_serve.server.service import Service
 from forge_serve.telemetry.gpus import Gpus
 from forge_serve.telemetry.request_log import TENANT_CHARS
@@ -76,9 +77,7 @@ def serve(
     if engine_config.parallel.num_hosts > 1:
         _check_hosts(server_config)
     if engine_config.parallel.host_rank:
-        from forge_jax.engine.hosts.service import follow
-
-        return follow(engine_config, server_config.log_format)
+        return _follow(engine_config, server_config)
     with bind(server_config.host, server_config.port) as sock:
         if server_config.fake:
             warn_of_ignored(engine_config)
@@ -94,6 +93,19 @@ def serve(
     if not finished:  # a thread is still loading or compiling, and threads cannot be stopped
         sys.stdout.flush()
         os._exit(0)
+    return 0
+
+
+def _follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Run `forge-jax serve` on a host other than host 0."""
+    from forge_jax.engine.hosts.service import FollowerService
+
+    follower = FollowerService(engine_config, server_config.log_format)
+    with (
+        bind(server_config.host, server_config.port) as sock,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+    ):
+        runner.run(serve_health(sock, server_config, follower))
     return 0
 
 
