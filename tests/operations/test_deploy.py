@@ -27,22 +27,30 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
+from deploy_files import (
+    DEPLOY,
+    DOCKERFILE,
+    ROOT,
+    check_pod,
+    dockerfile,
+    entrypoint,
+    options,
+    routes,
+    stop_sleep_s,
+)
 from promql import label_values, reads
 
 from forge_jax.config import ParallelConfig
 from forge_jax.engine.thread import Engine
 from forge_kernels.private_files import private_folder_fault
-from forge_serve.cli.flags import MODEL_ARGUMENT, flags, take_model
-from forge_serve.cli.main import SECTIONS, make_parser
+from forge_serve.cli.flags import flags
+from forge_serve.cli.main import SECTIONS
 from forge_serve.config import ServerConfig
 from forge_serve.http.auth import HEALTH_PATHS
-from forge_serve.server.app import make_app
 from forge_serve.server.process import make_runner
 from forge_serve.server.service import Service
 from forge_serve.telemetry.request_log import RequestRecord
 
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/forge-jax.json").read_text())
 ALERTS = [
     rule
@@ -59,37 +67,19 @@ KUBERNETES = {
     for part in yaml.safe_load_all((DEPLOY / "kubernetes/forge-jax.yaml").read_text())
 }
 POD = KUBERNETES["Deployment"]["spec"]["template"]["spec"]
+SEVERAL_HOSTS = {
+    part["kind"]: part
+    for part in yaml.safe_load_all((DEPLOY / "kubernetes/leaderworkerset.yaml").read_text())
+}
+LWS = SEVERAL_HOSTS["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+LWS_POD = LWS["workerTemplate"]["spec"]
 (CONTAINER,) = POD["containers"]
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 CUDA = yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text())
-DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
-
-
-def options(command: list[str]) -> dict[str, Any]:
-    """Return the values of a command line's flags; forge-jax must accept it."""
-    assert Path(command[0]).name == "forge-jax"
-    found = vars(make_parser().parse_args(command[1:]))
-    if MODEL_ARGUMENT in found:
-        take_model(found, None)
-    return found
-
-
-def routes() -> set[str]:
-    app = make_app(Service(ServerConfig()))
-    return {r.resource.canonical for r in app.router.routes() if r.resource is not None}
 
 
 def panels() -> list[dict[str, Any]]:
     return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-
-
-def dockerfile(word: str) -> list[str]:
-    return re.findall(rf"^{word} +(.*)$", DOCKERFILE, re.MULTILINE)
-
-
-def entrypoint() -> list[str]:
-    (command,) = dockerfile("ENTRYPOINT")
-    return json.loads(command)
 
 
 def check_query(after_one_request: Any, query: str) -> None:
@@ -313,27 +303,17 @@ def test_each_way_to_stop_leaves_time_to_drain():
     drain_s = ServerConfig.drain_timeout_s
     assert int(COMPOSE["services"]["forge-jax"]["stop_grace_period"].rstrip("s")) > drain_s
     assert float(unit()["Service"]["TimeoutStopSec"]) > drain_s
-    pre_stop_s = float(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
-    drain_s = options([*entrypoint(), *CONTAINER["args"]])["drain_timeout_s"]
-    assert POD["terminationGracePeriodSeconds"] > pre_stop_s + drain_s
 
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
 
 
-def test_pod_runs_an_existing_command():
-    found = options([*entrypoint(), *CONTAINER["args"]])
-    (port,) = CONTAINER["ports"]
-    assert found["port"] == port["containerPort"] and found["engine_process"]
-    (mount,) = (m for m in CONTAINER["volumeMounts"] if m["name"] == "api-keys")
-    assert Path(found["api_key_file"]).parent == Path(mount["mountPath"])
-
-
-@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_probes_use_open_paths_and_report_readiness(probe):
-    asked = CONTAINER[probe]["httpGet"]
-    assert asked["path"] in HEALTH_PATHS & routes()
-    assert asked["port"] in [port["name"] for port in CONTAINER["ports"]]
+@pytest.mark.parametrize(("pod", "hosts"), [(POD, 1), (LWS_POD, LWS["size"])], ids=["pod", "LWS"])
+def test_pod_runs_the_server_and_checks_its_health(pod, hosts):
+    check_pod(pod, hosts)
+    container = pod["containers"][0]
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "api-keys")
+    assert f"--api-key-file={mount['mountPath']}/api-keys" in container["args"]
 
 
 def test_pod_is_killed_later_than_it_is_unready_or_stalled():
@@ -372,6 +352,51 @@ def test_manifest_parts_reference_each_other():
     (port,) = KUBERNETES["Service"]["spec"]["ports"]
     assert port["targetPort"] in [p["name"] for p in CONTAINER["ports"]]
     assert port["port"] == ServerConfig.port
+
+
+def test_several_hosts_are_one_group_with_one_http_server():
+    labels = LWS["workerTemplate"]["metadata"]["labels"]
+    (port,) = SEVERAL_HOSTS["Service"]["spec"]["ports"]
+    assert (port["port"], port["targetPort"]) == (ServerConfig.port, "http")
+    index = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}  # set by the controller
+    assert SEVERAL_HOSTS["Service"]["spec"]["selector"] == index | {"app": labels["app"]}
+    # The controller makes a headless service with the set's name.
+    names = {kind: part["metadata"]["name"] for kind, part in SEVERAL_HOSTS.items()}
+    assert names["Service"] != names["LeaderWorkerSet"]
+    assert SEVERAL_HOSTS["LeaderWorkerSet"]["spec"]["startupPolicy"] == "LeaderCreated"
+    policy = SEVERAL_HOSTS["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    http, group = policy["ingress"]
+    assert http == {"ports": [{"protocol": "TCP", "port": "http"}]}
+    assert group == {"from": [{"podSelector": policy["podSelector"]}]}
+
+
+def test_other_hosts_stop_after_host_0_has_drained():
+    found = options([*entrypoint(), *(arg for arg in LWS_POD["containers"][0]["args"]
+                                      if "LWS" not in arg)])  # fmt: skip
+    first, other = (stop_sleep_s(LWS_POD, rank) for rank in range(2))
+    assert other > first + found["drain_timeout_s"]
+    assert other < LWS_POD["terminationGracePeriodSeconds"]
+
+
+def test_inference_pool_selects_the_pods_of_the_deployment():
+    path = DEPLOY / "kubernetes/inference-pool.yaml"
+    pool, route = yaml.safe_load_all(path.read_text())
+    labels = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["spec"]["targetPorts"] == [{"number": ServerConfig.port}]
+    assert labels["llm-d.ai/engine-type"] == "vllm"
+    (rule,) = route["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
+
+
+def test_endpoint_pickers_find_their_series(after_one_request):
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert f"vllm:{name}" in after_one_request.labels
+    assert {"block_size", "num_gpu_blocks"} <= after_one_request.labels[
+        "vllm:cache_config_info"
+    ].keys()
 
 
 # ---- the document --------------------------------------------------------------------------------
