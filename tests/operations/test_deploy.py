@@ -391,6 +391,23 @@ def test_inference_pool_selects_the_pods_of_the_deployment():
     assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
 
 
+def test_ray_service_builds_an_existing_application():
+    service = yaml.safe_load((DEPLOY / "kubernetes/rayservice.yaml").read_text())
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, function = application["import_path"].partition(":")
+    source = (ROOT / "serve" / module.replace(".", "/")).with_suffix(".py").read_text()
+    assert f"\ndef {function}(args: " in source
+    flags = application["args"].copy()
+    command = ["forge-jax", "serve", flags.pop("model")]
+    assert flags.pop("deployment").keys() == {"autoscaling_config"}
+    for name, value in flags.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    options(command)
+    version = service["spec"]["rayClusterConfig"]["rayVersion"]
+    pins = (ROOT / "tests/clients/requirements.txt").read_text().splitlines()
+    assert f"ray=={version}" in pins
+
+
 def test_endpoint_pickers_find_their_series(after_one_request):
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
         assert f"vllm:{name}" in after_one_request.labels

@@ -1,4 +1,4 @@
-"""The Ray Data recipe without Ray and a model; `make test-clients` runs it with both."""
+"""The Ray Data example without Ray and a model; `make test-clients` runs it with both."""
 
 from __future__ import annotations
 
