@@ -13,6 +13,7 @@ WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(
 CHECKS = {
     "lint": ["lint"],
     "tests": ["test-all"],
+    "kubernetes": [".venv/.kubernetes", "test-kubernetes"],
     "site": ["site"],
     "browser": [".venv-browser/.driver", "test-browser"],
     "cuda-compile": [".venv-aot/.aot", "test-cuda-compile ARGS=--quick"],
@@ -66,7 +67,7 @@ def test_ci_names_what_it_leaves_out_and_why(run_ci):
 def test_ci_rejects_an_unknown_check_before_it_runs_anything(run_ci):
     done, targets = run_ci("lint", "linting")
     assert (done.returncode, targets) == (2, [])
-    assert "no such check: linting; choose from: lint tests site" in done.stderr
+    assert "no such check: linting; choose from: lint tests kubernetes site" in done.stderr
 
 
 def test_workflow_runs_every_check_on_the_pinned_python():

@@ -36,6 +36,10 @@ ALLOWED = {
     ("forge_jax/engine/process/launcher.py", "subprocess"): "Python, with a module of this package",
     ("forge_jax/engine/hosts/service.py", "subprocess"): "Python, with a module of this package",
     ("forge_jax/checkpoint/torch_bin.py", "pickletools"): "the names of opcodes, for messages",
+    (
+        "serve/forge_serve/integrations/ray.py",
+        "subprocess",
+    ): "Python, with a module of this package",
     ("kernels/forge_kernels/cpu/build.py", "subprocess"): "the C++ compiler, by a list of words",
 }
 

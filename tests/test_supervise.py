@@ -62,6 +62,7 @@ ALLOWED = {
     ("serve/forge_serve/generation/workers.py", "ThreadPoolExecutor"): "the future is awaited",
     ("serve/forge_serve/generation/workers.py", "add_done_callback"): "gives the thread back",
     ("serve/forge_serve/generation/workers.py", "call_soon_threadsafe"): "gives the thread back",
+    ("serve/forge_serve/server/follower.py", "add_signal_handler"): "sets an event",
     ("serve/forge_serve/server/process.py", "call_later"): "ends the process",
     (
         "serve/forge_serve/server/process.py",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
+
+from forge_jax.host import supervise
+from forge_serve.cli.main import main
 
 
 def _stop_with_parent() -> None:
@@ -16,8 +18,10 @@ def _stop_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-if __name__ == "__main__":
-    from forge_serve.cli.main import main
+def _die(error: BaseException) -> None:
+    os._exit(1)
 
-    threading.Thread(target=_stop_with_parent, daemon=True).start()
+
+if __name__ == "__main__":
+    supervise.start_thread(_stop_with_parent, "waiting for the parent process", _die)
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -39,7 +39,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "forge_serve.integrations.ray requires Ray: run pip install 'ray[serve,data]'"
+        "forge_serve.integrations.ray requires Ray: run pip install --upgrade 'ray[serve,data]'"
     ) from error
 
 from forge_serve.cli.main import make_parser
