@@ -1,9 +1,10 @@
-"""Servers on two hosts: two groups of processes of this machine, which share one model.
+"""Servers on several hosts: groups of processes of this machine, which share one model.
 
 The expected bytes are those of one process with two devices.
 """
 
 import asyncio
+import contextlib
 import signal
 import socket
 import subprocess
@@ -19,10 +20,13 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = (
     *("forge-tiny", "--backend", "cpu", "--kernels", "xla", "--dtype", "float32"),
-    *("--tensor-parallel", "2", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"),
+    *("--max-num-seqs", "4", "--max-num-batched-tokens", "64"),
     *("--num-blocks", "128", "--deterministic", "--speculation", "ngram"),
 )
 PROMPTS = ("Once upon a time", "The dog", "2 + 2 =", "A girl named Ann and a boy named Tim")
+
+
+TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
 def free_port():
@@ -52,38 +56,59 @@ async def ask(session, url, body):
 
 async def answers(url, during=None):
     """Return the answers to all requests, sent at once. `during` runs while they are computed."""
-    timeout = aiohttp.ClientTimeout(total=300)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         asking = [asyncio.create_task(ask(session, url, body)) for body in bodies()]
         if during is not None:
             await during(session)
         return await asyncio.gather(*asking)
 
 
+@contextlib.contextmanager
+def group_of(health_ports, folder):
+    """Run host 0, and another host for each port. Yield its URL, and the processes in order."""
+    count = 1 + len(health_ports)
+    flags = (*MODEL, "--tensor-parallel", str(count), "--num-hosts", str(count))
+    flags += ("--coordinator", f"127.0.0.1:{free_port()}")
+    command = [sys.executable, "-m", "forge_serve", "serve", *flags]
+    with contextlib.ExitStack() as stack:
+        others = []
+        for rank, port in enumerate(health_ports, start=1):
+            log = stack.enter_context((folder / f"log{rank}").open("w"))
+            host = [*command, "--host-rank", str(rank), "--port", str(port)]
+            others.append(stack.enter_context(running(host, stderr=log)))
+        url, _, process = stack.enter_context(serving(sys.executable, *flags))
+        yield url, process, *others
+
+
 @pytest.fixture(scope="module")
 def expected():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
-        with serving(sys.executable, *MODEL) as (url, _, _):
+        with serving(sys.executable, *MODEL, "--tensor-parallel", "2") as (url, _, _):
             return asyncio.run(answers(url))
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     """Return the URL of host 0, and the processes of `forge-jax serve` on both hosts."""
-    flags = (*MODEL, "--num-hosts", "2", "--coordinator", f"127.0.0.1:{free_port()}")
-    follower = [sys.executable, "-m", "forge_serve", "serve", *flags, "--host-rank", "1"]
-    with (
-        (tmp_path_factory.mktemp("hosts") / "log").open("w") as log,
-        running([*follower, "--port", str(HEALTH_PORT)], stderr=log) as other,
-        serving(sys.executable, *flags) as (url, _, process),
-    ):
-        yield url, process, other
+    with group_of([HEALTH_PORT], tmp_path_factory.mktemp("hosts")) as group:
+        yield group
 
 
 async def test_two_processes_give_the_bytes_of_one(hosts, expected):
     url, _, _ = hosts
     assert await answers(url) == expected
+
+
+async def test_four_processes_give_the_same_bytes_in_any_batch(tmp_path, expected):
+    """Collectives of more than two hosts round differently than those of one process."""
+    greedy, sampled, *_ = bodies()
+    with group_of([0, 0, 0], tmp_path) as (url, *_):
+        async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+            together = await asyncio.gather(ask(session, url, greedy), ask(session, url, sampled))
+            assert await ask(session, url, greedy) == together[0]
+    (_, logprobs), (_, expected_logprobs) = together[0][0], expected[0][0]
+    assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
 
 
 def engine_process(server):
@@ -131,7 +156,8 @@ async def test_other_host_is_healthy(hosts):
 
 def test_host_with_other_options_ends_with_the_difference(tmp_path):
     address = f"127.0.0.1:{free_port()}"
-    flags = (*MODEL, "--num-hosts", "2", "--coordinator", address, "--port", "0")
+    flags = (*MODEL, "--tensor-parallel", "2", "--num-hosts", "2", "--coordinator", address)
+    flags += ("--port", "0")
     command = [sys.executable, "-m", "forge_serve", "serve", *flags]
     other = [*command, "--host-rank", "1", "--max-num-seqs", "8"]
     with (
