@@ -136,6 +136,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuzz-seed", type=int, default=0, help="which bodies")
     group = parser.getgroup("chaos", "tests/serve/test_chaos.py")
     group.addoption("--chaos-seed", type=int, default=0, help="when engines die")
+    group = parser.getgroup("kubernetes", "make test-kubernetes")
+    group.addoption("--crds", metavar="FOLDER", help="definitions of custom resources, as YAML")
 
 
 @pytest.fixture

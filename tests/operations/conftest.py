@@ -18,10 +18,6 @@ from forge_serve.server.process import make_runner
 from forge_serve.server.service import Service
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--crds", metavar="FOLDER", help="definitions of custom resources, as YAML")
-
-
 @dataclass(frozen=True)
 class Exposition:
     """The text of /metrics."""
