@@ -16,7 +16,7 @@ the two probabilities is then exactly 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -206,6 +206,59 @@ def served_logits(
     temperature = jnp.ones(len(tokens), jnp.float32)
     rows: Any = _rows(model, options, _all_logits, tuple(leaves), tokens, temperature)
     return rows
+
+
+class ChunkedLogits:
+    """Logits of one sequence at a time, computed as `score` computes them, chunk by chunk.
+
+    The logits of `options.num_tokens` tokens are in memory at the same time. All sequences share
+    one compiled step.
+
+    Args:
+      model: the architecture.
+      leaves: the weights.
+      options: shapes and kernels, for example `LLM.score_options`.
+      max_len: tokens of the longest sequence.
+
+    Raises:
+      ValueError: `max_len` exceeds `options.max_len`.
+    """
+
+    def __init__(self, model: Model, leaves: Leaves, options: ScoreOptions, max_len: int):
+        _check_length(max_len, options)
+        placement = options.placement
+        shard = dataclasses.replace(
+            options.kv,
+            num_blocks=-(-max_len // options.kv.block_size),
+            num_slots=options.num_seqs,
+        )
+        empty = placement.whole_kv(model, shard).empty
+        step = placement.shard_step(model, partial(_step, model, options, _all_logits, max_len))
+        compiled = options.compiler_options
+        self._leaves = leaves
+        self._max_len = max_len
+        self._num_tokens = options.num_tokens
+        self._kv: KV = jax.jit(empty, out_shardings=placement.kv_sharding(model))()
+        self._step = jax.jit(step, donate_argnums=1, compiler_options=compiled or None)
+
+    def __call__(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yield the logits of consecutive tokens, f32[<= num_tokens, V]; in all, one row per token.
+
+        Row t is the distribution of the token after t.
+
+        Raises:
+          ValueError: there are more than `max_len` tokens.
+        """
+        count = len(tokens)
+        if count > self._max_len:
+            raise ValueError(f"tokens: {count}, but max_len is {self._max_len}")
+        padded = np.zeros((1, self._max_len), np.int32)
+        padded[0, :count] = tokens
+        temperature = np.ones(1, np.float32)
+        for start in range(0, count, self._num_tokens):
+            chunk = np.int32(start // self._num_tokens)
+            self._kv, rows = self._step(self._leaves, self._kv, padded, temperature, chunk)
+            yield np.asarray(rows)[: count - start]
 
 
 # (logits f32[R, V], the next tokens i32[R], temperatures f32[R]) -> f32[R, ...]

@@ -1,1 +1,1 @@
-"""Programs built on the engine: conversion of checkpoints, the doctor and profiles."""
+"""Programs built on the engine: conversion of checkpoints, the doctor, profiles and comparisons."""
