@@ -27,6 +27,7 @@ COMMANDS = (
     "generate",
     "batch",
     "bench",
+    "compare",
     "profile",
     "convert",
     "compile",

@@ -19,7 +19,7 @@ from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.tools.profile.config import Workload
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.cli import profile as profile_cli
-from forge_serve.cli.commands import bench, chat, doctor, generate
+from forge_serve.cli.commands import bench, chat, compare, doctor, generate
 from forge_serve.cli.commands.engine import check_model, quiet_logs
 from forge_serve.cli.exit_status import INTERRUPTED, guarded, leave
 from forge_serve.cli.flags import (
@@ -101,6 +101,7 @@ def make_parser() -> Parser:
     generate.add_to(commands)
     _add_batch(commands)
     bench.add_to(commands)
+    compare.add_to(commands)
     _add_profile(commands)
     _add_convert(commands)
     _add_compile(commands)

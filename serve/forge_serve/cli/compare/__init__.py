@@ -1,0 +1,1 @@
+"""Reports of `forge-jax compare`: on a terminal, and as a self-contained page."""
