@@ -136,8 +136,8 @@ PAYLOADS = [
 WATCH = "window.hits = []; window.hit = () => hits.push(new Error().stack);"
 FORBIDDEN = (
     "script, img, iframe, object, embed, video, audio, form, base, meta, style, link, template, "
-    "svg:not(.icon, .katex svg), input:not(#state-file), select, math:not(.katex math), marquee, "
-    "image"
+    "svg:not(.icon, .katex svg, .chart svg), input:not(#state-file), select, "
+    "math:not(.katex math), marquee, image"
 )
 
 

@@ -34,7 +34,7 @@ A and B must share a tokenizer. They are loaded one after the other and run with
 EPILOG = """\
 examples:
   forge-jax compare forge-tiny --b quantization=int4 --html report.html
-  forge-jax compare Qwen/Qwen3-0.6B Qwen3-0.6B-Q4_K_M.gguf --chat --prompt "Why is the sky blue?"
+  forge-jax compare Qwen/Qwen3-0.6B Qwen3-0.6B-Q4_K_M.gguf --prompts prompts.txt
   forge-jax compare Qwen/Qwen3-0.6B --b kv-dtype=int8 --prompt - --max-tokens 0 < text.txt"""
 PROMPT = "Once upon a time"
 ALWAYS = "deterministic"  # on both sides, so it is no flag of this command

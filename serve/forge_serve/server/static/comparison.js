@@ -104,7 +104,7 @@ function draw(name, attributes, ...children) {
   return made;
 }
 
-/** Return the view of a report. `heading` is the level of its first heading. */
+/** Return the view of a report. `heading` is the level of its title. Below another title, it has none. */
 export function comparisonView(report, heading = 1) {
   const view = make("div", "comparison");
   const tip = new Tip(view);
@@ -129,7 +129,7 @@ function sides(report, heading) {
     const text = flags.replaceAll(" --", "\n--"); // one flag per line
     list.append(make("div", "", name, ...(text ? [make("code", "flags", text)] : []), about));
   }
-  return make("header", "", make(`h${heading}`, "", "Comparison, token by token"), list);
+  return heading === 1 ? make("div", "", make("h1", "", "Comparison, token by token"), list) : list;
 }
 
 function figures(report) {
@@ -183,7 +183,7 @@ function ending(entry, side) {
 function other(entry) {
   const { pieces } = entry.answers[1];
   const split = entry.divergence ?? pieces.length;
-  const box = make("div", "tokens", make("span", "common", pieces.slice(0, split).join("")));
+  const box = make("div", "passage", make("span", "common", pieces.slice(0, split).join("")));
   if (split < pieces.length) box.append(make("span", "parted", pieces[split]), pieces.slice(split + 1).join(""));
   box.tabIndex = 0; // it can scroll
   box.setAttribute("role", "group");
@@ -271,16 +271,16 @@ class Tokens {
     this.spans = entry.positions.map((found, i) => {
       const differs = found.top[0][0]?.[0] !== found.top[1][0]?.[0];
       // A token that ends within a character adds no text.
-      const span = make("span", `token kl-${level(found.kl)}${differs ? " differs" : ""}`, found.piece || "·");
+      const span = make("span", `scored kl-${level(found.kl)}${differs ? " differs" : ""}`, found.piece || "·");
       span.dataset.index = i;
       return span;
     });
-    this.element = make("div", "tokens", ...this.spans);
+    this.element = make("div", "passage", ...this.spans);
     this.element.tabIndex = 0;
     this.element.setAttribute("role", "group");
     this.element.setAttribute("aria-label", `${label}; arrow keys move between tokens`);
     const over = (event) => {
-      const span = event.target.closest(".token");
+      const span = event.target.closest(".scored");
       if (span) this.show(Number(span.dataset.index));
     };
     this.element.addEventListener("pointerover", over);
@@ -366,7 +366,7 @@ class Tip {
 
   /** Hide the tooltip if the user points outside of tokens and charts. */
   leave(target) {
-    if (!this._view.contains(target) || !target.closest(".tokens, .chart, td button")) this._owner?.show(-1);
+    if (!this._view.contains(target) || !target.closest(".passage, .chart, td button")) this._owner?.show(-1);
   }
 
   show(found, index, span) {

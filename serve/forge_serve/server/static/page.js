@@ -4,6 +4,7 @@ import { apiKey, request } from "./api.js";
 import { beginAttachments } from "./attachments.js";
 import { beginChat, newChat } from "./chat.js";
 import { beginChats } from "./chats.js";
+import { beginComparison } from "./compare.js";
 import { by, say } from "./dom.js";
 import { beginEngine } from "./engine.js";
 import { beginSettings } from "./settings.js";
@@ -139,6 +140,7 @@ beginChats();
 beginChat();
 beginAttachments();
 beginEngine();
+beginComparison();
 beginShortcuts([
   ["Enter", "Send the message", null],
   ["Shift+Enter", "New line", null],
