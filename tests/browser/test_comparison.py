@@ -141,6 +141,26 @@ def test_tokens_can_be_reached_with_the_keyboard_and_from_the_table(shown):
     expect(page.get_by_role("tooltip")).to_contain_text("KL 1.70 nats")
 
 
+def test_chart_of_a_long_text_shows_the_maximum_of_each_group(shown):
+    made = report(*(f" w{i}" for i in range(1000)))
+    for i, each in enumerate(made["prompts"][0]["positions"]):
+        each["kl"] = 5.0 if i == 997 else 0.002
+    page = shown(made)
+    chart = page.locator(".chart svg").first
+    assert chart.locator(".bar").count() == 250
+    expect(chart.locator(".bar.kl-4")).to_have_count(1)
+    box = chart.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 40)
+    expect(page.locator(".scored.active")).to_have_text(" w997")
+    expect(page.get_by_role("tooltip")).to_contain_text("KL 5.00 nats")
+    tip = page.get_by_role("tooltip").bounding_box()
+    assert tip and box["y"] < tip["y"] and tip["y"] + tip["height"] <= 720
+    text = page.locator(".passage").first.bounding_box()
+    token = page.locator(".scored.active").bounding_box()
+    assert text and token and text["y"] <= token["y"] < text["y"] + text["height"]  # it scrolled
+
+
 def test_hostile_texts_do_nothing(shown):
     for bypass in (True, False):  # the code alone must resist, and the policy must allow the code
         page = shown(hostile(), bypass_csp=bypass)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 
 import numpy as np
@@ -156,12 +155,11 @@ def test_padding_of_a_vocabulary_is_ignored():
     assert [each.kl for each in positions(a, padded, [0, 1, 2])] == [0.0, 0.0, 0.0]
 
 
-def test_impossible_tokens_of_both_sides_add_nothing():
-    a = np.array([[0.0, 1.0, -np.inf]], np.float32)
-    b = np.array([[0.5, 0.0, -np.inf]], np.float32)
-    [found] = positions(a, b, [1])
-    kl, *_ = expected(a[:, :2], b[:, :2])
-    assert found.kl == pytest.approx(kl[0]) and math.isfinite(found.entropies[0])
+def test_logits_that_are_not_finite_are_rejected(short_stories):
+    with running._load("B", Side(str(short_stories), OPTIONS)) as llm:
+        llm.update_weights([np.full_like(leaf, np.nan) for leaf in llm.leaves])
+        with pytest.raises(ModelError, match=r"B: the logits of .* are not finite"):
+            list(running._logits("B", llm, [running._Span((1, 5, 9), 1)], progress=False))
 
 
 def test_blocks_of_rows_give_the_same_positions(monkeypatch):

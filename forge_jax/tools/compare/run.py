@@ -271,10 +271,10 @@ def _logits(name: str, llm: LLM, spans: Sequence[_Span], progress: bool) -> Iter
                 bar.update(len(rows))
                 scored = rows[skipped:]
                 skipped = max(0, skipped - len(rows))
-                if np.isnan(scored).any() or np.isposinf(scored).any():
+                if not np.isfinite(scored).all():
                     raise ModelError(
-                        f"{name}: the logits of {llm.name} are not finite: check its weights, or "
-                        "use --dtype float32"
+                        f"{name}: the logits of {short_name(llm.name)} are not finite: check its "
+                        "weights, or use --dtype float32"
                     )
                 if len(scored):
                     yield scored

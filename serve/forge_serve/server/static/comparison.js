@@ -5,6 +5,7 @@ const FORMAT = "forge-jax-comparison";
 const VERSION = 1;
 const LEVELS = [0.001, 0.01, 0.1, 1]; // lower bounds of the shades, in nats
 const LARGEST = 10; // rows of the table of differences
+const MOST_BARS = 320; // of a chart, so that each is visible on a phone
 const FLOOR = 1e-4; // nats at the bottom of the charts
 const CEILING = 10;
 const SVG = "http://www.w3.org/2000/svg";
@@ -191,27 +192,37 @@ function other(entry) {
   return box;
 }
 
-/** Return a chart with one bar per token. The scale is logarithmic. */
+/** Return a chart with one bar per token, or per group of tokens with its maximum. The scale is logarithmic. */
 function chart(positions, box) {
-  const width = Math.max(positions.length, 40);
+  const each = Math.ceil(positions.length / MOST_BARS); // tokens per bar
+  const bars = [];
+  for (const [i, { kl }] of positions.entries()) {
+    if (i % each === 0) bars.push(i);
+    else if (kl > positions[bars.at(-1)].kl) bars[bars.length - 1] = i;
+  }
+  const width = Math.max(bars.length, 40);
   const height = (kl) => Math.max(0, Math.min(1, Math.log(kl / FLOOR) / Math.log(CEILING / FLOOR)));
   const svg = draw("svg", { viewBox: `0 0 ${width} 100`, preserveAspectRatio: "none", "aria-hidden": "true" });
   for (const bound of LEVELS) {
     const y = 100 - 100 * height(bound);
     svg.append(draw("line", { x1: 0, x2: width, y1: y, y2: y, class: "grid" }));
   }
-  for (const [i, { kl }] of positions.entries()) {
+  const rects = bars.map((index, x) => {
+    const { kl } = positions[index];
     const tall = Math.max(1, 100 * height(kl));
-    svg.append(draw("rect", { x: i + 0.1, width: 0.8, y: 100 - tall, height: tall, class: `bar kl-${level(kl)}` }));
-  }
+    return draw("rect", { x: x + 0.1, width: 0.8, y: 100 - tall, height: tall, class: `bar kl-${level(kl)}` });
+  });
+  svg.append(...rects);
   const cursor = draw("rect", { width: 1, height: 100, y: 0, class: "cursor" });
   svg.append(cursor);
-  box.onShow = (index) => cursor.setAttribute("x", index < 0 ? -2 : index);
+  box.onShow = (index) => cursor.setAttribute("x", index < 0 ? -2 : Math.floor(index / each));
   box.onShow(-1);
   const at = (event) => {
     const { left, width: wide } = svg.getBoundingClientRect();
-    const index = Math.floor((width * (event.clientX - left)) / wide);
-    if (index >= 0 && index < positions.length) box.show(index);
+    const x = Math.floor((width * (event.clientX - left)) / wide);
+    if (!rects[x]) return;
+    box.scrollTo(bars[x]);
+    box.show(bars[x], rects[x]);
   };
   svg.addEventListener("pointermove", at);
   svg.addEventListener("pointerdown", at);
@@ -315,14 +326,22 @@ class Tokens {
     this._tip.speak(describe(this.positions[index]));
   }
 
-  show(index) {
+  /** Scroll the text, but not the page, to a token. */
+  scrollTo(index) {
+    const text = this.element.getBoundingClientRect();
+    const span = this.spans[index].getBoundingClientRect();
+    if (span.top < text.top || span.bottom > text.bottom) this.element.scrollTop += span.top - text.top - 40;
+  }
+
+  /** Show the tooltip of a token next to the token, or to another element. With -1, hide it. */
+  show(index, anchor = this.spans[index]) {
     if (index >= 0) this._tip.take(this);
     this.spans[this.active]?.classList.remove("active");
     this.active = index;
     this.onShow(index);
     if (index < 0) return this._tip.hide();
     this.spans[index].classList.add("active");
-    this._tip.show(this.positions[index], index, this.spans[index]);
+    this._tip.show(this.positions[index], index, anchor);
   }
 }
 
@@ -341,7 +360,7 @@ class Tip {
     this.spoken.setAttribute("aria-live", "polite");
     this._owner = null;
     this._view = view;
-    this._span = null;
+    this._anchor = null;
   }
 
   /** Remove the tooltip from the text that has it. */
@@ -359,9 +378,9 @@ class Tip {
     if (current === this) current = null;
   }
 
-  /** Keep the tooltip next to its token. */
+  /** Keep the tooltip next to its anchor. */
   follow() {
-    place(this.element, this._span);
+    place(this.element, this._anchor);
   }
 
   /** Hide the tooltip if the user points outside of tokens and charts. */
@@ -369,7 +388,7 @@ class Tip {
     if (!this._view.contains(target) || !target.closest(".passage, .chart, td button")) this._owner?.show(-1);
   }
 
-  show(found, index, span) {
+  show(found, index, anchor) {
     const token = make("code", "", visible(found.text));
     const head = make("p", "tip-head", make("span", "", token, ` token ${index}`), make("b", "", `KL ${nats(found.kl)} nats`));
     const columns = ["A", "B"].map((name, side) => {
@@ -380,7 +399,7 @@ class Tip {
     });
     this.element.replaceChildren(head, make("div", "columns", ...columns));
     this.element.hidden = false;
-    this._span = span;
+    this._anchor = anchor;
     current = this;
     this.follow();
   }
@@ -398,8 +417,10 @@ function alternative([id, text, logprob], found) {
   return make("li", chosen, bar, make("code", "", visible(text)), make("span", "", percent(logprob)));
 }
 
-function place(tip, span) {
-  const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+function place(tip, anchor) {
+  // The space before a word can be at the end of the previous line.
+  const [widest] = [...anchor.getClientRects()].sort((one, two) => two.width - one.width);
+  const at = widest ?? anchor.getBoundingClientRect();
   const { width, height } = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - width - 8))}px`;
   const below = at.bottom + 6;
