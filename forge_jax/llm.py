@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from forge_jax.engine.validation import InFlightRequests
     from forge_jax.engine.weights import EngineWeights, NewWeights
     from forge_jax.models import Leaves, Model
-    from forge_jax.scoring import ScoreOptions
+    from forge_jax.scoring import ChunkedLogits, ScoreOptions
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
@@ -149,6 +149,23 @@ class LLM:
           ModelError: if the engine is not deterministic.
         """
         return self._weights.score_options
+
+    def chunked_logits(self, max_len: int, *, lora: str | None = None) -> ChunkedLogits:
+        """Return a source of the logits of given tokens, with this engine's bits.
+
+        It uses the current weights and has its own KV cache of one sequence.
+
+        Args:
+          max_len: tokens of the longest sequence.
+          lora: the name of a LoRA adapter. None uses the base model.
+
+        Raises:
+          ModelError: if the engine is not deterministic.
+          RequestError: if no adapter has this name.
+          ValueError: if `max_len` exceeds `max_model_len`.
+        """
+        place = 0 if lora is None else self._find_lora(lora).place
+        return self._weights.chunked_logits(max_len, place)
 
     @property
     def weight_version(self) -> int:

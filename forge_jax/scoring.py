@@ -28,6 +28,7 @@ import numpy as np
 from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model
 from forge_jax.models.kv import first_paged
+from forge_jax.models.lora import Lora
 from forge_jax.step.kv_cache import KVShape, kv_shape
 from forge_jax.step.placement import Placement
 from forge_kernels import sampling
@@ -219,12 +220,22 @@ class ChunkedLogits:
       leaves: the weights.
       options: shapes and kernels, for example `LLM.score_options`.
       max_len: tokens of the longest sequence.
+      adapters: LoRA adapters, as in `LoraShape.stacks`.
+      place: the adapter's slot; 0: none.
 
     Raises:
       ValueError: `max_len` exceeds `options.max_len`.
     """
 
-    def __init__(self, model: Model, leaves: Leaves, options: ScoreOptions, max_len: int):
+    def __init__(
+        self,
+        model: Model,
+        leaves: Leaves,
+        options: ScoreOptions,
+        max_len: int,
+        adapters: tuple[jax.Array, ...] = (),
+        place: int = 0,
+    ):
         _check_length(max_len, options)
         placement = options.placement
         shard = dataclasses.replace(
@@ -233,9 +244,10 @@ class ChunkedLogits:
             num_slots=options.num_seqs,
         )
         empty = placement.whole_kv(model, shard).empty
-        step = placement.shard_step(model, partial(_step, model, options, _all_logits, max_len))
+        step = partial(_step, model, options, _all_logits, max_len, place=place)
+        step = placement.shard_step(model, step, lora=bool(adapters))
         compiled = options.compiler_options
-        self._leaves = leaves
+        self._leaves = (*leaves, *adapters)
         self._max_len = max_len
         self._num_tokens = options.num_tokens
         self._kv: KV = jax.jit(empty, out_shardings=placement.kv_sharding(model))()
@@ -316,8 +328,15 @@ def _step(
     tokens: jax.Array,  # i32[n, longest]
     temperature: jax.Array,  # f32[n]
     chunk: jax.Array,  # i32[]
+    *,
+    place: int = 0,
 ) -> tuple[KV, jax.Array]:
-    """Compute a chunk of each sequence as the engine does. Return (kv, f32[T, ...])."""
+    """Compute a chunk of each sequence as the engine does. Return (kv, f32[T, ...]).
+
+    If `place` is set, LoRA adapters follow the weights in `leaves`.
+    """
+    num_weights = len(model.leaves)
+    adapters, leaves = leaves[num_weights:], leaves[:num_weights]
     n, size, most = len(tokens), options.num_tokens, options.num_seqs
     block_size = options.kv.block_size
     q_len = jnp.minimum(longest - chunk * size, size) if n == 1 else jnp.int32(longest)
@@ -348,6 +367,7 @@ def _step(
         uniform=True,
         state_slots=jnp.arange(most, dtype=jnp.int32),
         skip_padding=True,
+        lora=Lora(adapters, jnp.full(size, place, jnp.int32)) if place else None,
     )
     groups = -(-size // options.num_rows)
     row = jnp.minimum(jnp.arange(groups * options.num_rows), size - 1)

@@ -16,7 +16,7 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.engine.validation import new_version
 from forge_jax.errors import ModelError
 from forge_jax.models.registry import build_model
-from forge_jax.scoring import ScoreOptions
+from forge_jax.scoring import ChunkedLogits, ScoreOptions
 from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.stored import FLOATS
 
@@ -50,6 +50,21 @@ class EngineWeights:
     def leaves(self) -> Leaves:
         """The current weights, in the order of `model.names`."""
         return self._runner.leaves
+
+    def chunked_logits(self, max_len: int, place: int = 0) -> ChunkedLogits:
+        """Return a source of logits with this engine's bits.
+
+        Args:
+          max_len: tokens of the longest sequence.
+          place: the slot of a LoRA adapter; 0: none.
+
+        Raises:
+          ModelError: if the engine is not deterministic.
+          ValueError: if `max_len` exceeds the context length.
+        """
+        adapters = self._runner.adapters if place else ()
+        options = self.score_options
+        return ChunkedLogits(self.model, self.leaves, options, max_len, adapters, place)
 
     @property
     def score_options(self) -> ScoreOptions:

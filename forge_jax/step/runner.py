@@ -109,6 +109,11 @@ class Runner:
         return self.state.weights
 
     @property
+    def adapters(self) -> tuple[jax.Array, ...]:
+        """The LoRA adapters, as in `LoraShape.stacks`; empty without them."""
+        return self.state.adapters
+
+    @property
     def resident_bytes(self) -> int:
         return self._builder.resident_bytes
 

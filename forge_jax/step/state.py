@@ -55,11 +55,15 @@ class StepState:
         """The weights without adapters and steering vectors."""
         return self.leaves[: self._num_weights]
 
+    @property
+    def adapters(self) -> tuple[jax.Array, ...]:
+        """The LoRA adapters, as in `LoraShape.stacks`."""
+        return self.leaves[self._num_weights : self._num_weights + len(self._builder.stacks)]
+
     def set_adapter(self, place: int, adapter: tuple[Any, ...]) -> None:
         """Write a LoRA adapter to its slot. If it raises, the adapters are unchanged."""
-        end = self._num_weights + len(self._builder.stacks)
-        stacks, steering = self.leaves[self._num_weights : end], self.leaves[end:]
-        new = self.compiled["set_adapter"](stacks, np.int32(place), adapter)
+        steering = self.leaves[self._num_weights + len(self._builder.stacks) :]
+        new = self.compiled["set_adapter"](self.adapters, np.int32(place), adapter)
         self.leaves = (*self.weights, *jax.block_until_ready(new), *steering)
 
     def set_steering(self, stack: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from forge_jax.errors import ConfigError, ModelError, RequestError
 from forge_jax.tools.compare import Prompts, Side, compare
 from forge_jax.tools.compare import run as running
 from forge_jax.tools.compare.distributions import positions, summary
+from tests.lora_files import merged, write_adapter
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 64}
 TEXTS = ("Once upon a time, there was a girl", "The dog ran to")
@@ -95,6 +96,15 @@ def test_report_has_both_answers_and_where_they_diverge(report):
     assert diverged
     assert report["summary"]["same_answers"] == len(TEXTS) - diverged
     assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_adapter_of_a_side_equals_the_merged_model(short_stories, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", short_stories, seed=5)
+    merged_model = merged(tmp_path / "merged", short_stories, adapter, 8.0 / 4)
+    adapted = Side(str(short_stories), {**OPTIONS, "lora": (f"x={adapter}",), "max_lora_rank": 8})
+    report = compare(*sides(merged_model), adapted, Prompts(TEXTS, max_tokens=70), progress=False)
+    assert report["summary"]["max_kl"] < 1e-8
+    assert report["summary"]["same_answers"] == 2
 
 
 def test_equal_sides_have_no_divergence(short_stories):

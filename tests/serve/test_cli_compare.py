@@ -87,11 +87,13 @@ def test_divergences_have_three_digits(value, text):
 
 def test_options_of_one_side_are_named_as_flags_or_fields():
     words = ("--kv-dtype=int8", "max_num_seqs=4", "num-blocks=auto", "prefix-cache=false")
+    words += ("lora=x=folder",)
     assert _only("--b", words) == {
         "kv_dtype": "int8",
         "max_num_seqs": 4,
         "num_blocks": None,
         "prefix_cache": False,
+        "lora": ("x=folder",),
     }
 
 

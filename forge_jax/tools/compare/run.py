@@ -31,7 +31,6 @@ from forge_jax.host.progress import progress_bar
 from forge_jax.llm import LLM
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import RequestOutput
-from forge_jax.scoring import ChunkedLogits
 from forge_jax.text.token_bytes import ByteStream
 from forge_jax.text.tokenizer import Tokenizer
 from forge_jax.tools.compare.distributions import Position, positions, summary
@@ -49,7 +48,7 @@ class Side:
 
     Attributes:
       model: the model, as for `LLM`.
-      options: options of `LLM`. `deterministic` is always on.
+      options: options of `LLM`. `deterministic` is always on. An adapter in `lora` is used.
       label: the name in reports. Default: the model's name.
     """
 
@@ -164,6 +163,8 @@ class _Answered:
 
 def _load(name: str, side: Side) -> LLM:
     llm = LLM(side.model, **{**side.options, "deterministic": True})
+    if len(llm.loras) > 1:
+        raise ConfigError(f"{name}: lora has {len(llm.loras)} adapters: set one")
     if llm.tokenizer is None:
         raise ModelError(
             f"{name}: {llm.name} has no tokenizer.json, so its text cannot be compared: add the "
@@ -178,9 +179,10 @@ def _answer(name: str, side: Side, llm: LLM, prompts: Prompts, progress: bool) -
     )
     if prompts.chat:
         chats = [[{"role": "user", "content": text}] for text in prompts.texts]
-        outputs = llm.chat(chats, params, progress=progress)
+        outputs = llm.chat(chats, params, lora=_adapter(llm), progress=progress)
     else:
-        outputs = llm.generate(list(prompts.texts), params, progress=progress)
+        texts = list(prompts.texts)
+        outputs = llm.generate(texts, params, lora=_adapter(llm), progress=progress)
     for output in outputs:
         if output.outputs[0].error is not None:
             raise output.outputs[0].error
@@ -194,6 +196,11 @@ def _answer(name: str, side: Side, llm: LLM, prompts: Prompts, progress: bool) -
         "vocab_size": vocab_size,
     }
     return _Answered(outputs, llm.tokenizer, vocab_size, described)
+
+
+def _adapter(llm: LLM) -> str | None:
+    """Return the name of a side's LoRA adapter."""
+    return llm.loras[0].name if llm.loras else None
 
 
 def short_name(model: str) -> str:
@@ -260,7 +267,7 @@ def _logits(name: str, llm: LLM, spans: Sequence[_Span], progress: bool) -> Iter
       ModelError: a logit is NaN or infinite.
     """
     counts = [len(span.tokens) - 1 for span in spans]
-    chunks = ChunkedLogits(llm.model, llm.leaves, llm.score_options, max(counts))
+    chunks = llm.chunked_logits(max(counts), lora=_adapter(llm))
     bar: tqdm[Any]
     with progress_bar(
         unit="tokens", show=progress, total=sum(counts), desc=f"{name} scores"

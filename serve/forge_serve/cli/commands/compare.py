@@ -38,14 +38,15 @@ examples:
   forge-jax compare Qwen/Qwen3-0.6B --b kv-dtype=int8 --prompt - --max-tokens 0 < text.txt"""
 PROMPT = "Once upon a time"
 ALWAYS = "deterministic"  # on both sides, so it is no flag of this command
+OF_SIDE = ("lora", "max_lora_rank")  # no flags of this command, but options of a side
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFlags:
     a: tuple[str, ...] = option(
         (),
-        "option of A only, as NAME=VALUE with an option of LLM: dtype=float32, prefix-cache=false. "
-        "May be repeated",
+        "option of A only, as NAME=VALUE with an option of LLM: dtype=float32, prefix-cache=false, "
+        "lora=NAME=FOLDER. May be repeated",
     )
     b: tuple[str, ...] = option((), "option of B only, such as quantization=int4. May be repeated")
     prompt: tuple[str, ...] = option(
@@ -77,7 +78,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("model_b", nargs="?", metavar="B", help="the other model (default: A)")
     add_sections(parser, {"comparison": CompareFlags}, all_essential=True)
     for title, section in ENGINE_SECTIONS.items():
-        parser.add_flags(title, (flag for flag in flags(section) if flag.name in _of_engine()))
+        shared = (flag for flag in flags(section) if flag.name in _of_engine())
+        parser.add_flags(title, (flag for flag in shared if flag.name not in OF_SIDE))
     parser.set_defaults(run=run)
 
 
@@ -108,7 +110,7 @@ def run(options: dict[str, Any]) -> int:
 
 def _of_engine() -> Mapping[str, Flag]:
     """Return the flags of both sides' engines, by the name of their option."""
-    left_out = {*LEFT_OUT, ALWAYS}
+    left_out = {*LEFT_OUT, ALWAYS} - {*OF_SIDE}
     found = (flag for section in ENGINE_SECTIONS.values() for flag in flags(section))
     return {flag.name: flag for flag in found if flag.name not in left_out}
 
