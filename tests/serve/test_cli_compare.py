@@ -8,11 +8,12 @@ import json
 import re
 
 import pytest
+from rich.console import Console
 
 from forge_serve.cli import main as cli
 from forge_serve.cli.commands.compare import CompareFlags, _only, _prompts
 from forge_serve.cli.compare.page import html
-from forge_serve.cli.compare.terminal import nats
+from forge_serve.cli.compare.terminal import _parts, nats
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u001b[31m"
 
@@ -56,6 +57,21 @@ def test_terminal_shows_figures_answers_and_differences(written):
     assert nats(worst) in output and "largest differences" in output
     assert "\x1b" not in output  # it is no terminal
     assert max(map(len, output.splitlines())) <= 100
+
+
+def test_terminal_shades_tokens_and_replaces_control_characters(written):
+    report = json.loads(json.dumps(written[0]))
+    first, second, third, *_ = report["prompts"][0]["positions"]
+    first.update(piece="much", kl=2.0, same_top=False)
+    second.update(piece="little", kl=0.0, same_top=True)
+    third.update(piece="\u001b]0;title\u0007", kl=0.0, same_top=True)
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=True, color_system="256")
+    for part in _parts(report):
+        console.print(part)
+    output = file.getvalue()
+    assert "\x1b[4;38;5;16;48;5;203mmuch\x1b[0mlittle" in output
+    assert "\x1b]" not in output and "\u241b]0;title" in output
 
 
 def test_page_contains_the_report_and_loads_nothing(written):

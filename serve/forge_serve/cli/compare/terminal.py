@@ -15,9 +15,15 @@ from forge_serve.cli.terminal import harmless, replace_unencodable
 
 WIDTH = 100  # columns, at most
 LARGEST = 8  # rows of the table of differences
-# Lower bounds of the levels of shading, in nats, and their styles.
-LEVELS = ((1.0, "bold white on red"), (0.1, "black on bright_red"), (0.01, "black on yellow"),
-          (0.001, "black on bright_yellow"), (0.0, ""))  # fmt: skip
+# Lower bounds of the levels of shading, in nats, and their styles. The colors are legible on light
+# and dark terminals.
+LEVELS = (
+    (1.0, "color(16) on color(203)"),
+    (0.1, "color(16) on color(215)"),
+    (0.01, "color(16) on color(222)"),
+    (0.001, "color(136)"),
+    (0.0, ""),
+)
 
 type Report = Mapping[str, Any]
 
@@ -86,13 +92,10 @@ def nats(value: float) -> str:
 
 
 def _legend() -> Text:
-    legend = Text("KL in nats  ", style="dim")
-    bounds = ("0.001 ", "0.01 ", "0.1 ", "1 ")
-    for bound, (_, style) in zip(bounds, reversed(LEVELS[:-1]), strict=True):
-        legend.append(f" ≥ {bound}", style=style)
-        legend.append(" ")
-    legend.append("  top token differs", style="underline")
-    return legend
+    legend = Text.assemble(("KL in nats ", "dim"))
+    for bound, style in reversed(LEVELS[:-1]):
+        legend.append(" ").append(f" ≥ {bound:g} ", style=style)
+    return legend.append("  ").append("top token differs", style="underline")
 
 
 def _style(kl: float) -> str:
