@@ -11,6 +11,7 @@ import hashlib
 import math
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from forge_jax.config import Pooling
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.activations import Activations
 from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.host_tier import Finished, Transfers
 from forge_jax.schedule.plan import (
     FED_BACK,
     Admission,
@@ -377,6 +379,12 @@ class FakeDevice:
         """Return a copy of a block's KV. Requires `check`. Equal prefixes have equal KV."""
         return self._kv[block].copy()
 
+    def set_kv(self, block: int, kv: Seq[int]) -> None:
+        """Overwrite a block. Requires `check`."""
+        if self._pool is not None:
+            assert self._pool.is_writable(block), f"a load writes block {block}, which is in use"
+        self._kv[block] = list(kv)
+
     def _check_plan(self, plan: StepPlan, rows: Seq[ScheduledSequence]) -> None:
         slots = [scheduled.slot for scheduled in rows]
         assert len(set(slots)) == len(slots), "a slot runs twice in a step"
@@ -448,6 +456,60 @@ class FakeDevice:
                     f"{' and is in the prefix cache' * self._pool.is_registered(block)}"
                 )
             self._kv[block][offset] = _POISON if poison else value
+
+
+class FakeHostMemory:
+    """A `HostMemory` for a `FakeDevice` with `check`.
+
+    A copy to the host is taken when it is started, as on a device that runs in order. It can be
+    read only after it has finished.
+
+    Args:
+      finishes: returns True if the next copy or load in progress has finished.
+    """
+
+    block_bytes = 1
+
+    def __init__(self, device: FakeDevice, finishes: Callable[[], bool] = lambda: True):
+        self._device = device
+        self._finishes = finishes
+        self.reset()
+
+    def reset(self) -> None:
+        self._copies: dict[int, list[int]] = {}
+        self._saves: deque[tuple[int, list[int]]] = deque()
+        self._loads: deque[tuple[int, list[tuple[int, list[int]]]]] = deque()
+        self._dropped: set[int] = set()
+
+    def start(self, transfers: Transfers) -> None:
+        for copy, block in transfers.saves:
+            self._saves.append((copy, self._device.kv(block)))
+        nothing = [_UNWRITTEN] * self._device.block_size
+        for load, pairs in transfers.loads:
+            read = [(block, self._copies.get(copy, nothing)) for copy, block in pairs]
+            self._loads.append((load, read))
+        for copy in transfers.drops:
+            if self._copies.pop(copy, None) is None:
+                self._dropped.add(copy)
+
+    def finished(self) -> Finished:
+        saves, loads = [], []
+        while self._saves and self._finishes():
+            copy, kv = self._saves.popleft()
+            saves.append(copy)
+            if copy in self._dropped:
+                self._dropped.remove(copy)
+            else:
+                self._copies[copy] = kv
+        while self._loads and self._finishes():
+            load, pairs = self._loads.popleft()
+            loads.append(load)
+            for block, kv in pairs:
+                self._device.set_kv(block, kv)
+        return Finished(saves=saves, loads=loads)
+
+    def wait(self) -> None:
+        """Return at once: `finishes` decides, not the time."""
 
 
 class FailingDevice:

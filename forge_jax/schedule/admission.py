@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forge_jax.schedule.config import SchedulerConfig
+from forge_jax.schedule.loading import Loading
 from forge_jax.schedule.partial_plan import Chunk, PartialPlan
 from forge_jax.schedule.plan import Admission
 from forge_jax.schedule.prefill import PrefillPart
@@ -15,6 +16,8 @@ from forge_jax.schedule.slots import Slots
 
 class AdmissionPart:
     """The admission of waiting sequences in the order of the policy. None is overtaken.
+
+    The exception are sequences whose prefix is in host memory: others run while it is loaded.
 
     To avoid thrashing, a sequence is admitted only if the blocks for all its known tokens are free.
     Blocks that running prompts still need, and one for each running sequence that can grow, are
@@ -31,6 +34,7 @@ class AdmissionPart:
         prefixes: PrefixCache,
         prefill: PrefillPart,
         clock: Callable[[], float],
+        loading: Loading | None = None,
     ):
         self.cached_prompt_tokens = 0
         self.computed_prompt_tokens = 0
@@ -39,6 +43,7 @@ class AdmissionPart:
         self._prefixes = prefixes
         self._prefill = prefill
         self._clock = clock
+        self._loading = loading
 
     def fill(self, plan: PartialPlan, config: SchedulerConfig, pools: bool | None) -> None:
         """Admit sequences within the budget, and add their first chunks.
@@ -57,7 +62,14 @@ class AdmissionPart:
                 break
             if pools is not None and (seq.pooling is not None) != pools:
                 break  # it is admitted in the next step of its kind, and not overtaken
-            chunk = self._admit(seq, plan, config, reserved)
+            if seq.resume_after > slots.in_flight.last_read:
+                break  # not all of its tokens have been read
+            hit = self._prefixes.match(seq)
+            if not self._fits(seq, hit, reserved):
+                break
+            if self._loading is not None and self._loading.begin(seq, hit):
+                continue
+            chunk = self._admit(seq, hit, plan, config)
             if chunk is None:
                 break
             needed = slots.blocks_for(len(seq.tokens))
@@ -66,28 +78,29 @@ class AdmissionPart:
             plan.add_chunk(chunk)
             plan.admissions.append(_admission(seq))
 
-    def _admit(
-        self, seq: Sequence, plan: PartialPlan, config: SchedulerConfig, reserved: int
-    ) -> Chunk | None:
-        """Give a waiting sequence a slot and the blocks of its first chunk.
+    def _fits(self, seq: Sequence, hit: list[int], reserved: int) -> bool:
+        """Return True if there are blocks for all tokens of a sequence, of which it has `hit`."""
+        pool = self._pool
+        missing = self._slots.blocks_for(len(seq.tokens)) - len(hit)
+        return missing + reserved <= pool.num_free - pool.num_unreferenced(hit)
 
-        None if there are not enough blocks, or not all of its tokens have been read.
+    def _admit(
+        self, seq: Sequence, hit: list[int], plan: PartialPlan, config: SchedulerConfig
+    ) -> Chunk | None:
+        """Give a waiting sequence a slot, its cached blocks, and those of its first chunk.
+
+        None if the step has no room for the chunk.
         """
-        if seq.resume_after > self._slots.in_flight.last_read:
-            return None
         pool, slots, prefill = self._pool, self._slots, self._prefill
-        hit = self._prefixes.match(seq)
         start = len(hit) * pool.block_size
         num_tokens, num_rows = prefill.chunk_size(seq, start, plan.budget, config)
         if not num_tokens:
             return None
         if not config.chunked_prefill and prefill.is_cut_needlessly(seq, start, num_tokens, config):
             return None
-        missing = slots.blocks_for(len(seq.tokens)) - len(hit)
-        if missing + reserved > pool.num_free - pool.num_unreferenced(hit):
-            return None
         pool.acquire_cached(hit)
-        pool.record_lookup(len(seq.tokens), start)
+        on_device = start if self._loading is None else self._loading.record_admission(seq, start)
+        pool.record_lookup(len(seq.tokens), on_device)
         blocks = pool.allocate(slots.blocks_for(start + num_tokens) - len(hit))
         assert blocks is not None
         if seq.epoch == 0:

@@ -15,6 +15,7 @@ class Backlog:
 
     QUEUED sequences are in `queue`. FOLLOWING ones wait until the first sequence of their request
     has filled the prefix cache. HELD ones are excluded while admissions are restricted.
+    LOADING ones wait for blocks from host memory.
 
     Args:
       make_queue: returns an empty queue of the policy.
@@ -22,11 +23,13 @@ class Backlog:
     Attributes:
       queue: the QUEUED sequences.
       followers: the FOLLOWING sequences by request, without empty entries.
+      loading: the LOADING sequences, each with the number of its load.
     """
 
     def __init__(self, make_queue: Callable[[], WaitingQueue]):
         self.queue = make_queue()
         self.followers: dict[str, list[Sequence]] = {}
+        self.loading: dict[Sequence, int] = {}
         self._make_queue = make_queue
         self._num_followers = 0
         self._only: frozenset[Sequence] | None = None  # sequences that may be admitted; None: all
@@ -58,6 +61,21 @@ class Backlog:
             seq.release()
             self.push(seq)
 
+    def load(self, seq: Sequence, number: int) -> None:
+        """Keep the sequence that the queue has just yielded until a load has finished."""
+        self.queue.remove(seq)
+        seq.load()
+        self.loading[seq] = number
+
+    def release_loading(self, number: int) -> list[Sequence]:
+        """Queue the sequences that wait for a load again, and return them."""
+        released = [seq for seq, load in self.loading.items() if load == number]
+        for seq in released:
+            del self.loading[seq]
+            seq.release()
+            self.push(seq)
+        return released
+
     def forget(self, seq: Sequence, status: Status) -> None:
         """Remove a sequence that has just finished, and had `status` before."""
         if status is Status.FOLLOWING:
@@ -68,6 +86,8 @@ class Backlog:
                 del self.followers[seq.request_id]
         elif status is Status.HELD:
             self._held.remove(seq)
+        elif status is Status.LOADING:
+            del self.loading[seq]
         else:
             self.queue.forget(seq)
 
@@ -87,8 +107,8 @@ class Backlog:
 
     @property
     def num_deferred(self) -> int:
-        """Sequences that wait for another sequence, not for a slot or blocks."""
-        return self._num_followers + len(self._held)
+        """Sequences that wait for another sequence or for host memory, not for a slot or blocks."""
+        return self._num_followers + len(self._held) + len(self.loading)
 
     def __len__(self) -> int:
         return len(self.queue) + self.num_deferred

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from forge_jax.schedule.cache_events import CacheEvents
+from forge_jax.schedule.host_tier import HostTier
 
 Eviction = Literal["lru", "fifo"]
 
@@ -37,6 +38,7 @@ class BlockPool:
 
     Attributes:
       events: records evictions and resets. `PrefixCache` records registrations. None: no events.
+      host: keeps evicted blocks in host memory. None: they are lost.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class BlockPool:
         self.hit_tokens = 0  # tokens among them that were found
         self.num_evictions = 0
         self.events: CacheEvents | None = None
+        self.host: HostTier | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Drop every reference and all cached blocks. The counters keep their values."""
+        """Drop every reference and all cached blocks, also on the host. Counters stay."""
         self._refs = [0] * self.num_blocks
         self._hashes: list[bytes | None] = [None] * self.num_blocks
         self._index: dict[bytes, int] = {}
@@ -69,6 +72,8 @@ class BlockPool:
         self._ages = [0] * self.num_blocks
         self._oldest: list[tuple[int, int]] = []  # heap of (age, block)
         self._queued_ages = [0] * self.num_blocks  # the age under which a block is in the heap
+        if self.host is not None:
+            self.host.reset()
         if self.events is not None:
             self.events.cleared()
 
@@ -125,6 +130,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def has(self, block_hash: bytes) -> bool:
+        """Return True if a block is in the prefix cache."""
+        return block_hash in self._index
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """Return by how much `num_free` would fall if these blocks were acquired."""
@@ -195,9 +204,13 @@ class BlockPool:
         return set(self._index)
 
     def evict_all(self) -> None:
-        """Empty the prefix cache, except for blocks that sequences hold."""
+        """Empty the prefix cache, except for blocks that are in use."""
+        host, self.host = self.host, None  # evicted blocks are not kept
         while self._cached:
             self._free.append(self._evict())
+        self.host = host
+        if host is not None:
+            host.clear()
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests: takes O(num_blocks)."""
@@ -227,6 +240,8 @@ class BlockPool:
         self.num_evictions += 1
         if self.events is not None:
             self.events.removed(block_hash)
+        if self.host is not None:
+            self.host.evicted(block_hash, block)
         return block
 
     def _pop_oldest(self) -> int:

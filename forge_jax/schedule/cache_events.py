@@ -6,14 +6,20 @@ The structs encode to the MessagePack arrays of vLLM's KV events.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Literal
 
 import msgspec
 
-MEDIUM = "GPU"  # vLLM's name of the device's memory, which routers expect on CPUs too
+# vLLM's names of the device's memory, which routers expect on CPUs too, and of the host's.
+type Medium = Literal["GPU", "CPU"]
+MEDIUM: Medium = "GPU"
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Consecutive blocks of one sequence have entered the prefix cache.
+    """Consecutive blocks of one sequence have entered the prefix cache, or host memory.
+
+    An event of host memory (medium "CPU") has one block, without parent and tokens, as in vLLM. The
+    block's event with medium "GPU" had them.
 
     Attributes:
       parent_block_hash: of the block before the first; None if the first starts the sequence.
@@ -33,7 +39,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Blocks have been evicted."""
+    """Blocks have been evicted from the device, or dropped from host memory."""
 
     block_hashes: list[int]
     medium: str | None = MEDIUM
@@ -76,13 +82,25 @@ class CacheEvents:
             )
         )
 
-    def removed(self, block_hash: bytes) -> None:
+    def copied(self, block_hash: bytes, block_size: int) -> None:
+        """Record a block that is in host memory from now on."""
+        self._events.append(
+            BlockStored(
+                block_hashes=[public_hash(block_hash)],
+                parent_block_hash=None,
+                token_ids=[],
+                block_size=block_size,
+                medium="CPU",
+            )
+        )
+
+    def removed(self, block_hash: bytes, medium: Medium = MEDIUM) -> None:
         """Record an eviction. Consecutive evictions are one event."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
+        if isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(public_hash(block_hash))
         else:
-            self._events.append(BlockRemoved([public_hash(block_hash)]))
+            self._events.append(BlockRemoved([public_hash(block_hash)], medium))
 
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared())

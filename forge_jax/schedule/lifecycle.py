@@ -3,6 +3,8 @@
     status          event    next        when
     QUEUED          follow   FOLLOWING   another sample of its request computes their prompt first
     QUEUED          hold     HELD        admissions are restricted to other sequences
+    QUEUED          load     LOADING     blocks of its prefix are copied from host memory
+    LOADING         release  QUEUED      these blocks are in the prefix cache, or void
     FOLLOWING       release  QUEUED      the prompt is cached, or the other sample has finished
     HELD            release  QUEUED      the restriction has been lifted or changed
     QUEUED          admit    PREFILLING  it gets a slot, and blocks for its first chunk
@@ -17,7 +19,7 @@
     any unfinished  finish   FINISHED    it ended by itself, was aborted, or failed
 
     status                             holds
-    QUEUED, FOLLOWING, HELD            its tokens
+    QUEUED, FOLLOWING, HELD, LOADING   its tokens
     PREFILLING                         also a slot, blocks, and several tokens to compute
     DECODING                           also a slot, blocks, and one token to compute
     VERIFYING                          also a slot, blocks, and drafts in flight
@@ -39,6 +41,7 @@ class Status(enum.Enum):
     QUEUED = "queued"
     FOLLOWING = "following"
     HELD = "held"
+    LOADING = "loading"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     VERIFYING = "verifying"
@@ -49,16 +52,17 @@ class Status(enum.Enum):
     __hash__ = object.__hash__
 
 
-WAITING = frozenset({Status.QUEUED, Status.FOLLOWING, Status.HELD})
+WAITING = frozenset({Status.QUEUED, Status.FOLLOWING, Status.HELD, Status.LOADING})
 RUNNING = frozenset({Status.PREFILLING, Status.DECODING, Status.VERIFYING, Status.DRAINING})
 
 _END = frozenset({Status.FINISHED})
 _LEAVE = frozenset({Status.QUEUED, Status.FINISHED})  # release slot and blocks
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.QUEUED: _END | {Status.FOLLOWING, Status.HELD, Status.PREFILLING},
+    Status.QUEUED: _END | {Status.FOLLOWING, Status.HELD, Status.LOADING, Status.PREFILLING},
     Status.FOLLOWING: _END | {Status.QUEUED},
     Status.HELD: _END | {Status.QUEUED},
+    Status.LOADING: _END | {Status.QUEUED},
     Status.PREFILLING: _LEAVE | {Status.PREFILLING, Status.DECODING, Status.DRAINING},
     Status.DECODING: _LEAVE | {Status.DECODING, Status.DRAINING, Status.VERIFYING},
     Status.VERIFYING: _LEAVE | {Status.DECODING},

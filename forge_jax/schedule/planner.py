@@ -9,6 +9,7 @@ from forge_jax.schedule.config import SchedulerConfig
 from forge_jax.schedule.decodes import DecodePart
 from forge_jax.schedule.drafts import DraftPart, Drafts
 from forge_jax.schedule.lifecycle import Status
+from forge_jax.schedule.loading import Loading
 from forge_jax.schedule.partial_plan import PartialPlan
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.schedule.prefill import PrefillPart
@@ -28,6 +29,7 @@ class Planner:
       clock: seconds, for the aging of waiting requests.
       latency_budget: limits the size of steps that contain both prompts and decodes. None: no such
         limit.
+      loading: loads from host memory. None: there are no copies in host memory.
 
     Attributes:
       admission: the part that counts cached and computed prompt tokens.
@@ -39,11 +41,12 @@ class Planner:
         prefixes: PrefixCache,
         clock: Callable[[], float],
         latency_budget: TokenBudget | None,
+        loading: Loading | None = None,
     ):
         self._slots = slots
         self._decodes = DecodePart(slots)
         self._prefill = PrefillPart(slots)
-        self.admission = AdmissionPart(slots, prefixes, self._prefill, clock)
+        self.admission = AdmissionPart(slots, prefixes, self._prefill, clock, loading)
         self._drafts = DraftPart(slots)
         self._latency_budget = latency_budget
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 from forge_jax.schedule.block_pool import BlockPool
@@ -52,6 +52,33 @@ class PrefixCache:
         seq.num_registered = num_full
         if stored and self._pool.events is not None:
             self._record(self._pool.events, seq, stored, more)
+
+    def missing_on_device(
+        self, seq: Sequence, first: int, last: int, has: Callable[[bytes], bool]
+    ) -> list[bytes]:
+        """Return the hashes of blocks from `first` on that `has` accepts and the pool lacks.
+
+        They end before the first other block, and before block `last`.
+        """
+        missing: list[bytes] = []
+        for index in range(first, last):
+            if index == len(seq.block_hashes):
+                self.hash_next_block(seq)
+            block_hash = seq.block_hashes[index]
+            if self._pool.has(block_hash) or not has(block_hash):
+                break
+            missing.append(block_hash)
+        return missing
+
+    def register_loaded(self, seq: Sequence, first: int, blocks: Seq[int]) -> None:
+        """Put blocks that were loaded for `seq`, from index `first` on, into the prefix cache."""
+        stored = [
+            index
+            for index, block in enumerate(blocks, first)
+            if self._pool.register(block, seq.block_hashes[index])
+        ]
+        if stored and self._pool.events is not None:
+            self._record(self._pool.events, seq, stored, ())
 
     def hash_next_block(self, seq: Sequence, more: Seq[int] = ()) -> None:
         """Append to `seq.block_hashes`. The block must be full, including the tokens of `more`."""

@@ -12,7 +12,7 @@ from typing import Literal
 from forge_jax.config import Pooling
 from forge_jax.errors import ContextLengthError, RequestError
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule.lifecycle import RUNNING, TRANSITIONS, Status
+from forge_jax.schedule.lifecycle import RUNNING, TRANSITIONS, WAITING, Status
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -196,6 +196,9 @@ class Sequence:
     num_registered: int = 0
     num_preemptions: int = 0
     epoch: int = 0
+    num_loads: int = 0  # loads from host memory that it has waited for
+    load_began_s: float = 0.0  # when it began to wait for the latest
+    num_cached_before: int | None = None  # tokens that the device had before its loads
     resume_after: int = -1  # a preempted sequence may run again after this step has been read
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -259,9 +262,13 @@ class Sequence:
         """Wait until admissions are no longer restricted to other sequences."""
         self._become(Status.HELD)
 
+    def load(self) -> None:
+        """Wait until blocks of its prefix have been copied from host memory."""
+        self._become(Status.LOADING)
+
     def release(self) -> None:
         """Wait for a slot and blocks only, from now on."""
-        assert self.status is Status.FOLLOWING or self.status is Status.HELD, self.status
+        assert self.status in WAITING and self.status is not Status.QUEUED, self.status
         self._become(Status.QUEUED)
 
     def admit(self, slot: int, blocks: list[int], *, num_shared: int, num_computed: int) -> None:

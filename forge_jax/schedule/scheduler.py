@@ -26,6 +26,7 @@ its last token determines the allowed next tokens.
     live_requests.py    the unfinished requests
     backlog.py          sequences without a slot; policy.py: the order of their queue
     slots.py            sequences with a slot: blocks and preemption; block_pool.py: the blocks
+    host_tier.py        copies of evicted blocks in host memory; loading.py: their way back
     prefix_cache.py     finds and registers the blocks of sequences; cache_events.py: its changes
     planner.py          one step, from decodes.py, prefill.py, admission.py and drafts.py
     step_budget.py      remaining capacity of a step; token_budget.py: its size for a latency target
@@ -48,8 +49,10 @@ from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.commit import Committer, SequenceUpdate
 from forge_jax.schedule.config import SchedulerConfig
 from forge_jax.schedule.drafts import Drafts, verifiable
+from forge_jax.schedule.host_tier import Finished, Transfers
 from forge_jax.schedule.in_flight import InFlight
 from forge_jax.schedule.live_requests import LiveRequests
+from forge_jax.schedule.loading import Loading
 from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.schedule.planner import Planner
 from forge_jax.schedule.policy import make_queue
@@ -79,14 +82,15 @@ class Scheduler:
     Args:
       config: the limits of a step. It may be replaced between steps by one with the same slots,
         policy, aging and EOS tokens.
-      pool: the blocks. Only this scheduler allocates from it.
+      pool: the blocks. Only this scheduler allocates from it. If it has a `host`, the caller must
+        perform the `transfers` of each step.
       clock: seconds, for the aging of waiting requests.
       rng: draws the seeds of requests that have none.
       budget: limits the size of steps that contain both prompts and decodes. None: no such limit.
 
     Attributes:
       running: the sequences with a slot, by rank. Read-only.
-      slots, backlog, prefixes: internal parts, exposed for tests and tools.
+      slots, backlog, prefixes, loading: internal parts, exposed for tests and tools.
     """
 
     def __init__(
@@ -115,7 +119,10 @@ class Scheduler:
         self.slots = Slots(config.max_num_seqs, pool, self.backlog, self._in_flight)
         self.running: Seq[Sequence] = self.slots.running
         self._requests = LiveRequests(self.slots, rng)
-        self._planner = Planner(self.slots, prefixes, clock, budget)
+        self.loading = None
+        if pool.host is not None:
+            self.loading = Loading(pool, pool.host, prefixes, self.backlog, clock)
+        self._planner = Planner(self.slots, prefixes, clock, budget, self.loading)
         self.admission = self._planner.admission
         self._committer = Committer(config.eos_token_ids, self._requests, self.slots, prefixes)
         self._clock = clock
@@ -189,7 +196,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Waiting sequences that wait for another sequence, not for a slot or blocks."""
+        """Sequences that wait for another sequence or for host memory, not for a slot or blocks."""
         return self.backlog.num_deferred
 
     @property
@@ -222,7 +229,8 @@ class Scheduler:
     ) -> StepPlan | None:
         """Return the next step. Dispatch it before any other call of this scheduler.
 
-        None if there is no work, or a step in flight must be committed first.
+        None if there is no work, a step in flight must be committed first, or all work waits for
+        loads from host memory.
 
         Args:
           drafts: draft tokens of `verifiable` sequences. They get the capacity that remains after
@@ -240,9 +248,34 @@ class Scheduler:
                     self._pools_next = not turn
                     break
         if plan is None:
-            stuck = self.has_work and not self._in_flight
+            stuck = self.has_work and not self._in_flight and not self.loads
             assert not stuck, "there is work, but none of it can run"
         return plan
+
+    @property
+    def loads(self) -> bool:
+        """True while blocks are being loaded from host memory."""
+        return bool(self.loading)
+
+    def transfers(self) -> Transfers:
+        """Return the copies to start now: after `schedule`, and before its step is dispatched.
+
+        The step may overwrite the blocks that are copied to the host.
+        """
+        assert self.loading is not None
+        return self.loading.host.take()
+
+    def finish_transfers(self, finished: Finished) -> None:
+        """Use what has been copied. Later steps may read the blocks of finished loads."""
+        assert self.loading is not None
+        self.loading.host.saved(finished.saves)
+        self.loading.finish(finished.loads)
+
+    def empty_prefix_cache(self) -> None:
+        """Empty the prefix cache, also on the host, except for blocks of running sequences."""
+        self.pool.evict_all()
+        if self.loading is not None:
+            self.loading.void()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Commit the result of the oldest step in flight.
@@ -274,3 +307,5 @@ class Scheduler:
         for seq in self._requests.sequences():
             seq.num_pending = 0
         self.slots.requeue_all()
+        if self.loading is not None:
+            self.loading.forget()

@@ -6,6 +6,7 @@ Each seed draws its own limits and a random subset of troubles:
 - aborts, stop strings, faults, random preemption, moved requests
 - failing dispatches and reads, recovery of a few sequences first, late results
 - a clock that jumps in both directions
+- copies in host memory, which take a random number of steps
 
 The fake device checks the content of every cache slot. `Simulation.check` checks the state of
 scheduler and pool, and `_check_order` the order of service. Each output is compared with the fake
@@ -42,6 +43,7 @@ from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import ReturnActivations, SamplingParams
 from forge_jax.schedule.activations import joined
 from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.host_tier import HostTier
 from forge_jax.schedule.lifecycle import Status
 from forge_jax.schedule.plan import (
     FED_BACK,
@@ -53,7 +55,7 @@ from forge_jax.schedule.plan import (
 from forge_jax.schedule.request import Request, Sequence, sequence_seed
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.schedule.token_budget import TokenBudget
-from forge_jax.testing import FakeDevice
+from forge_jax.testing import FakeDevice, FakeHostMemory
 
 EOS = 1
 GRAMMAR = GrammarSpec.regex("x")  # stands for any grammar
@@ -101,6 +103,10 @@ class Simulation:
         self.pool = BlockPool(
             num_blocks, block_size, rng.random() < 0.85, rng.choice(("lru", "fifo"))
         )
+        self.host_rng = random.Random(f"host {seed}")
+        if self.pool.prefix_cache and self.host_rng.random() < 0.6:
+            capacity, max_saving = self.host_rng.choice(((2, 1), (30, 9), (999, 99), (999, 99)))
+            self.pool.host = HostTier(capacity, block_size, max_saving)
         self.config = SchedulerConfig(
             max_num_seqs=rng.randint(1, 8),
             max_num_batched_tokens=rng.choice((1, 2, 5, 16, 64)),
@@ -132,12 +138,18 @@ class Simulation:
             pool=self.pool,
             fault=self._faults,
         )
+        self.transfer_speed = self.host_rng.choice((0.1, 0.5, 1.0))
+        self.host = None
+        if self.pool.host is not None:
+            self.host = FakeHostMemory(self.device, self._transfer_finishes)
         # The troubles of this run; each occurs in about half of all runs.
         self.arrivals = rng.choice((0.05, 0.3, 1.0))
         self.aborts = rng.choice((0.0, 0.05))
         self.stop_strings = rng.choice((0.0, 0.2))
         self.faults = rng.choice((0.0, 0.02))
         self.errors = rng.choice((0.0, 0.04))  # of a dispatch, of a read, and after a commit
+        if self.host is not None:
+            self.errors /= 8  # most of them while blocks are loaded: each drops all copies
         self.jitter = rng.choice((0.0, 0.3))
         self.scoring = rng.choice((0.0, 0.3))
         self.victims = rng.choice((0.0, 0.1))
@@ -182,10 +194,13 @@ class Simulation:
             self.last_progress = self.counts["steps"]
             while self.scheduler.has_work:
                 self.step()
+                self.last_progress += self.scheduler.loads  # there are few, see `MAX_LOADS`
                 stretch = self.counts["steps"] - self.last_progress
                 assert stretch <= self._longest_stretch(), "somebody starves"
             while self.in_flight:
                 self._commit()
+            while self.scheduler.loads:  # of sequences that were aborted
+                self._finish_transfers()
             assert not self.expected and self.pool.num_used == 0
             assert self.scheduler.num_running == self.scheduler.num_waiting == 0
             self.counts.update(f"runs with {status.value}" for status in self.statuses)
@@ -202,7 +217,11 @@ class Simulation:
         while rng.random() < self.arrivals and self.scheduler.num_waiting < 20:
             self._arrive()
         if rng.random() < self.aborts and self.expected:
-            self._abort()
+            self._abort(self.rng.choice(list(self.expected)))
+        loading = list(self.scheduler.backlog.loading)
+        if loading and self.aborts and self.host_rng.random() < 0.2:
+            self._note("aborted loads")
+            self._abort(loading[0])
         if rng.random() < self.moves and self.expected:
             self._move()
         if self.only is not None and rng.random() < 0.1:
@@ -218,11 +237,14 @@ class Simulation:
             ran = list(self.scheduler.running)
             self.scheduler.recover()
             self.device.reset()
+            if self.host is not None:
+                self.host.reset()
             if ran and rng.random() < self.restrictions:
                 self._restrict(set(rng.sample(ran, rng.randint(1, len(ran)))))
             self.check()
 
     def _schedule_and_commit(self) -> None:
+        self._finish_transfers()
         before = Before(self)
         plan = self.scheduler.schedule(self._drafts())
         self.check()
@@ -232,6 +254,8 @@ class Simulation:
             self._check_switches(plan, before.num_running)
             plan = self._masked(plan)
             self._may_raise("dispatch")
+        self._start_transfers()
+        if plan is not None:
             self.in_flight.append((plan, self.device.read(self.device.dispatch(plan))))
         depth = self.rng.choice(self.depths)
         while self.in_flight and (plan is None or len(self.in_flight) > depth):
@@ -241,6 +265,21 @@ class Simulation:
             self._may_raise("after commit")
             if plan is None:
                 break
+
+    def _start_transfers(self) -> None:
+        if self.host is not None:
+            transfers = self.scheduler.transfers()
+            self.counts["loads"] += len(transfers.loads)
+            self.log.update(repr(transfers).encode())
+            self.host.start(transfers)
+
+    def _finish_transfers(self) -> None:
+        if self.host is not None:
+            self.scheduler.finish_transfers(self.host.finished())
+            self.check()
+
+    def _transfer_finishes(self) -> bool:
+        return self.host_rng.random() < self.transfer_speed
 
     def _masked(self, plan: StepPlan) -> StepPlan:
         """Return the plan with a mask for each row of a sequence with a grammar."""
@@ -288,6 +327,9 @@ class Simulation:
         pool, scheduler = self.pool, self.scheduler
         pool.check()
         owners = Counter(block for seq in scheduler.running for block in seq.blocks)
+        if pool.host is not None and scheduler.loading is not None:
+            pool.host.check()
+            owners.update(scheduler.loading.held_blocks)
         for block in range(pool.num_blocks):
             refs = pool.ref_count(block)
             assert refs == owners[block], (
@@ -320,7 +362,9 @@ class Simulation:
             assert not seq.blocks and not seq.num_computed, "a waiting sequence holds something"
             held = self.only is not None and seq not in self.only
             followers = self.scheduler.backlog.followers.get(seq.request_id, ())
-            if seq in followers:
+            if seq in self.scheduler.backlog.loading:
+                assert seq.status is Status.LOADING and self.scheduler.loads, f"{seq.key}: waits"
+            elif seq in followers:
                 assert seq.status is Status.FOLLOWING, f"{seq.key}: follows nobody"
             else:
                 assert seq.status is (Status.HELD if held else Status.QUEUED), f"{seq.key}: waits"
@@ -344,7 +388,8 @@ class Simulation:
         self.counts["requests"] += 1
         length = rng.randint(1, max(1, self.config.max_model_len * 2 // 3))
         prompt = rng.choice(self.stems)[:length]
-        if rng.random() < 0.5:
+        # Only prompts that come again are loaded from host memory.
+        if rng.random() < 0.5 and (self.host is None or self.host_rng.random() < 0.2):
             prompt = [*prompt[: length // 2], *(rng.randrange(self.vocab_size) for _ in range(4))]
         max_tokens = rng.choice((None, None, None, 0, 1, 2, 10, 20))
         params = SamplingParams(
@@ -446,8 +491,8 @@ class Simulation:
         self.only = only
         self.scheduler.restrict(only)
 
-    def _abort(self) -> None:
-        request_id = self.rng.choice(list(self.expected)).request_id
+    def _abort(self, seq: Sequence) -> None:
+        request_id = seq.request_id
         aborted = self.scheduler.abort(request_id)
         assert aborted and not self.scheduler.abort(request_id)
         for seq in aborted:
@@ -455,7 +500,8 @@ class Simulation:
             self._ended(seq)
 
     def _may_raise(self, when: str) -> None:
-        if self.rng.random() >= self.errors:
+        loads = self.errors and self.scheduler.loads and self.host_rng.random() < 0.2
+        if self.rng.random() >= self.errors and not loads:
             return
         self._note(f"error:{when}")
         if when != "read" and self.rng.random() < 0.3:  # readable results are read first
@@ -470,6 +516,10 @@ class Simulation:
 
     def _empty_the_cache(self) -> None:
         """Evict all unused blocks; blocks in use stay registered."""
+        if self.host_rng.random() < 0.3:
+            self._note("cleared")
+            self.scheduler.empty_prefix_cache()
+            return
         blocks = self.pool.allocate(self.pool.num_free)
         assert blocks is not None
         self._note("cache resets", len(blocks))
@@ -517,6 +567,9 @@ class Simulation:
             "chunk size"
         )
         self.counts["cached"] = self.pool.hit_tokens
+        if self.pool.host is not None:
+            self.counts["loaded"] = self.pool.host.hit_tokens
+            self.counts["lost"] = self.pool.host.num_lost
         self.counts["preemptions"] = self.scheduler.num_preemptions
         self.counts["rows"] += plan.num_rows
         self.counts["drafts"] += plan.num_drafts
@@ -537,7 +590,7 @@ class Simulation:
             keys = {admission.seq_key for admission in plan.admissions}
             assert only is None or keys <= {seq.key for seq in only}, "admitted who may not be"
             admitted = [seq for seq in before.queue if seq.running]
-            overtaken = [seq for seq in before.queue if not seq.running and not seq.finished]
+            overtaken = [seq for seq in before.queue if seq.status is Status.QUEUED]
             assert len(admitted) == len(plan.admissions)
             self._check_overtaking(before, admitted, overtaken)
         keys = {row.seq_key for row in plan.chunks if row.num_rows}

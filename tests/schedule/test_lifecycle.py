@@ -14,6 +14,7 @@ PROMPT = list(range(10))
 EVENTS = {
     "follow": lambda seq: seq.follow(),
     "hold": lambda seq: seq.hold(),
+    "load": lambda seq: seq.load(),
     "release": lambda seq: seq.release(),
     "admit": lambda seq: seq.admit(0, [7], num_shared=0, num_computed=0),
     "prefill": lambda seq: seq.prefill(1),
@@ -27,6 +28,7 @@ WAY = {  # events that lead from a new sequence to each status
     Status.QUEUED: (),
     Status.FOLLOWING: ("follow",),
     Status.HELD: ("hold",),
+    Status.LOADING: ("load",),
     Status.PREFILLING: ("admit",),
     Status.DECODING: ("admit", "whole prompt"),
     Status.VERIFYING: ("admit", "whole prompt", "read", "verify"),

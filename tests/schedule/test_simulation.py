@@ -17,8 +17,10 @@ from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.commit import Committer
 from forge_jax.schedule.decodes import DecodePart
 from forge_jax.schedule.drafts import DraftPart
+from forge_jax.schedule.host_tier import HostTier
 from forge_jax.schedule.in_flight import InFlight
 from forge_jax.schedule.lifecycle import RUNNING, WAITING, Status
+from forge_jax.schedule.loading import Loading
 from forge_jax.schedule.policy import PrefixQueue, RankedQueue
 from forge_jax.schedule.prefill import PrefillPart
 from forge_jax.schedule.prefix_cache import PrefixCache
@@ -40,7 +42,7 @@ def test_every_output_matches_the_oracle_under_all_events(first_seed):
     # The troubles occurred; otherwise the simulation would prove nothing.
     troubles = ("preemptions", "cached", "faults", "refused", "victims", "cache resets")
     troubles += ("restrictions", "releases", "moves", "drafts", "accepted drafts", "masks")
-    troubles += ("pooled", "activations", "short steps")
+    troubles += ("pooled", "activations", "short steps", "loads", "loaded", "lost")
     errors = ("error:dispatch", "error:read", "error:after commit")
     clock = ("clock forwards", "clock backwards", "aged", "gave way")
     switches = ("static batches", "cut anyway", "whole prompts")
@@ -259,6 +261,52 @@ def hash_right_drafts_without_their_place(right, self, seq, more=()):
     if more and (len(seq.block_hashes) + 1) * self._pool.block_size > len(seq.tokens):
         more = more[-1:] * len(more)
     right(self, seq, more)
+
+
+# ---- host memory ---------------------------------------------------------------------------------
+
+
+@in_place_of(Scheduler, "transfers")
+def reuse_a_block_before_its_copy_is_taken(right, self):
+    transfers = right(self)
+    late, self.late = getattr(self, "late", []), transfers.saves
+    transfers.saves = late
+    return transfers
+
+
+@in_place_of(HostTier, "has")
+def hit_before_a_copy_has_finished(right, self, block_hash):
+    return block_hash in self._copies
+
+
+@in_place_of(Loading, "begin")
+def use_blocks_before_they_are_loaded(right, self, seq, hit):
+    waits = right(self, seq, hit)
+    if waits and self._loads:
+        number = next(reversed(self._loads))
+        self._prefixes.register_loaded(seq, len(hit), self._loads[number].blocks)
+    return waits
+
+
+@in_place_of(Loading, "finish")
+def lose_the_blocks_of_an_aborted_load(right, self, numbers):
+    for number in numbers:
+        if self._loads[number].seq.finished:
+            self._loads[number].blocks = []
+    right(self, numbers)
+
+
+@in_place_of(Loading, "forget")
+def wait_for_loads_that_a_recovery_dropped(right, self):
+    self._loads.clear()
+
+
+@in_place_of(HostTier, "saved")
+def use_the_copy_of_another_block(right, self, numbers):
+    right(self, numbers)
+    stored = [copy for copy in self._copies.values() if copy.stored]
+    if len(stored) > 1:
+        stored[0].number, stored[1].number = stored[1].number, stored[0].number
 
 
 # ---- requests, and the backlog -----------------------------------------------------------------
