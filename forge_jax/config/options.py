@@ -7,6 +7,7 @@ docs/cli.md and docs/configuration.md are generated from them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -183,6 +184,13 @@ class CacheConfig:
         "lru",
         "eviction policy of the prefix cache: least recently used block first (lru), or the block "
         "cached first (fifo)",
+    )
+    host_kv_gib: float = option(
+        0.0,
+        "GiB of host memory for KV cache blocks that the prefix cache evicts: the total of an "
+        "engine's devices. Requests with the same prefix load these blocks instead of computing "
+        "them. 0: off",
+        essential=True,
     )
     kv_events_config: str | None = option(
         None,
@@ -387,6 +395,7 @@ class EngineConfig:
             )
         _check_itl_target(self)
         _check_kv_events(self.cache)
+        _check_host_kv(self)
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
@@ -571,6 +580,31 @@ def _check_hosts(config: EngineConfig) -> None:
         )
     if config.speculation.draft_model is not None:
         raise ConfigError("--draft-model does not work with --num-hosts: use --speculation ngram")
+
+
+def _check_host_kv(config: EngineConfig) -> None:
+    gib = config.cache.host_kv_gib
+    if not 0.0 <= gib < math.inf:
+        raise ConfigError(f"--host-kv-gib must be a number of GiB, or 0 to turn it off, not {gib}")
+    if not gib:
+        return
+    if not config.cache.prefix_cache:
+        raise ConfigError(
+            "--host-kv-gib keeps blocks of the prefix cache: omit --no-prefix-cache, or omit "
+            "--host-kv-gib"
+        )
+    if config.cache.kv_cache == "contiguous":
+        raise ConfigError(
+            "--host-kv-gib keeps blocks of the paged KV cache: omit --kv-cache contiguous, or "
+            "omit --host-kv-gib"
+        )
+    if config.speculation.draft_model is not None:
+        raise ConfigError(
+            "--host-kv-gib does not keep the KV cache of a --draft-model: use --speculation ngram, "
+            "or omit --host-kv-gib"
+        )
+    if config.parallel.num_hosts > 1:
+        raise ConfigError("--host-kv-gib does not work with --num-hosts: omit one of them")
 
 
 def split_address(address: str) -> tuple[str, int]:

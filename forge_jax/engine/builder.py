@@ -56,12 +56,14 @@ from forge_jax.models.activations import ServedActivations, served_activations
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
 from forge_jax.models.registry import build_model, decoded, resolve_dtype
+from forge_jax.schedule.host_tier import HostTier
 from forge_jax.schedule.request import LoraRef
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
 from forge_jax.speculate.draft_step import draft_shapes
 from forge_jax.step.draft_probs import DraftProbs
+from forge_jax.step.host_blocks import BATCH, SAVING
 from forge_jax.step.kv_cache import GIB, keeps_state, kv_shape
 from forge_jax.step.mesh import TensorMesh, choose_mesh
 from forge_jax.step.options import RunnerOptions
@@ -70,7 +72,11 @@ from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
 from forge_jax.step.step_shapes import first_shapes, step_shapes
 from forge_jax.telemetry.compilations import SinceReady
-from forge_jax.telemetry.memory import give_back_freed_memory, reserve_device_memory
+from forge_jax.telemetry.memory import (
+    give_back_freed_memory,
+    reserve_device_memory,
+    reserve_pinned_memory,
+)
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.telemetry.units import bytes_text
 from forge_jax.text.load import load_text
@@ -136,7 +142,8 @@ class Design:
 
     def missing_bytes(self, memory_bytes: int) -> int:
         """Return the bytes by which executables that need `memory_bytes` exceed the memory."""
-        return memory_bytes + self.sizes.draft_bytes - self.memory_limit
+        sizes = self.sizes
+        return memory_bytes + sizes.draft_bytes + sizes.staging_bytes - self.memory_limit
 
 
 def assemble(
@@ -334,7 +341,10 @@ def _without_prefix_cache(config: EngineConfig, model: Model) -> EngineConfig:
     if not keeps_state(model.spec) or not config.cache.prefix_cache:
         return config
     log.info("%s keeps state per sequence: prefix caching is off", model.spec.architecture)
-    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, prefix_cache=False))
+    if config.cache.host_kv_gib:
+        log.info("--host-kv-gib has no effect without prefix caching: it is off")
+    cache = dataclasses.replace(config.cache, prefix_cache=False, host_kv_gib=0.0)
+    return dataclasses.replace(config, cache=cache)
 
 
 def _with_bundle(design: Design) -> Design:
@@ -417,6 +427,12 @@ def _log_sizes(design: Design) -> None:
         "" if design.mesh is None else f" and {design.shards - 1} more with the same sizes on each",
     )
     log_if_small(config, sizes)
+    if sizes.host_blocks:
+        log.info(
+            "host memory for %d evicted KV cache blocks (%.2f GiB)",
+            sizes.host_blocks,
+            sizes.host_blocks * sizes.kv.block_bytes * model.shards / GIB,
+        )
     if draft is not None and sizes.draft_kv is not None:
         log.info(
             "draft model %s: %s of additional weights, KV cache of %.2f GiB",
@@ -446,8 +462,9 @@ def _make_core(
         eos_token_ids=eos_token_ids,
         rng=rng,
         budget=choose_budget(config, step_sizes, design.device),
+        host=_host_tier(sizes),
     )
-    return EngineCore(
+    core = EngineCore(
         scheduler=scheduler,
         device=runner,
         tokenizer=tokenizer,
@@ -459,6 +476,15 @@ def _make_core(
         unrecoverable=() if runner.mirror is None else (Exception,),
         research=ResearchLimits(_steering(design), _activations(design)),
     )
+    if runner.host is not None:
+        core.keep_evicted(runner.host)
+    return core
+
+
+def _host_tier(sizes: Sizes) -> HostTier | None:
+    if not sizes.host_blocks:
+        return None
+    return HostTier(sizes.host_blocks, sizes.kv.block_size, BATCH * SAVING)
 
 
 def _fingerprint(design: Design, runner: Runner) -> str | None:
@@ -647,7 +673,8 @@ def runner_options(design: Design) -> RunnerOptions:
         lora=design.lora,
         steering=None if design.steering is None else design.steering.shape,
         activations=() if design.activations is None else design.activations.names,
-        memory_limit=design.memory_limit - sizes.draft_bytes,
+        host_copies=bool(sizes.host_blocks),
+        memory_limit=design.memory_limit - sizes.draft_bytes - sizes.staging_bytes,
         mesh=design.mesh,
         bundle=design.bundle,
     )
@@ -701,6 +728,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
     """
     backend, index = config.parallel.backend, config.parallel.device
     reserve_device_memory(config.cache.memory_fraction)
+    reserve_pinned_memory(config.cache.host_kv_gib)
     try:
         devices = jax.local_devices(backend=None if backend == "auto" else backend)
     except RuntimeError as error:

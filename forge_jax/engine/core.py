@@ -31,6 +31,7 @@ from forge_jax.errors import EngineError, ForgeError, GrammarError, StepError
 from forge_jax.grammar.spec import refused
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.cache_events import CacheEvent, CacheEvents
+from forge_jax.schedule.host_tier import HostMemory, HostTier
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, StepResult
 from forge_jax.schedule.request import LoraRef, Request, Sequence, first_returned
@@ -61,8 +62,13 @@ def make_scheduler(
     eos_token_ids: frozenset[int],
     rng: random.Random,
     budget: TokenBudget | None = None,
+    host: HostTier | None = None,
 ) -> Scheduler:
-    """Return the scheduler and block pool of a configuration with resolved sizes."""
+    """Return the scheduler and block pool of a configuration with resolved sizes.
+
+    Args:
+      host: keeps evicted blocks. None: they are lost.
+    """
     batch, cache = config.batch, config.cache
     limits = SchedulerConfig(
         max_num_seqs=batch.max_num_seqs,
@@ -82,6 +88,7 @@ def make_scheduler(
         prefix_cache=cache.prefix_cache and cache.kv_cache == "paged",
         eviction=cache.eviction,
     )
+    pool.host = host
     return Scheduler(limits, pool, clock=time.monotonic, rng=rng, budget=budget)
 
 
@@ -110,9 +117,9 @@ class _Tick:
 
 
 class _StepFailed(Exception):
-    """A step raised `error` when it was dispatched or read."""
+    """A step raised `error` when it was dispatched or read, or a copy of blocks without a step."""
 
-    def __init__(self, plan: StepPlan, error: Exception):
+    def __init__(self, plan: StepPlan | None, error: Exception):
         super().__init__(plan, error)
         self.plan = plan
         self.error = error
@@ -161,6 +168,7 @@ class EngineCore:
         self.max_step_sequences = 0
         self.watcher = Watcher(scheduler, clock)
         self.device = device
+        self.host_memory: HostMemory | None = None
         self._one_step_ahead = one_step_ahead
         self.unrecoverable = unrecoverable
         self._texts = TextOutput(tokenizer, scheduler, self.constraints)
@@ -329,17 +337,24 @@ class EngineCore:
         self._settle()
         if self.speculator is not None:
             self.speculator.reset()
-        self.scheduler.recover()
+        self._forget_kv()
         self._publish_events()  # now, because there may be no further tick
 
     def empty_prefix_cache(self) -> None:
         """Empty the prefix cache, except for blocks of running requests."""
-        self.scheduler.pool.evict_all()
+        self.scheduler.empty_prefix_cache()
+        if self.host_memory is not None:
+            self.host_memory.start(self.scheduler.transfers())  # frees the memory of the copies
         self._publish_events()
 
     def abort_all(self) -> None:
         for request_id in self.scheduler.request_ids():
             self.abort(request_id)
+
+    def keep_evicted(self, host_memory: HostMemory) -> None:
+        """Perform the copies of the pool's `host`. Call this method before the first tick."""
+        assert self.scheduler.pool.host is not None
+        self.host_memory = host_memory
 
     # ---- events of the prefix cache --------------------------------------------------------------
 
@@ -349,7 +364,10 @@ class EngineCore:
         It is called in the thread of `tick`, and must not block. Call this method before the first
         tick.
         """
-        self.scheduler.pool.events = CacheEvents()
+        pool = self.scheduler.pool
+        pool.events = CacheEvents()
+        if pool.host is not None:
+            pool.host.events = pool.events
         self._publish = publish
 
     def _publish_events(self) -> None:
@@ -460,9 +478,36 @@ class EngineCore:
                 drafts = _drafts(self.scheduler, self.speculator, self.constraints)
             self.phases.end("draft")
         with span("schedule"):
+            if self.host_memory is not None:
+                self._finish_copies(self.host_memory)
             plan = self.scheduler.schedule(drafts, masks_late=masks_late)
+            if self.host_memory is not None:
+                self._start_copies(self.host_memory, plan)
         self.phases.end("schedule")
         return plan
+
+    def _finish_copies(self, host: HostMemory) -> None:
+        """Let the scheduler use the blocks that have arrived."""
+        try:
+            finished = host.finished()
+        except Exception as error:
+            raise _StepFailed(None, error) from error
+        self.scheduler.finish_transfers(finished)
+
+    def _start_copies(self, host: HostMemory, plan: StepPlan | None) -> None:
+        """Start the copies that must precede the step of `plan`. If nothing can run, wait."""
+        try:
+            host.start(self.scheduler.transfers())
+            if plan is None and self._in_flight is None and self.scheduler.loads:
+                host.wait()
+        except Exception as error:
+            raise _StepFailed(plan, error) from error
+
+    def _forget_kv(self) -> None:
+        """Queue all running sequences again. Drop all keys and values, also on the host."""
+        self.scheduler.recover()
+        if self.host_memory is not None:
+            self.host_memory.reset()
 
     def _dispatch(self, plan: StepPlan) -> _InFlight:
         """Fill the masks of a plan and start it on the device."""
@@ -525,7 +570,7 @@ class EngineCore:
                 if seq.finished:
                     self.speculator.end(seq)
 
-    def _recover(self, plan: StepPlan, error: Exception) -> Outputs:
+    def _recover(self, plan: StepPlan | None, error: Exception) -> Outputs:
         """Reset the device after the step of `plan` has raised, and recompute everything.
 
         Steps in flight are dropped with their unread tokens, which are sampled again.
@@ -535,20 +580,21 @@ class EngineCore:
         self._add_deltas(self._tick.updates or [], self._immediate)
         log.warning(
             "retrying a failed step of %d sequences: %s: %s",
-            plan.num_sequences,
+            0 if plan is None else plan.num_sequences,
             type(error).__name__,
             error,
         )
         self.num_recoveries += 1
-        seqs = self.scheduler.sequences_of(plan)
+        seqs = [] if plan is None else self.scheduler.sequences_of(plan)
+        rows = () if plan is None else plan.sequences
         self._in_flight = None
         self.device.reset()
         if self.speculator is not None:
             self.speculator.reset()
-        self.scheduler.recover()
+        self._forget_kv()
         reached = [
             (seq, row.start + row.num_tokens)
-            for seq, row in zip(seqs, plan.sequences, strict=True)
+            for seq, row in zip(seqs, rows, strict=True)
             if not seq.finished
         ]
         for seq in self._bisection.failed(reached):

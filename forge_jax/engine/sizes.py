@@ -15,6 +15,7 @@ from forge_jax.errors import ConfigError
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
 from forge_jax.models.steering import SteeringShape
+from forge_jax.step.host_blocks import STAGED_BLOCKS
 from forge_jax.step.kv_cache import (
     CPU_SEQUENCE_TOKENS,
     GIB,
@@ -151,6 +152,12 @@ class Sizes:
     kv: KVShape
     draft_kv: KVShape | None  # of the draft model, with as many blocks
     draft_bytes: int  # of the draft model: its own weights, and `draft_kv`
+    host_blocks: int = 0  # copies of evicted blocks in host memory
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a device for blocks on their way to or from the host."""
+        return STAGED_BLOCKS * self.kv.block_bytes if self.host_blocks else 0
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -180,6 +187,7 @@ class Sizes:
             num_blocks = config.cache.num_blocks
             context = _fit_context(asked, context, num_blocks * block_size)
             _check_blocks(residents, num_blocks, block_size)
+        kv = residents.kv_shape(residents.model, num_blocks, block_size)
         draft, draft_kv, draft_bytes = residents.draft, None, 0
         if draft is not None:
             draft_kv = residents.kv_shape(draft.model, num_blocks, block_size)
@@ -187,7 +195,8 @@ class Sizes:
         return cls(
             max_model_len=context,
             max_num_batched_tokens=max_tokens,
-            kv=residents.kv_shape(residents.model, num_blocks, block_size),
+            kv=kv,
+            host_blocks=_host_blocks(residents, kv),
             draft_kv=draft_kv,
             draft_bytes=draft_bytes,
         )
@@ -256,6 +265,9 @@ def _fitting_blocks(
     block_bytes, max_num_seqs = residents.block_bytes(block_size), config.batch.max_num_seqs
     wanted = max_num_seqs * CPU_SEQUENCE_TOKENS // block_size
     free = residents.kv_bytes(max_tokens, wanted * block_bytes)
+    if config.cache.host_kv_gib:
+        free -= STAGED_BLOCKS * block_bytes
+        residents.check_memory(free)
     room = coarse(free // block_bytes) * block_size
     if config.model.max_model_len is None and config.cache.kv_cache == "paged" and room:
         context = _fit_context(None, context, room)
@@ -266,6 +278,33 @@ def _fitting_blocks(
         max_num_seqs=max_num_seqs,
     )
     return num_blocks, context
+
+
+def _host_blocks(residents: Residents, kv: KVShape) -> int:
+    """Return how many blocks `--host-kv-gib` holds.
+
+    Raises:
+      ConfigError: if it holds none, or the host has less memory.
+    """
+    gib, shards = residents.config.cache.host_kv_gib, residents.model.shards
+    if not gib:
+        return 0
+    block_bytes = shards * kv.block_bytes
+    num_blocks = int(gib * GIB) // block_bytes
+    if not num_blocks:
+        raise ConfigError(
+            f"--host-kv-gib {gib:g} is less than one KV cache block ({block_bytes / GIB:.3g} GiB): "
+            "raise it, or set it to 0"
+        )
+    available = available_host_bytes()
+    if residents.on_cpu:  # its memory is the host's
+        available -= shards * (residents.weight_bytes + kv.total_bytes)
+    if gib * GIB > available:
+        raise ConfigError(
+            f"--host-kv-gib {gib:g} is more than the available host memory of "
+            f"{max(available, 0) / GIB:.1f} GiB: lower it"
+        )
+    return num_blocks
 
 
 def log_if_small(config: EngineConfig, sizes: Sizes) -> None:

@@ -163,7 +163,7 @@ class HostTier:
         return copies
 
     def load(self, hashes: Seq[bytes], copies: Seq[int], blocks: Seq[int]) -> int:
-        """Load copies into blocks that nobody else writes, and return the load's number."""
+        """Load copies into blocks that no sequence writes, and return the load's number."""
         number = self._num_loads
         self._num_loads += 1
         self._transfers.loads.append((number, list(zip(copies, blocks, strict=True))))

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from forge_jax.step.kv_cache import KVShape
 
 _WHOLE = PartitionSpec()
+_ROWS = PartitionSpec(AXIS)
 _PAGED = PartitionSpec(None, None, AXIS)  # [N, 2, K, bs, D], and scales [N, 2, K, bs]
 
 
@@ -74,6 +75,22 @@ class TensorMesh:
     def whole(self) -> NamedSharding:
         """The sharding of an array that is replicated on every device."""
         return NamedSharding(self.mesh, _WHOLE)
+
+    @property
+    def by_shard(self) -> NamedSharding:
+        """The sharding of an array with one row per device."""
+        return NamedSharding(self.mesh, _ROWS)
+
+    def shard_copies(self, model: Model, save: Any, load: Any) -> tuple[Any, Any]:
+        """Return the functions of `forge_jax.step.host_blocks`, run by each device on its shard."""
+        kv, shared = kv_specs(model), {"mesh": self.mesh, "check_vma": False}
+        saves = jax.shard_map(save, in_specs=(kv, _WHOLE), out_specs=_ROWS, **shared)
+
+        def loads(cache: Any, blocks: Any, *rows: Any) -> Any:
+            specs = (kv, _WHOLE, *(_ROWS,) * len(rows))
+            return jax.shard_map(load, in_specs=specs, out_specs=kv, **shared)(cache, blocks, *rows)
+
+        return saves, loads
 
     def kv(self, model: Model) -> Any:
         """Return the cache's shardings, a prefix of its tree: by heads, or replicated."""

@@ -85,6 +85,7 @@ class RunnerOptions:
       lora: shape of the LoRA adapters. None: LoRA is off.
       steering: shape of the steering vectors. None: steering is off.
       activations: names of the activations that each step returns.
+      host_copies: copy blocks of the KV cache to host memory and back.
       memory_limit: bytes of the device that all of this may take. None: no limit.
       bundle: holds executables that are loaded instead of compiled, if they have these shapes.
     """
@@ -105,6 +106,7 @@ class RunnerOptions:
     lora: LoraShape | None = None
     steering: SteeringShape | None = None
     activations: tuple[str, ...] = ()
+    host_copies: bool = False
     memory_limit: int | None = None
     bundle: Bundle | None = None
 

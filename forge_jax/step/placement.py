@@ -65,6 +65,13 @@ class Placement:
             shardings,
         )
 
+    def block_rows(self, block_bytes: int) -> jax.ShapeDtypeStruct:
+        """Return u8[shards, block_bytes], the bytes of one block on each shard."""
+        shards, sharding = 1, self.sharding
+        if self.mesh is not None:
+            shards, sharding = self.mesh.shards, self.mesh.by_shard
+        return jax.ShapeDtypeStruct((shards, block_bytes), np.uint8, sharding=sharding)
+
     def shard_step(
         self,
         model: Model,

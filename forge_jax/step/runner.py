@@ -22,6 +22,7 @@ import numpy as np
 from forge_jax.models.kv import KV
 from forge_jax.schedule.wire_array import WireArray
 from forge_jax.step.executables import PATIENCE_S, BackgroundCompile, Executables
+from forge_jax.step.host_blocks import HostBlocks
 from forge_jax.step.mirror import (
     Activate,
     ActivatePooling,
@@ -77,6 +78,7 @@ class Runner:
     Attributes:
       mirror: the other processes of the mesh, which follow this runner from `start` on. None: there
         are none, or this runner follows another one.
+      host: copies of blocks in host memory. None: there are none.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Runner:
         self.background = BackgroundCompile() if background is None else background
         self._builder = StepBuilder(model, options)
         self.state = StepState(self._builder, options)
+        self.host = _host_blocks(self.state, options) if options.host_copies else None
         self._uploads = Uploads(options, model.spec.vocab_size)
         self._executables = Executables(options.compiler_options, bundle=options.bundle)
         self._ready: list[StepShape] = []  # active, smallest first
@@ -125,6 +128,8 @@ class Runner:
         for shape in options.first_shapes:
             self._builder.add_step(executables, shape)
         self._builder.add_slot_updates(executables)
+        if options.host_copies:
+            self._builder.add_block_copies(executables)
         executables.pause(PATIENCE_S)
         for shape in options.late_shapes:
             self._builder.add_step(executables, shape)
@@ -152,6 +157,10 @@ class Runner:
             self.state.compiled[name] = self._executables[name]
         for shape in self.options.first_shapes:
             self._activate(shape)
+        if self.host is not None:
+            for name in ("save_blocks", "load_blocks"):
+                self.state.compiled[name] = self._executables[name]
+            self.host.warm_up()
         self._executables.resume()
 
     def allocate(self) -> None:
@@ -257,3 +266,14 @@ class Runner:
         self._tell(lambda: Activate(shape.name))
         self.state.activate(shape, self._executables[shape.name])
         self._ready = [s for s in self.options.shapes if s in self._ready or s == shape]
+
+
+def _host_blocks(state: StepState, options: RunnerOptions) -> HostBlocks:
+    rows = options.placement.block_rows(options.kv_shape.block_bytes)
+    assert rows.sharding is not None
+    return HostBlocks(
+        state,
+        rows.sharding,
+        num_blocks=options.kv_shape.num_blocks,
+        block_bytes=rows.size,
+    )

@@ -20,6 +20,7 @@ from forge_jax.models.lora import set_adapter
 from forge_jax.models.plugins import code_digest
 from forge_jax.sampling_params import MAX_LOGIT_BIAS
 from forge_jax.schedule.plan import StepPlan
+from forge_jax.step.host_blocks import BATCH, load_blocks, save_blocks
 from forge_jax.step.slots import (
     ADMISSIONS,
     Slots,
@@ -120,6 +121,17 @@ class StepBuilder:
         else:
             put, adapter = mesh.set_adapter(self._model), mesh.adapter(self._model, lora)
         executables.add("set_adapter", put, self.stacks, place.i32(), adapter)
+
+    def add_block_copies(self, executables: Executables) -> None:
+        """Add `save_blocks` and `load_blocks`, which donates the KV cache."""
+        place, options = self._placement, self._options
+        save, load = save_blocks, load_blocks
+        if options.mesh is not None:
+            save, load = options.mesh.shard_copies(self._model, save, load)
+        kv, blocks = place.kv(self._model, options.kv_shape), place.i32(BATCH)
+        rows = (place.block_rows(options.kv_shape.block_bytes),) * BATCH
+        executables.add("save_blocks", save, kv, blocks)
+        executables.add("load_blocks", load, kv, blocks, *rows, donate_argnums=0)
 
     @cached_property
     def stacks(self) -> tuple[jax.ShapeDtypeStruct, ...]:

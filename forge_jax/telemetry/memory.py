@@ -21,6 +21,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 _ALLOCATOR_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT_FRACTION = 0.75
 
+# XLA's limit on pinned host memory in GiB, and its default.
+_PINNED_LIMIT, _PINNED_DEFAULT_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+
 # Part of a GPU's published memory that its allocator can give out; the driver keeps the rest.
 _USABLE = 0.96
 
@@ -64,6 +67,16 @@ def reserve_device_memory(fraction: float) -> None:
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_FRACTION):
         os.environ[_ALLOCATOR_FRACTION[0]] = str(fraction)
+
+
+def reserve_pinned_memory(gib: float) -> None:
+    """Let XLA pin `gib` GiB of host memory for this project, unless the environment sets a limit.
+
+    XLA's limit is 64 GiB, of which it uses a part itself. It takes the memory when it needs it. The
+    function has no effect after JAX has started its GPU backend.
+    """
+    if gib:
+        os.environ.setdefault(_PINNED_LIMIT, str(int(gib) + _PINNED_DEFAULT_GIB))
 
 
 def share_of_device(limit: int, fraction: float) -> int:

@@ -167,12 +167,16 @@ async def test_slot_of_an_aborted_request_serves_the_next_one(made):
 def test_prefix_caching_is_off(made, caplog):
     folder, tensors = made
     [prompt] = prompts(1, 40, seed=6)
-    with caplog.at_level(logging.INFO), LLM(folder, max_num_seqs=2, **OPTIONS) as llm:
+    with (
+        caplog.at_level(logging.INFO),
+        LLM(folder, max_num_seqs=2, host_kv_gib=1.0, **OPTIONS) as llm,
+    ):
         for _ in range(2):
             [found] = llm.generate([prompt], GREEDY)
             assert found.num_cached_tokens == 0
             assert_greedy(tensors, prompt, found.outputs[0].token_ids)
     assert "DecayedForCausalLM keeps state per sequence: prefix caching is off" in caplog.text
+    assert "--host-kv-gib has no effect without prefix caching: it is off" in caplog.text
 
 
 @pytest.mark.parametrize("draft", [{"draft_model": "self", "draft_layers": 2}, {}])

@@ -270,6 +270,38 @@ def engine_on(shards, adapter):
     return result
 
 
+def host_kv():
+    """Compare outputs with and without copies in host memory, each from the model's shards."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 500, 49).tolist() for _ in range(6)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, ignore_eos=True)
+    result = {}
+    for gib in (0.0, 0.001):
+        llm = LLM(
+            str(FIXTURES / "stories260k-hf"),
+            tensor_parallel=2,
+            num_blocks=18,
+            host_kv_gib=gib,
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            max_model_len=64,
+            block_size=8,
+            deterministic=True,
+        )
+        found = [llm.generate(prompts, params) for _ in range(2)]
+        host = core_of(llm).scheduler.pool.host
+        result[str(gib)] = {
+            "outputs": [[repr(o.outputs[0]) for o in each] for each in found],
+            "loaded": 0 if host is None else host.num_loaded,
+            "collectives": [
+                collectives(core_of(llm).device.compiled()[name])
+                for name in ("save_blocks", "load_blocks")
+                if host is not None
+            ],
+        }
+    return result
+
+
 def draft_collectives(speculator):
     """Return the collectives of a draft model's executables; None without one."""
     if speculator is None:
@@ -315,5 +347,5 @@ def peak():
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     assert len(jax.devices()) == SHARDS
-    parts = {each.__name__: each for each in (families, two_devices, packed, peak, engine)}
+    parts = {each.__name__: each for each in (families, two_devices, packed, peak, engine, host_kv)}
     print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

@@ -40,6 +40,12 @@ def engine():
     return run_child("engine")["engine"]
 
 
+def test_blocks_come_back_from_host_memory_to_their_devices():
+    without, kept = run_child("host_kv")["host_kv"].values()
+    assert kept["outputs"] == without["outputs"]
+    assert kept["loaded"] > 12 and kept["collectives"] == [[], []]
+
+
 def expected_collectives(layers, *, ends="down", in_qkv=False):
     """Return the collectives of one step, in order; `ends` is of all layers, or of each."""
     found = ["all-reduce embed"]
