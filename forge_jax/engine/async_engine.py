@@ -24,6 +24,7 @@ from forge_jax.engine.streams import QueueLimits, Stream, StreamTable
 from forge_jax.engine.validation import InFlightRequests
 from forge_jax.errors import EngineError, ModelError, RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.host_tier import HostKVStats
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.request import Request, TokenIds
 from forge_jax.speculate.speculator import SpeculationStats
@@ -48,7 +49,7 @@ class EngineStats:
     healthy: bool
     num_running: int
     num_waiting: int
-    num_deferred: int  # waiting for another sequence, not for room
+    num_deferred: int  # waiting for another sequence or host memory, not for room
     num_slots: int  # maximum number of running sequences
     policy: str
     tensor_parallel: int  # devices that share the model
@@ -72,7 +73,7 @@ class EngineStats:
     restarts: int  # of an engine in its own process
     stalled_s: float  # seconds without a completed step, while there is work
     prefix_cache_queries: int  # in tokens
-    prefix_cache_hits: int
+    prefix_cache_hits: int  # without those of `host_kv`
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]
     startup_seconds: dict[str, float]  # by phase, "serving" and "ready" since the start
@@ -82,6 +83,7 @@ class EngineStats:
     sleeping: bool = False  # also, weights or KV cache are not on the device
     weight_version: int = 0  # of the current weights
     speculation: SpeculationStats | None = None  # None: off
+    host_kv: HostKVStats | None = None  # None: off
     dropped_kv_event_batches: int | None = None  # None: KV events are off
 
 

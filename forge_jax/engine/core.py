@@ -31,7 +31,7 @@ from forge_jax.errors import EngineError, ForgeError, GrammarError, StepError
 from forge_jax.grammar.spec import refused
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.cache_events import CacheEvent, CacheEvents
-from forge_jax.schedule.host_tier import HostMemory, HostTier
+from forge_jax.schedule.host_tier import HostKVStats, HostMemory, HostTier
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, StepResult
 from forge_jax.schedule.request import LoraRef, Request, Sequence, first_returned
@@ -355,6 +355,12 @@ class EngineCore:
         """Perform the copies of the pool's `host`. Call this method before the first tick."""
         assert self.scheduler.pool.host is not None
         self.host_memory = host_memory
+
+    @property
+    def host_kv(self) -> HostKVStats | None:
+        """Statistics of the blocks in host memory; None if it is off. Thread-safe."""
+        host, memory = self.scheduler.pool.host, self.host_memory
+        return None if host is None or memory is None else host.stats(memory.block_bytes)
 
     # ---- events of the prefix cache --------------------------------------------------------------
 

@@ -287,6 +287,7 @@ class Engine(AsyncEngine):
             step_token_budget=scheduler.token_budget,
             expected_step_s=None if scheduler.budget is None else scheduler.budget.expected_s,
             speculation=None if core.speculator is None else core.speculator.stats(),
+            host_kv=core.host_kv,
             dropped_kv_event_batches=(
                 None if self._publisher is None else self._publisher.num_dropped
             ),

@@ -78,6 +78,20 @@ class HostMemory(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostKVStats:
+    """A snapshot of the copies in host memory, and counters since the engine started."""
+
+    num_blocks: int  # copies that exist or are being made
+    capacity: int  # blocks
+    queried_tokens: int  # of admitted sequences that the device did not have
+    hit_tokens: int  # of these, loaded
+    saved_bytes: int
+    loaded_bytes: int
+    lost_blocks: int  # evicted while too many copies were in progress
+    waited_s: float  # of all sequences
+
+
 @dataclass(slots=True)
 class _Copy:
     number: int
@@ -197,6 +211,19 @@ class HostTier:
         for block_hash in list(self._copies):
             self._drop(block_hash)
         self._loading.clear()
+
+    def stats(self, block_bytes: int) -> HostKVStats:
+        """Return the statistics of blocks of this size. Thread-safe."""
+        return HostKVStats(
+            num_blocks=self.num_blocks,
+            capacity=self.capacity,
+            queried_tokens=self.queried_tokens,
+            hit_tokens=self.hit_tokens,
+            saved_bytes=self.num_saved * block_bytes,
+            loaded_bytes=self.num_loaded * block_bytes,
+            lost_blocks=self.num_lost,
+            waited_s=self.waited_s,
+        )
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests."""

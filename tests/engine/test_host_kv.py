@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file
 
-from forge_jax import LLM, ConfigError, EngineConfig, SamplingParams
+from forge_jax import LLM, ConfigError, Engine, EngineConfig, SamplingParams
 from forge_jax.engine import sizes as sizes_module
 from forge_jax.models.kv import PagedLayout, element_dtype
 from forge_jax.schedule.host_tier import Transfers
@@ -19,6 +22,7 @@ from forge_jax.step.host_blocks import BATCH, load_blocks, save_blocks
 from forge_jax.step.kv_cache import GIB, KVShape
 from forge_jax.testing import core_of, failing_steps
 from forge_kernels.attention import kv_storage_dtype
+from forge_serve.telemetry.engine_metrics import EngineCollector
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -154,6 +158,43 @@ def test_cached_tokens_of_a_request_include_loaded_ones(llm):
     [first] = llm.generate([prompts()[0]], GREEDY)
     assert first.num_cached_tokens == 8 * PROMPT_BLOCKS
     assert host.hit_tokens - loaded == 8 * PROMPT_BLOCKS
+
+
+OWN_LABELS = ("state", "direction")
+
+
+async def test_metrics_count_hits_by_tier(short_stories):
+    options = EngineConfig.from_options(
+        model=str(short_stories), num_blocks=18, host_kv_gib=0.001, **SIZES
+    )
+    engine = await asyncio.to_thread(Engine.load, options)
+    engine.start()
+    try:
+        for prompt in prompts(4) * 2:
+            async for _ in engine.generate(prompt, GREEDY):
+                pass
+        stats = engine.stats()
+        text = generate_latest(EngineCollector(lambda: "m", lambda: engine, lambda: "ready"))
+    finally:
+        await engine.stop()
+    host, tokens = stats.host_kv, 8 * PROMPT_BLOCKS
+    assert host is not None
+    block_bytes = host.loaded_bytes * 8 // host.hit_tokens
+    values = {
+        f"{family.name}{[v for k, v in sample.labels.items() if k in OWN_LABELS]}": sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if "host_kv" in sample.name or "prefix_cache" in sample.name
+    }
+    hits = values["vllm:external_prefix_cache_hits[]"]
+    assert hits + values["vllm:prefix_cache_hits[]"] == 4 * tokens
+    assert hits >= 3 * tokens
+    assert values["vllm:external_prefix_cache_queries[]"] == 8 * (tokens + 1) - (4 * tokens - hits)
+    assert values["forge:host_kv_bytes['in']"] == hits / 8 * block_bytes
+    assert values["forge:host_kv_bytes['out']"] >= values["forge:host_kv_bytes['in']"]
+    assert values["forge:host_kv_blocks['stored']"] == host.num_blocks
+    assert values["forge:host_kv_wait_seconds[]"] > 0
+    assert values["forge:host_kv_blocks_lost[]"] == 0
 
 
 # ---- what drops the copies -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Copies in host memory: what is kept, found, loaded and dropped."""
+"""Copies in host memory: their limit, lookup, loads and events."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_events_name_the_medium():
 
 
 class Engine:
-    """A scheduler on a fake device with 12 blocks, whose transfers finish when `finishes` says."""
+    """A scheduler on a fake device. Transfers finish while `finishes` is True."""
 
     def __init__(self) -> None:
         self.finishes = True
@@ -215,7 +215,7 @@ def test_emptied_cache_keeps_a_load_in_progress_out():
     while not seq.finished:
         engine.step()
     assert engine.host.num_loaded == 5
-    assert seq.num_cached == 12  # what the load had held on the device
+    assert seq.num_cached == 12  # the load had held these blocks on the device
 
 
 def test_recovery_drops_copies_and_loads():

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forge_jax.engine.async_engine import EngineStats
+from forge_jax.schedule.host_tier import HostKVStats
 from forge_jax.speculate.speculator import SpeculationStats
 from forge_jax.telemetry.engine_state import (
     MAX_RUNNING,
@@ -52,6 +53,7 @@ def total_stats(parts: Seq[EngineStats]) -> EngineStats:
         step_token_budget=max(part.step_token_budget for part in parts),
         expected_step_s=max(times, default=None),
         speculation=_speculation([part.speculation for part in parts]),
+        host_kv=_host_kv([part.host_kv for part in parts]),
         dropped_kv_event_batches=(
             None if first.dropped_kv_event_batches is None else sum(each or 0 for each in dropped)
         ),
@@ -95,6 +97,13 @@ def _speculation(parts: Seq[SpeculationStats | None]) -> SpeculationStats | None
         num_draft_tokens=sum(part.num_draft_tokens for part in found),
         accepted_per_position=_columns(part.accepted_per_position for part in found),
     )
+
+
+def _host_kv(parts: Seq[HostKVStats | None]) -> HostKVStats | None:
+    found = [dataclasses.asdict(part) for part in parts if part is not None]
+    if not found:
+        return None
+    return HostKVStats(**{name: sum(part[name] for part in found) for name in found[0]})
 
 
 def _columns(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

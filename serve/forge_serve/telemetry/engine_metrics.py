@@ -15,6 +15,7 @@ from forge_serve.telemetry.metric_families import counter, gauge, histogram
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine, EngineStats
     from forge_jax.engine.streams import QueueLimit
+    from forge_jax.schedule.host_tier import HostKVStats
 
 STATES = ("starting", "serving", "ready", "recovering", "stalled", "stopping", "stopped", "failed")
 REJECTIONS: dict[QueueLimit, str] = {  # vLLM's names of the limits
@@ -116,6 +117,15 @@ def _vllm_counters(stats: EngineStats) -> dict[str, tuple[str, int]]:
         ),
         "prefix_cache_hits": ("Tokens found in the prefix cache", stats.prefix_cache_hits),
     }
+    host = stats.host_kv
+    if host is not None:
+        counters |= {
+            "external_prefix_cache_queries": (
+                "Tokens looked up in host memory, because the device did not have them",
+                host.queried_tokens,
+            ),
+            "external_prefix_cache_hits": ("Tokens loaded from host memory", host.hit_tokens),
+        }
     speculation = stats.speculation
     if speculation is not None:
         counters |= {
@@ -136,7 +146,7 @@ def _labeled_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metr
     """Yield the series with further labels."""
     yield gauge(
         "vllm:num_requests_waiting_by_reason",
-        "Waiting samples: for capacity, or for another sample's prefill (deferred)",
+        "Waiting samples: for capacity, or for another sample or host memory (deferred)",
         labels,
         {
             ("capacity",): stats.num_waiting - stats.num_deferred,
@@ -260,7 +270,38 @@ def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric
             labels,
             {(): stats.dropped_kv_event_batches},
         )
+    if stats.host_kv is not None:
+        yield from _host_series(stats.host_kv, labels)
     yield from _forge_totals(stats, labels)
+
+
+def _host_series(host: HostKVStats, labels: dict[str, str]) -> Iterator[Metric]:
+    yield gauge(
+        "forge:host_kv_blocks",
+        "KV cache blocks that host memory has room for, by state",
+        labels,
+        {("stored",): host.num_blocks, ("free",): host.capacity - host.num_blocks},
+        "state",
+    )
+    yield counter(
+        "forge:host_kv_bytes",
+        "Bytes of KV cache blocks copied to host memory (out) and back (in)",
+        labels,
+        {("out",): host.saved_bytes, ("in",): host.loaded_bytes},
+        "direction",
+    )
+    yield counter(
+        "forge:host_kv_blocks_lost",
+        "Evicted blocks that were not copied, because too many copies were in progress",
+        labels,
+        {(): host.lost_blocks},
+    )
+    yield counter(
+        "forge:host_kv_wait_seconds",
+        "Seconds that samples waited for blocks from host memory",
+        labels,
+        {(): host.waited_s},
+    )
 
 
 def _serves(stats: EngineStats) -> bool:
