@@ -11,15 +11,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.virtual import StepCost, VirtualClock, VirtualDevice
+from benchmarks.virtual import StepCost, VirtualClock, VirtualDevice, VirtualHostMemory
 from forge_jax.config import Policy
 from forge_jax.engine.core import max_rows
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule import request as schedule
 from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.host_tier import HostTier
 from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.schedule.token_budget import TokenBudget
+from forge_jax.step.host_blocks import BATCH, SAVING
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import Measured
 from forge_serve.bench.traces import TRACE_BLOCK, TraceEntry, fitted
@@ -45,6 +47,15 @@ class EngineSizes:
                 f"{self.num_blocks} blocks of {self.block_size} tokens cannot hold a context of "
                 f"{self.context}: lower --context or raise --num-blocks"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemorySize:
+    """Host memory for evicted blocks, and the bandwidth of each direction of a copy."""
+
+    num_blocks: int
+    block_bytes: int
+    bytes_per_s: float
 
 
 class Prompt(Sequence[int]):
@@ -142,10 +153,15 @@ class Replica:
         cost: StepCost,
         seed: int = 0,
         itl_target_s: float = 0.0,
+        host: HostMemorySize | None = None,
     ):
         self.clock = VirtualClock()
         self.device = VirtualDevice(cost.step_s, self.clock)
         self.pool = BlockPool(sizes.num_blocks, sizes.block_size)
+        self._host = None
+        if host is not None:
+            self.pool.host = HostTier(host.num_blocks, sizes.block_size, BATCH * SAVING)
+            self._host = VirtualHostMemory(host.block_bytes, host.bytes_per_s, self.clock)
         limits = SchedulerConfig(
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -189,8 +205,14 @@ class Replica:
           The number of requests that finished.
         """
         now_s = self.clock.now_s
+        if self._host is not None:
+            self.scheduler.finish_transfers(self._host.finished())
         plan = self.scheduler.schedule()
         step, self._in_flight = self._in_flight, None
+        if self._host is not None:
+            self._host.start(self.scheduler.transfers())
+            if plan is None and step is None and self.scheduler.loads:
+                self._host.wait()
         if plan is not None:
             self._in_flight = plan, self.device.dispatch(plan), now_s
             for admission in plan.admissions:

@@ -6,9 +6,11 @@ arithmetic time. All tokens are equal; lengths come from the requests.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from forge_jax.schedule.host_tier import Finished, Transfers
 from forge_jax.schedule.plan import SequenceResult, StepPlan, StepResult
 
 # Shared by all rows of all steps, because results are never modified.
@@ -114,3 +116,44 @@ class VirtualDevice:
         if end_s > self._clock.now_s:
             self._clock.now_s = end_s
         return result
+
+
+class VirtualHostMemory:
+    """A `HostMemory` whose copies take the time of their bytes at a constant bandwidth.
+
+    Both directions have the full bandwidth at the same time, as PCIe. Copies within the device, and
+    their effect on its steps, cost nothing.
+    """
+
+    def __init__(self, block_bytes: int, bytes_per_s: float, clock: VirtualClock):
+        self.block_bytes = block_bytes
+        self._block_s = block_bytes / bytes_per_s
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        self._saves: deque[tuple[float, int]] = deque()  # end, copy
+        self._loads: deque[tuple[float, int]] = deque()  # end, load
+        self._out_s = self._in_s = 0.0  # when the last copy of each direction ends
+
+    def start(self, transfers: Transfers) -> None:
+        now_s = self._clock.now_s
+        for copy, _ in transfers.saves:
+            self._out_s = max(self._out_s, now_s) + self._block_s
+            self._saves.append((self._out_s, copy))
+        for load, blocks in transfers.loads:
+            self._in_s = max(self._in_s, now_s) + len(blocks) * self._block_s
+            self._loads.append((self._in_s, load))
+
+    def finished(self) -> Finished:
+        return Finished(saves=self._arrived(self._saves), loads=self._arrived(self._loads))
+
+    def wait(self) -> None:
+        """Move the clock to the end of the next load."""
+        self._clock.now_s = max(self._clock.now_s, self._loads[0][0])
+
+    def _arrived(self, copies: deque[tuple[float, int]]) -> list[int]:
+        arrived: list[int] = []
+        while copies and copies[0][0] <= self._clock.now_s:
+            arrived.append(copies.popleft()[1])
+        return arrived

@@ -23,10 +23,9 @@ from forge_jax.schedule.host_tier import Finished, Transfers
 if TYPE_CHECKING:
     from forge_jax.step.state import StepState
 
-BATCH = 8  # blocks per call. The rest of a smaller batch is padding
-# Batches on their way to the host at most: two prompt steps of a GPU evict as many blocks.
-SAVING = 8
-LOADING = 4  # batches on their way to the device at most
+BATCH = 8  # blocks per call. The rest of a smaller batch is padding.
+SAVING = 8  # batches on their way to the host at most. Two prompt steps of a GPU evict as many.
+LOADING = 4  # batches on their way to the device at most.
 STAGED_BLOCKS = BATCH * (SAVING + LOADING)  # on the device, in addition to the cache
 
 

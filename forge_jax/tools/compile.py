@@ -191,6 +191,8 @@ def _start(design: Design, tracing: Tracing) -> tuple[RunnerOptions, Executables
         steps.add_step(executables, shape)
     steps.add_new_state(executables)
     steps.add_slot_updates(executables)
+    if options.host_copies:
+        steps.add_block_copies(executables)
     if design.draft is not None:
         of_draft = draft_options(design, design.draft, options, steps.resident_bytes)
         draft_model = DraftModel(design.draft.model, of_draft)
