@@ -113,8 +113,10 @@ HEADER = (
 
 def markdown(report: dict[str, Any]) -> str:
     lines = [
-        f"{replay.heading(report)}; policy {report['policy']}; KV cache of "
-        f"{report['device_gib']:.0f} GiB on the device; copies at {report['host_gbps']:g} GB/s"
+        replay.heading(report),
+        "",
+        f"Policy {report['policy']}, KV cache of {report['device_gib']:.0f} GiB on the device, "
+        f"copies at {report['host_gbps']:g} GB/s",
     ]
     for about in report["traces"]:
         rows = [row for row in report["rows"] if row["trace"] == about["trace"]]
