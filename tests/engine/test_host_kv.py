@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from forge_jax import LLM, ConfigError, Engine, EngineConfig, SamplingParams
 from forge_jax.engine import sizes as sizes_module
+from forge_jax.engine.process.totals import total_stats
 from forge_jax.models.kv import PagedLayout, element_dtype
 from forge_jax.schedule.host_tier import Transfers
 from forge_jax.step.host_blocks import BATCH, load_blocks, save_blocks
@@ -108,6 +109,20 @@ def test_copied_blocks_have_the_same_bits_in_every_cache(dtype, layout, platform
         assert np.asarray(have).tobytes() == right.tobytes()
 
 
+@pytest.mark.full_compile
+def test_loads_update_the_cache_in_place():
+    layouts = (LAYOUTS["keys and values"],) * 2
+    shape = KVShape(layouts=layouts, num_blocks=4096, block_size=8, storage=np.dtype("uint16"))
+    blocks = jax.ShapeDtypeStruct((BATCH,), np.int32)
+    row = jax.ShapeDtypeStruct((1, shape.block_bytes), np.uint8)
+    args = (shape.layers, blocks, *[row] * BATCH)
+    load = jax.jit(load_blocks, donate_argnums=0).lower(*args).compile().memory_analysis()
+    save = jax.jit(save_blocks).lower(shape.layers, blocks).compile().memory_analysis()
+    assert load is not None and save is not None
+    assert load.alias_size_in_bytes == shape.total_bytes
+    assert max(load.temp_size_in_bytes, save.temp_size_in_bytes) < shape.total_bytes / 100
+
+
 def test_outputs_have_the_bits_of_a_large_cache(llm, expected):
     assert outputs(llm, 3) == [expected] * 3
     pool = core_of(llm).scheduler.pool
@@ -179,6 +194,8 @@ async def test_metrics_count_hits_by_tier(short_stories):
         await engine.stop()
     host, tokens = stats.host_kv, 8 * PROMPT_BLOCKS
     assert host is not None
+    both = total_stats([stats, stats]).host_kv
+    assert both is not None and both.hit_tokens == 2 * host.hit_tokens > 0
     block_bytes = host.loaded_bytes * 8 // host.hit_tokens
     values = {
         f"{family.name}{[v for k, v in sample.labels.items() if k in OWN_LABELS]}": sample.value
