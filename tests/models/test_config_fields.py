@@ -127,8 +127,8 @@ def _layer(model: ModelSpec, index: int) -> dict:
         mlp = {"experts": sizes, "normalized": experts.normalized, "shared": experts.shared_size}
     mlp["residual_scale"] = model.residual_scale
     mlp["activation"] = [_ACTIVATIONS[model.activation](x) for x in (-1.5, 0.7)]
-    if isinstance(model, DeltaNetSpec) and index in model.delta_layers:
-        return {"delta": [*model.delta_heads, model.conv_taps], **mlp}
+    if isinstance(model, DeltaNetSpec) and index in model.recurrent_layers:
+        return {"delta": [*model.recurrent_heads, model.conv_taps], **mlp}
     return {
         "window": model.window(index),
         "scale": model.sm_scale,

@@ -110,7 +110,7 @@ def test_adapter_of_gated_delta_net_is_rejected(tmp_path):
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_bound_on_activations_includes_copies_of_the_state(drafts):
     spec = read_spec(GOLDENS / "qwen3_next")
-    spec = replace(spec, delta_heads=spec.delta_heads._replace(key_dim=64, value_dim=64))
+    spec = replace(spec, recurrent_heads=spec.recurrent_heads._replace(key_dim=64, value_dim=64))
     model, S = build_model(spec, "float32", WeightFormats()), 256
     config = EngineConfig.from_options(
         max_num_seqs=S,

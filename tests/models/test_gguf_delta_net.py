@@ -186,14 +186,14 @@ def test_devices_add_up_to_the_whole_output_with_reordered_heads(
 def test_devices_without_whole_groups_of_reordered_heads_are_rejected(goldens, tmp_path):
     file = write_wide(goldens / "qwen3_5", tmp_path / "m.gguf")
     spec = read_spec(file)
-    heads = spec.delta_heads._replace(value_dim=24)
+    heads = spec.recurrent_heads._replace(value_dim=24)
     with pytest.raises(ConfigError, match=r"splits the groups of .*out_proj.*16 values must stay"):
-        build_model(dataclasses.replace(spec, delta_heads=heads), shards=2)
+        build_model(dataclasses.replace(spec, recurrent_heads=heads), shards=2)
     spec = decoded(spec)
-    heads = spec.delta_heads._replace(value_dim=12)
+    heads = spec.recurrent_heads._replace(value_dim=12)
     with pytest.raises(ConfigError, match=r"columns of .*out_proj.* in ranges of 12, but each 16"):
         build_model(
-            dataclasses.replace(spec, delta_heads=heads),
+            dataclasses.replace(spec, recurrent_heads=heads),
             formats=WeightFormats(rounded="int4"),
             shards=2,
         )

@@ -138,8 +138,8 @@ def test_query_shard_has_its_keys_and_values():
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
 def test_key_head_shard_has_its_value_heads_gates_and_channels(name):
     spec = read_spec(GOLDENS / name)
-    layer = f"layers.{min(spec.delta_layers)}.delta"
-    K, H, Dk, Dv = spec.delta_heads
+    layer = f"layers.{min(spec.recurrent_layers)}.delta"
+    K, H, Dk, Dv = spec.recurrent_heads
     key, value = np.arange(K), np.arange(H) // (H // K)  # the key head of each head
     of_keys, of_values = np.repeat(key, Dk), np.repeat(value, Dv)
     channels = np.concatenate([of_keys, of_keys, of_values])

@@ -14,10 +14,10 @@ from forge_jax.models.families.qwen3_next import (
     NAMES,
     NULLABLE,
     HybridDecoder,
-    hybrid_cache,
     hybrid_spec,
     hybrid_weights,
 )
+from forge_jax.models.recurrent import recurrent_cache
 from forge_jax.models.spec import MAX_WIDTH, ModelSpec, read_experts
 
 DENSE_DEFAULTS = {
@@ -69,7 +69,7 @@ DENSE = Architecture(
     nullable=NULLABLE,
     weights=hybrid_weights,
     decoder=HybridDecoder,
-    cache=hybrid_cache,
+    cache=recurrent_cache,
 )
 MOE = Architecture(
     read_spec=_read_moe,
@@ -78,5 +78,5 @@ MOE = Architecture(
     weights=partial(hybrid_weights, experts=NAMES),
     other_weights=partial(hybrid_weights, experts=FUSED_NAMES),
     decoder=HybridDecoder,
-    cache=hybrid_cache,
+    cache=recurrent_cache,
 )

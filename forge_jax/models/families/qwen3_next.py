@@ -20,16 +20,16 @@ from forge_jax.host.files import short_repr
 from forge_jax.models.decoder import Attention, Decoder, Ragged, ResidualBlock, attend, new_mlp
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen3_moe import dense_layers
-from forge_jax.models.kv import (
-    LayerKV,
-    LayerLayout,
-    PagedKV,
-    PagedLayout,
-    StateArray,
-    StateArrays,
-    StateLayout,
-)
+from forge_jax.models.kv import LayerKV, PagedKV, StateArrays
 from forge_jax.models.linear import Linear, MatrixBuilder
+from forge_jax.models.recurrent import (
+    LINEAR,
+    MAX_TAPS,
+    RecurrentSpec,
+    read_recurrent_layers,
+    recur,
+    recurrent_cache,
+)
 from forge_jax.models.spec import (
     ACTIVATIONS,
     FULL,
@@ -47,7 +47,7 @@ from forge_jax.models.weight_map import (
     WeightMap,
     decoder_weights,
 )
-from forge_kernels.delta_rule import DeltaState, Form, Heads, gated_rms_norm, ragged_delta_net
+from forge_kernels.recurrence import DELTA_RULE, Heads, RecurrentWeights, gated_rms_norm
 
 # The fields that all hybrid models of Qwen share.
 COMMON_DEFAULTS: Mapping[str, Any] = {
@@ -88,27 +88,19 @@ DEFAULTS = {
 NULLABLE = frozenset({"layer_types"})
 
 _ARCHITECTURE = "Qwen3NextForCausalLM"
-LINEAR = "linear_attention"
-MAX_TAPS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNetSpec(ModelSpec):
+class DeltaNetSpec(RecurrentSpec):
     """A decoder with gated DeltaNet in some layers, and gated attention in the others.
 
     Attributes:
-      delta_layers: the layers with gated DeltaNet in place of attention.
-      delta_heads: their heads.
-      conv_taps: the tokens that the convolution combines.
       grouped: True if the rows of queries, keys, values and gates are together for each key head,
         instead of for all heads.
       tiled: True if the columns of the output matrix have the first value head of each key head
         before the second ones.
     """
 
-    delta_layers: frozenset[int]
-    delta_heads: Heads
-    conv_taps: int
     grouped: bool
     tiled: bool = False
 
@@ -122,16 +114,18 @@ class DeltaNetSpec(ModelSpec):
         return not self.tiled and self.grouped == (self.architecture == _ARCHITECTURE)
 
     def own_sizes_of_shard(self, shards: int) -> dict[str, Any]:
-        keys, values = (n // shards for n in (self.delta_heads.keys, self.delta_heads.values))
-        return {"delta_heads": self.delta_heads._replace(keys=keys, values=values)}
+        keys, values = (
+            n // shards for n in (self.recurrent_heads.keys, self.recurrent_heads.values)
+        )
+        return {"recurrent_heads": self.recurrent_heads._replace(keys=keys, values=values)}
 
     def own_counts(self) -> dict[str, int]:
         # The number of value heads is a multiple of it.
-        return {"linear_num_key_heads": self.delta_heads.keys}
+        return {"linear_num_key_heads": self.recurrent_heads.keys}
 
     def own_sections(self, leaf: str) -> tuple[int, tuple[int, ...]] | None:
         """Return how a leaf is split: a device has some key heads and all of their value heads."""
-        heads = self.delta_heads
+        heads = self.recurrent_heads
         H, keys, inner = heads.values, heads.keys * heads.key_dim, heads.values * heads.value_dim
         match leaf:
             case "delta.qkvz.weight":  # if grouped, the rows of each key head are together
@@ -192,8 +186,8 @@ def hybrid_spec(
         output_bias=bias,
         qk_norm="head",
         norm_offset=1.0,
-        delta_layers=_delta_layers(config),
-        delta_heads=heads,
+        recurrent_layers=read_recurrent_layers(config, _layer_types(config)),
+        recurrent_heads=heads,
         conv_taps=config.integer("linear_conv_kernel_dim", high=MAX_TAPS),
         # Not fields of Hugging Face's, see `forge_jax.checkpoint.gguf.delta_net`.
         grouped=grouped and not config.boolean("gguf_split_projections", False),
@@ -202,28 +196,11 @@ def hybrid_spec(
     )
 
 
-def _delta_layers(config: HFConfig) -> frozenset[int]:
-    """Return the layers that `layer_types` names, else all but each `full_attention_interval`-th.
-
-    At least one layer must have attention, because the cache has blocks of tokens.
-    """
-    layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    types = config.values.get("layer_types")
-    if types is None:
-        interval = config.integer("full_attention_interval")
-        types = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(kind not in (FULL, LINEAR) for kind in types)
-    ):
-        raise config.error("layer_types", f"a list of {layers}, each {LINEAR} or {FULL}")
-    if FULL not in types:
-        raise UnsupportedModelError(
-            f"{config.where}: layer_types without {FULL} is not supported: at least one layer must "
-            "have attention"
-        )
-    return frozenset(layer for layer, kind in enumerate(types) if kind == LINEAR)
+def _layer_types(config: HFConfig) -> list[str]:
+    """Return the layers of a file without `layer_types`: every n-th one has attention."""
+    layers = range(config.integer("num_hidden_layers", high=MAX_LAYERS))
+    interval = config.integer("full_attention_interval")
+    return [LINEAR if (layer + 1) % interval else FULL for layer in layers]
 
 
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
@@ -278,11 +255,11 @@ class GatedAttention(Attention):
 
 
 class GatedDeltaNet(ResidualBlock):
-    """The projections around `forge_kernels.delta_rule`, its norm and its gates."""
+    """The projections around `forge_kernels.recurrence`, its norm and its gates."""
 
     def __init__(self, spec: DeltaNetSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
-        self.heads, self.grouped, self.eps = spec.delta_heads, spec.grouped, spec.norm_eps
+        self.heads, self.grouped, self.eps = spec.recurrent_heads, spec.grouped, spec.norm_eps
         self.tiled = spec.tiled
         H, inner = self.heads.values, self.heads.values * self.heads.value_dim
         d, name = spec.hidden_size, f"layers.{layer}.delta"
@@ -299,7 +276,7 @@ class GatedDeltaNet(ResidualBlock):
     ) -> tuple[StateArrays, jax.Array]:
         """Return (state, x plus the layer's output). x: dtype[T, d]."""
         ragged = ragged._replace(lora=None)  # adapters change attention and MLPs only
-        assert self.norm is not None and ragged.state_slots is not None
+        assert self.norm is not None
         rows = ragged.num_rows
         with jax.named_scope("delta_in"):
             normed = self.norm(x)
@@ -307,19 +284,15 @@ class GatedDeltaNet(ResidualBlock):
             b, a = self._gates(self.ba(normed, num_rows=rows, out_dtype=jnp.float32))
             a = a + jnp.broadcast_to(self.decay_bias[...], a.shape)
             log_decay = -jnp.broadcast_to(jnp.exp(self.decay[...]), a.shape) * jax.nn.softplus(a)
-        state, out = ragged_delta_net(
+        kv, out = recur(
             qkv,
             log_decay,
             jax.nn.sigmoid(b),
-            self.taps[...],
-            DeltaState(**kv),
-            ragged.state_slots,
-            ragged.positions,
-            ragged.cu_q_lens,
-            ragged.num_seqs,
+            RecurrentWeights(self.taps[...]),
+            kv,
+            ragged,
             heads=self.heads,
-            max_q_len=ragged.max_q_len,
-            form=self._form(ragged),
+            rule=DELTA_RULE,
         )
         with jax.named_scope("delta_out"):
             out = gated_rms_norm(out, z, self.out_norm[...], self.eps)
@@ -327,12 +300,7 @@ class GatedDeltaNet(ResidualBlock):
                 by_key = out.reshape(len(x), self.heads.keys, -1, self.heads.value_dim)
                 out = by_key.swapaxes(1, 2)
             out = out.reshape(len(x), -1)
-            return state._asdict(), self.add(x, self.out, out, ragged, "o")
-
-    def _form(self, ragged: Ragged) -> Form:
-        if ragged.implementation == "reference":
-            return "scan"
-        return "token" if ragged.uniform else "auto"
+            return kv, self.add(x, self.out, out, ragged, "o")
 
     def _projected(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return queries, keys and values dtype[T, channels], and gates dtype[T, H, Dv]."""
@@ -358,7 +326,7 @@ class HybridLayer(nnx.Module):
 
     def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         assert isinstance(spec, DeltaNetSpec)
-        has_state = layer in spec.delta_layers
+        has_state = layer in spec.recurrent_layers
         self.delta = GatedDeltaNet(spec, dtype, matrix, layer) if has_state else None
         self.attention = None if has_state else GatedAttention(spec, dtype, matrix, layer)
         self.mlp = new_mlp(spec, dtype, matrix, layer)
@@ -373,26 +341,7 @@ class HybridDecoder(Decoder):
     layer = HybridLayer
 
 
-# ---- cache and tensors -------------------------------------------------------------------------
-
-
-def hybrid_cache(spec: ModelSpec) -> tuple[LayerLayout, ...]:
-    """Return keys and values in layers with attention, and a `DeltaState` in the others."""
-    assert isinstance(spec, DeltaNetSpec)
-    heads = spec.delta_heads
-    H, channels = heads.values, heads.channels
-    state = StateLayout(
-        arrays=(
-            StateArray(name="state", shape=(H, heads.key_dim, heads.value_dim), axis=0),
-            StateArray(name="base", shape=(), dtype="int32"),
-            StateArray(name="tail", shape=(spec.conv_taps - 1, channels), axis=1),
-            StateArray(name="inputs", shape=(channels,), pending=True, axis=0),
-            StateArray(name="gates", shape=(2, H), pending=True, axis=1),
-        )
-    )
-    paged = PagedLayout(heads=spec.num_key_value_heads, dim=spec.head_dim)
-    layers = range(spec.num_hidden_layers)
-    return tuple(state if layer in spec.delta_layers else paged for layer in layers)
+# ---- tensors -----------------------------------------------------------------------------------
 
 
 def hybrid_weights(spec: ModelSpec, *, experts: ExpertNames | None = None) -> WeightMap:
@@ -401,7 +350,7 @@ def hybrid_weights(spec: ModelSpec, *, experts: ExpertNames | None = None) -> We
     weights = decoder_weights(spec, experts=experts)
     for layer in range(spec.num_hidden_layers):
         own, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        if layer in spec.delta_layers:
+        if layer in spec.recurrent_layers:
             prefix = f"{own}.attention."
             weights = {leaf: t for leaf, t in weights.items() if not leaf.startswith(prefix)}
             norm = Tensor(f"{theirs}.input_layernorm.weight", (spec.hidden_size,))
@@ -416,7 +365,7 @@ def hybrid_weights(spec: ModelSpec, *, experts: ExpertNames | None = None) -> We
 
 
 def _delta_weights(spec: DeltaNetSpec, leaf: str, module: str) -> WeightMap:
-    heads, d = spec.delta_heads, spec.hidden_size
+    heads, d = spec.recurrent_heads, spec.hidden_size
     H, inner, channels = heads.values, heads.values * heads.value_dim, heads.channels
     if spec.grouped:
         qkvz, ba = {"in_proj_qkvz": channels + inner}, {"in_proj_ba": 2 * H}
@@ -447,5 +396,5 @@ ARCHITECTURE = Architecture(
     weights=partial(hybrid_weights, experts=NAMES),
     other_weights=partial(hybrid_weights, experts=FUSED_NAMES),
     decoder=HybridDecoder,
-    cache=hybrid_cache,
+    cache=recurrent_cache,
 )

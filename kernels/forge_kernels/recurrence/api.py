@@ -1,4 +1,6 @@
-"""A layer of gated DeltaNet between its projections: convolution, recurrence, and their state.
+"""A layer with a linear recurrence between its projections: convolution, recurrence, state.
+
+A `Rule` is the recurrence: gated DeltaNet's or Mamba-2's.
 
 The state of a sequence is stored at the position `base`, with the inputs of up to W tokens from
 there on. These tokens are pending, because they may be drafts that are rejected. A step's first
@@ -20,29 +22,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from forge_kernels.delta_rule.ragged import Rows, by_chunk, by_token
-from forge_kernels.delta_rule.recurrence import Tokens
 from forge_kernels.derivatives import with_derivative_of, zero_from
 from forge_kernels.norm import rms_norm
+from forge_kernels.recurrence.delta_rule import DELTA_RULE
+from forge_kernels.recurrence.ragged import Rows, by_chunk, by_token
+from forge_kernels.recurrence.rule import Heads, Rule, Tokens
+from forge_kernels.recurrence.state_space import STATE_SPACE
+
+__all__ = [
+    "DELTA_RULE",
+    "STATE_SPACE",
+    "Form",
+    "RecurrentState",
+    "RecurrentWeights",
+    "gated_rms_norm",
+    "ragged_recurrence",
+]
 
 Form = Literal["auto", "chunk", "token", "scan"]
 
 
-class Heads(NamedTuple):
-    """The sizes of a layer: heads of queries and keys, heads of values, and their dims."""
-
-    keys: int
-    values: int  # a multiple of `keys`
-    key_dim: int
-    value_dim: int
-
-    @property
-    def channels(self) -> int:
-        """The width of queries, keys and values together."""
-        return 2 * self.keys * self.key_dim + self.values * self.value_dim
-
-
-class DeltaState(NamedTuple):
+class RecurrentState(NamedTuple):
     """The states of a layer, one per slot.
 
     Attributes:
@@ -65,36 +65,53 @@ class DeltaState(NamedTuple):
         return self.gates.shape[1]
 
 
-def ragged_delta_net(  # noqa: PLR0913
+class RecurrentWeights(NamedTuple):
+    """The weights of a layer between its projections.
+
+    Attributes:
+      taps: dtype[C, K], the weight of the causal depthwise convolution, which SiLU follows.
+      bias: dtype[C], of the convolution, or None.
+      skip: f32[H], the factor on a token's value in its own output (D of Mamba), or None.
+    """
+
+    taps: jax.Array
+    bias: jax.Array | None = None
+    skip: jax.Array | None = None
+
+
+def ragged_recurrence(  # noqa: PLR0913
     x: jax.Array,
     log_decay: jax.Array,
     beta: jax.Array,
-    taps: jax.Array,
-    state: DeltaState,
+    weights: RecurrentWeights,
+    state: RecurrentState,
     slots: jax.Array,
     positions: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
     *,
     heads: Heads,
+    rule: Rule = DELTA_RULE,
     max_q_len: int | None = None,
     form: Form = "auto",
-) -> tuple[DeltaState, jax.Array]:
-    """Convolve queries, keys and values, apply the gated delta rule, and update the states.
+) -> tuple[RecurrentState, jax.Array]:
+    """Convolve queries, keys and values, apply the rule, and update the states.
 
     A sequence whose first position is 0 starts from zeros, whatever its slot has.
 
     Args:
-      x: dtype[T, C], queries, keys and values of each token, before the convolution.
+      x: dtype[T, C], queries, keys and values of each token before the convolution, in the rule's
+        order.
       log_decay: f32[T, H], at most 0.
-      beta: f32[T, H], from 0 to 1.
-      taps: dtype[C, K], the weight of the causal depthwise convolution, which SiLU follows.
+      beta: f32[T, H], see `Tokens`.
+      weights: of the convolution and the skip.
       state: of all slots.
       slots: i32[S], a different one for each sequence in use. The last slot is for the others.
       positions: i32[T].
       cu_q_lens: i32[S + 1], where each sequence's rows start.
       num_seqs: i32[].
       heads: the sizes.
+      rule: the recurrence.
       max_q_len: upper bound of the rows of a sequence.
       form: "chunk" computes matrix products. "token" computes token by token, so that a row's bits
         do not depend on the other rows. "scan" is the same with a loop of known length.
@@ -105,33 +122,36 @@ def ragged_delta_net(  # noqa: PLR0913
       forms is that of "scan", which needs memory for the state of each token.
     """
 
-    def net(form: Form, *arrays: Any) -> tuple[DeltaState, jax.Array]:
-        return _delta_net(*arrays, heads=heads, max_q_len=max_q_len, form=form)
+    def net(form: Form, *arrays: Any) -> tuple[RecurrentState, jax.Array]:
+        return _recurrence(*arrays, heads=heads, rule=rule, max_q_len=max_q_len, form=form)
 
-    def clean(found: tuple[DeltaState, jax.Array], *arrays: Any) -> tuple[DeltaState, jax.Array]:
+    def clean(
+        found: tuple[RecurrentState, jax.Array], *arrays: Any
+    ) -> tuple[RecurrentState, jax.Array]:
         after, out = found
         *_, cu_q_lens, num_seqs = arrays
         return after, zero_from(out, cu_q_lens[num_seqs])
 
     differentiable = with_derivative_of(partial(net, "scan"), partial(net, form), clean=clean)
-    return differentiable(x, log_decay, beta, taps, state, slots, positions, cu_q_lens, num_seqs)
+    return differentiable(x, log_decay, beta, weights, state, slots, positions, cu_q_lens, num_seqs)
 
 
-def _delta_net(  # noqa: PLR0913
+def _recurrence(  # noqa: PLR0913
     x: jax.Array,
     log_decay: jax.Array,
     beta: jax.Array,
-    taps: jax.Array,
-    state: DeltaState,
+    weights: RecurrentWeights,
+    state: RecurrentState,
     slots: jax.Array,
     positions: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
     *,
     heads: Heads,
+    rule: Rule,
     max_q_len: int | None,
     form: Form,
-) -> tuple[DeltaState, jax.Array]:
+) -> tuple[RecurrentState, jax.Array]:
     rows = Rows.of(cu_q_lens, num_seqs, positions, state.base, slots, state.pending)
     held = rows.slots
     inputs = jnp.concatenate([state.tail[held], state.inputs[held]], axis=1)
@@ -142,18 +162,20 @@ def _delta_net(  # noqa: PLR0913
         x, log_decay, beta = (zero_from(a, cu_q_lens[num_seqs]) for a in (x, log_decay, beta))
     x = x.astype(jnp.float32)
 
-    width, W = taps.shape[1], state.pending
-    weight, new_gates = taps.astype(jnp.float32), jnp.stack([log_decay, beta], axis=1)
+    width, W = weights.taps.shape[1], state.pending
+    new_gates, rule = jnp.stack([log_decay, beta], axis=1), rule.with_skip(weights.skip)
+
+    def tokens_of(shifted: Callable[[int], jax.Array], gates: jax.Array) -> Tokens:
+        return rule.tokens(_convolved(shifted, weights), gates, heads)
 
     def tokens() -> tuple[jax.Array, jax.Array]:
-        token_at = _single_tokens(rows, x, inputs, new_gates, gates, weight, heads)
-        return by_token(initial, token_at, rows, W, scan=form == "scan")
+        token_at = _single_tokens(rows, x, inputs, new_gates, gates, width, tokens_of)
+        return by_token(initial, token_at, rows, W, rule, scan=form == "scan")
 
     def chunks() -> tuple[jax.Array, jax.Array]:
-        new = _convolved(lambda tap: _input(rows, x, inputs, width, tap), weight)
-        old = _convolved(lambda tap: inputs[:, width - 1 - tap :][:, :W], weight)
-        old_tokens, new_tokens = _tokens(old, gates, heads), _tokens(new, new_gates, heads)
-        return by_chunk(initial, old_tokens, new_tokens, rows, max_q_len)
+        new = tokens_of(lambda tap: _input(rows, x, inputs, width, tap), new_gates)
+        old = tokens_of(lambda tap: inputs[:, width - 1 - tap :][:, :W], gates)
+        return by_chunk(initial, old, new, rows, rule, max_q_len)
 
     with jax.named_scope("recurrence"):
         if form == "auto":
@@ -165,8 +187,8 @@ def _delta_net(  # noqa: PLR0913
         kept = _kept_inputs(rows, x, inputs, width, applied)
         tail, pending = kept[:, : width - 1], kept[:, width - 1 :]
         kept_gates = _kept_gates(rows, new_gates, applied, W)
-        after = DeltaState(final, rows.first + applied, tail, pending, kept_gates)
-        return DeltaState(*(a.at[held].set(b) for a, b in zip(state, after, strict=True))), out
+        after = RecurrentState(final, rows.first + applied, tail, pending, kept_gates)
+        return RecurrentState(*(a.at[held].set(b) for a, b in zip(state, after, strict=True))), out
 
 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -185,12 +207,14 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float)
     return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
 
 
-def _convolved(shifted: Callable[[int], jax.Array], weight: jax.Array) -> jax.Array:
+def _convolved(shifted: Callable[[int], jax.Array], weights: RecurrentWeights) -> jax.Array:
     """Return f32[..., C]; `shifted(i)` is the input i tokens before each token."""
-    total = 0.0
-    for i in range(weight.shape[1]):
-        x = shifted(weight.shape[1] - 1 - i)
-        total = total + x * jnp.broadcast_to(weight[:, i], x.shape)
+    taps, total = weights.taps.astype(jnp.float32), 0.0
+    for i in range(taps.shape[1]):
+        x = shifted(taps.shape[1] - 1 - i)
+        total = total + x * jnp.broadcast_to(taps[:, i], x.shape)
+    if weights.bias is not None:
+        total = total + jnp.broadcast_to(weights.bias.astype(jnp.float32), jnp.shape(total))
     return jax.nn.silu(total)
 
 
@@ -209,12 +233,12 @@ def _single_tokens(
     inputs: jax.Array,
     new_gates: jax.Array,
     gates: jax.Array,
-    weight: jax.Array,
-    heads: Heads,
+    width: int,
+    tokens_of: Callable[[Callable[[int], jax.Array], jax.Array], Tokens],
 ) -> Callable[[jax.Array, jax.Array], Tokens]:
-    """Return `token_at` for `by_token`, which includes the convolution."""
+    """Return `token_at` for `by_token`, which includes the convolution of `width` taps."""
     S, stored = inputs.shape[:2]
-    pending, width = gates.shape[1], weight.shape[1]
+    pending = gates.shape[1]
     all_inputs = jnp.concatenate([inputs.reshape(S * stored, -1), x])
     all_gates = jnp.concatenate([gates.reshape(S * pending, *gates.shape[2:]), new_gates])
 
@@ -226,20 +250,9 @@ def _single_tokens(
         def shifted(tap: int) -> jax.Array:
             return all_inputs[at(s, offset - tap, stored, width - 1)]
 
-        return _tokens(_convolved(shifted, weight), all_gates[at(s, offset, pending, 0)], heads)
+        return tokens_of(shifted, all_gates[at(s, offset, pending, 0)])
 
     return token_at
-
-
-def _tokens(x: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
-    """Split and normalize f32[..., C]. gates: f32[..., 2, H]."""
-    size, group = heads.keys * heads.key_dim, heads.values // heads.keys
-    q, k, v = jnp.split(x, (size, 2 * size), axis=-1)
-    q, k = (y.reshape(*y.shape[:-1], heads.keys, heads.key_dim) for y in (q, k))
-    q, k = (y * lax.rsqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6) for y in (q, k))
-    q, k = (jnp.repeat(y, group, axis=-2) for y in (q * heads.key_dim**-0.5, k))
-    v = v.reshape(*v.shape[:-1], heads.values, heads.value_dim)
-    return Tokens(q, k, v, gates[..., 0, :], gates[..., 1, :])
 
 
 def _kept_inputs(

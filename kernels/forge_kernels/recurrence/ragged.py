@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from forge_kernels.delta_rule.recurrence import Tokens, one_chunk, one_token
+from forge_kernels.recurrence.rule import Rule, Tokens
 
 CHUNK = 64  # tokens; 32 to 128 are equally fast on GPUs (Yang et al. 2024, arXiv:2406.06484)
 
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         slots: jax.Array,
         capacity: int,
     ) -> Rows:
-        """Return the rows of a step, see `ragged_delta_net`.
+        """Return the rows of a step, see `ragged_recurrence`.
 
         Args:
           cu_q_lens: i32[S + 1].
@@ -89,6 +89,7 @@ def by_token(
     token_at: Callable[[jax.Array, jax.Array], Tokens],
     rows: Rows,
     pending: int,
+    rule: Rule,
     *,
     scan: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -103,6 +104,7 @@ def by_token(
         tokens have negative offsets.
       rows: the step.
       pending: W.
+      rule: the recurrence.
       scan: loop over as many tokens as are possible, so that the loop can be differentiated.
 
     Returns:
@@ -117,7 +119,7 @@ def by_token(
         s = jnp.minimum(jnp.searchsorted(ends, i, side="right"), S - 1)
         offset = i - ends[s] + rows.lengths[s]
         running = jnp.where(offset == -rows.pending[s], states[s], running)
-        running, y = one_token(running, token_at(s, offset))
+        running, y = rule.one_token(running, token_at(s, offset))
         stays = ((offset < 0) | applied[s]) & (i < ends[-1])
         states = states.at[s].set(jnp.where(stays, running, states[s]))
         row = jnp.where((offset >= 0) & (i < ends[-1]), rows.starts[s] + offset, T)
@@ -135,7 +137,7 @@ def by_token(
 
 
 def by_chunk(
-    initial: jax.Array, old: Tokens, new: Tokens, rows: Rows, max_q_len: int | None
+    initial: jax.Array, old: Tokens, new: Tokens, rows: Rows, rule: Rule, max_q_len: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return (states, outputs) as `by_token` does, computed as matrix products.
 
@@ -147,28 +149,31 @@ def by_chunk(
       old: [S, W, ...], the pending tokens.
       new: [T, ...].
       rows: the step.
+      rule: the recurrence.
       max_q_len: upper bound of `rows.lengths`, or None.
     """
     W, T = old.beta.shape[1], len(new.beta)
     if W:
         valid = jnp.arange(W)[None] < rows.pending[:, None]
-        initial, _ = one_chunk(initial, old.masked(valid))
+        initial, _ = rule.one_chunk(initial, old.masked(valid))
     most = T if max_q_len is None else min(max_q_len, T)
     few = min(max(W, 1), most)
     short = rows.lengths <= few
     offset = jnp.arange(few)[None]
     batch = Tokens(*(rows.take(x, offset) for x in new))
     valid = (offset < rows.lengths[:, None]) & short[:, None]
-    states, few_out = one_chunk(initial, batch.masked(valid))
+    states, few_out = rule.one_chunk(initial, batch.masked(valid))
     out = few_out[rows.sequence, jnp.clip(rows.offset, 0, few - 1)]
     final = initial if W else states
     if most > few:
-        final, long_out = _long(final, new, rows, few)
+        final, long_out = _long(final, new, rows, rule, few)
         out = jnp.where(short[rows.sequence][:, None, None], out, long_out)
     return final, out
 
 
-def _long(states: jax.Array, new: Tokens, rows: Rows, few: int) -> tuple[jax.Array, jax.Array]:
+def _long(
+    states: jax.Array, new: Tokens, rows: Rows, rule: Rule, few: int
+) -> tuple[jax.Array, jax.Array]:
     """Return (states, outputs) of the sequences of more than `few` rows; others are undefined."""
     S, T, size = len(states), len(new.beta), min(CHUNK, len(new.beta))
     counts = jnp.where(rows.lengths > few, -(-rows.lengths // size), 0)
@@ -182,7 +187,7 @@ def _long(states: jax.Array, new: Tokens, rows: Rows, few: int) -> tuple[jax.Arr
         start = rows.starts[s] + offset
         chunk = Tokens(*(lax.dynamic_slice_in_dim(x, start, size) for x in padded))
         valid = jnp.arange(size) < rows.lengths[s] - offset
-        state, y = one_chunk(states[s], chunk.masked(valid))
+        state, y = rule.one_chunk(states[s], chunk.masked(valid))
         # Rows after the chunk's last one belong to later chunks, which overwrite them.
         out = lax.dynamic_update_slice_in_dim(out, y, start, 0)
         return states.at[s].set(state), out

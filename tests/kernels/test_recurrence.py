@@ -1,4 +1,4 @@
-"""Gated DeltaNet over ragged rows: NumPy's results, however tokens are distributed over steps."""
+"""Linear recurrences over ragged rows: NumPy's results, however tokens are divided into steps."""
 
 from functools import partial
 
@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from forge_kernels.delta_rule import DeltaState, Heads, gated_rms_norm, ragged_delta_net
+from forge_kernels.recurrence import (
+    DELTA_RULE,
+    STATE_SPACE,
+    Heads,
+    RecurrentState,
+    RecurrentWeights,
+    gated_rms_norm,
+    ragged_recurrence,
+)
 
 HEADS = Heads(keys=2, values=4, key_dim=8, value_dim=6)
 TAPS, SLOTS = 4, 5  # and a slot for padding
@@ -18,41 +26,47 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def expected(x, log_decay, beta, taps):
+def expected(rule, x, log_decay, beta, weights):
     """Return float64[n, H, Dv] of one sequence, token by token."""
-    h = HEADS
-    x = np.asarray(x, np.float64)
-    padded = np.concatenate([np.zeros((TAPS - 1, h.channels)), x])
-    mixed = silu(sum(padded[i : i + len(x)] * taps[:, i] for i in range(TAPS)))
-    q, k, v = np.split(mixed, (h.keys * h.key_dim, 2 * h.keys * h.key_dim), axis=1)
-    q, k = (y.reshape(len(x), h.keys, h.key_dim) for y in (q, k))
-    q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-    q, k = (np.repeat(y, h.values // h.keys, axis=1) for y in (q / h.key_dim**0.5, k))
-    v = v.reshape(len(x), h.values, h.value_dim)
+    h, n, inner = HEADS, len(x), HEADS.values * HEADS.value_dim
+    padded = np.concatenate([np.zeros((TAPS - 1, h.channels)), np.asarray(x, np.float64)])
+    mixed = sum(padded[i : i + n] * weights.taps[:, i] for i in range(TAPS))
+    if rule is STATE_SPACE:
+        v, k, q = np.split(silu(mixed + weights.bias), (inner, (inner + h.channels) // 2), axis=1)
+    else:
+        q, k, v = np.split(silu(mixed), (h.keys * h.key_dim, 2 * h.keys * h.key_dim), axis=1)
+    q, k = (y.reshape(n, h.keys, h.key_dim) for y in (q, k))
+    if rule is DELTA_RULE:
+        q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+        q = q / h.key_dim**0.5
+    q, k = (np.repeat(y, h.values // h.keys, axis=1) for y in (q, k))
+    v = v.reshape(n, h.values, h.value_dim)
     state, out = np.zeros((h.values, h.key_dim, h.value_dim)), []
-    for t in range(len(x)):
+    for t in range(n):
         state = state * np.exp(log_decay[t])[:, None, None]
-        change = (v[t] - np.einsum("hk,hkv->hv", k[t], state)) * beta[t][:, None]
-        state = state + np.einsum("hk,hv->hkv", k[t], change)
+        known = np.einsum("hk,hkv->hv", k[t], state) if rule is DELTA_RULE else 0
+        state = state + np.einsum("hk,hv->hkv", k[t], (v[t] - known) * beta[t][:, None])
         out.append(np.einsum("hk,hkv->hv", q[t], state))
-    return np.stack(out)
+    out = np.stack(out)
+    return out if weights.skip is None else out + weights.skip[:, None] * v
 
 
 class Sequences:
     """Random inputs of several sequences, and steps over parts of them."""
 
-    def __init__(self, seed, length=200, pending=0, **options):
-        self.random = random = np.random.default_rng(seed)
-        self.taps = random.normal(size=(HEADS.channels, TAPS)).astype(np.float32)
+    def __init__(self, seed, length=200, pending=0, rule=DELTA_RULE, **options):
+        self.random, self.rule = (random := np.random.default_rng(seed)), rule
+        shapes = [(HEADS.channels, TAPS), (HEADS.channels,), (HEADS.values,)]
+        weights = [random.normal(size=shape).astype(np.float32) for shape in shapes]
+        self.weights = RecurrentWeights(*weights[: 3 if rule is STATE_SPACE else 1])
         self.inputs = [self.draw(length) for _ in range(SLOTS)]
         H, channels = HEADS.values, HEADS.channels
         shapes = [(H, HEADS.key_dim, HEADS.value_dim), (TAPS - 1, channels)]
         shapes += [(pending, channels), (pending, 2, H)]
         state, *rest = (jnp.full((SLOTS + 1, *shape), jnp.nan) for shape in shapes)
-        self.state = DeltaState(state, jnp.full(SLOTS + 1, 7), *rest)
-        self.call = jax.jit(
-            partial(ragged_delta_net, heads=HEADS, **options), static_argnames="max_q_len"
-        )
+        self.state = RecurrentState(state, jnp.full(SLOTS + 1, 7), *rest)
+        call = partial(ragged_recurrence, heads=HEADS, rule=rule, **options)
+        self.call = jax.jit(call, static_argnames="max_q_len")
 
     def draw(self, length):
         random = self.random
@@ -62,7 +76,7 @@ class Sequences:
         return [each.astype(np.float32) for each in (x, decay, beta)]
 
     def expected(self, s):
-        return expected(*self.inputs[s], self.taps)
+        return expected(self.rule, *self.inputs[s], self.weights)
 
     def step(self, parts, *, T=256, drafts=None, max_q_len=None):
         """Compute parts (sequence, first, last); return the outputs of each.
@@ -82,28 +96,34 @@ class Sequences:
             positions[begin:end] = range(first, last)
             slots[i], cu[i + 1 :] = s, end
         self.state, out = self.call(
-            *arrays, self.taps, self.state, slots, positions, cu, len(parts), max_q_len=max_q_len
+            *arrays, self.weights, self.state, slots, positions, cu, len(parts), max_q_len=max_q_len
         )
         return [np.asarray(out[cu[i] : cu[i + 1]]) for i in range(len(parts))]
 
 
 def close(found, want):
-    np.testing.assert_allclose(found, want, atol=3e-5, rtol=1e-4)
+    atol = 3e-5 * max(1, np.abs(want).max(initial=0))
+    np.testing.assert_allclose(found, want, atol=atol, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rule", [DELTA_RULE, STATE_SPACE], ids=["delta", "space"])
 @pytest.mark.parametrize("form", FORMS)
-def test_whole_sequences_match_numpy(form):
-    run = Sequences(0, form=form)
+def test_whole_sequences_match_numpy(form, rule):
+    run = Sequences(0, form=form, rule=rule)
     lengths = (130, 1, 64, 5)
     found = run.step([(s, 0, length) for s, length in enumerate(lengths)])
     for s, length in enumerate(lengths):
         close(found[s], run.expected(s)[:length])
 
 
-@pytest.mark.parametrize("pending", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("pending", "rule"),
+    [(0, DELTA_RULE), (1, DELTA_RULE), (4, DELTA_RULE), (4, STATE_SPACE)],
+    ids=["delta-0", "delta-1", "delta-4", "space-4"],
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_any_schedule_of_chunks_and_rejected_drafts_matches_numpy(form, pending):
-    run = Sequences(1, pending=pending, form=form)
+def test_any_schedule_of_chunks_and_rejected_drafts_matches_numpy(form, pending, rule):
+    run = Sequences(1, pending=pending, form=form, rule=rule)
     random, at = np.random.default_rng(2), dict.fromkeys(range(SLOTS), 0)
     want = [run.expected(s) for s in at]
     for _ in range(40):
@@ -133,9 +153,13 @@ def test_decode_steps_match_numpy():
 
 
 @pytest.mark.full_compile
-@pytest.mark.parametrize("pending", [0, 3])
-def test_bits_of_the_token_form_depend_on_the_sequence_alone(pending):
-    alone, shared = (Sequences(4, pending=pending, form="token") for _ in range(2))
+@pytest.mark.parametrize(
+    ("pending", "rule"),
+    [(0, DELTA_RULE), (3, DELTA_RULE), (3, STATE_SPACE)],
+    ids=["delta-0", "delta-3", "space-3"],
+)
+def test_bits_of_the_token_form_depend_on_the_sequence_alone(pending, rule):
+    alone, shared = (Sequences(4, pending=pending, form="token", rule=rule) for _ in range(2))
     want = np.concatenate([alone.step([(0, t, t + 1)], T=4, max_q_len=1)[0] for t in range(40)])
     found = [shared.step([(1, 0, 9), (0, 0, 17)])[1]]
     found.append(shared.step([(0, 17, 20), (1, 9, 10), (2, 0, 30)], T=48)[0])
@@ -155,17 +179,20 @@ def test_chunks_with_strong_decay_and_equal_keys_stay_finite():
     close(found[1], run.expected(1)[:100])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_derivative_is_that_of_finite_differences(form):
-    run = Sequences(6, length=12)
+@pytest.mark.parametrize(
+    ("form", "rule"), [*((form, DELTA_RULE) for form in FORMS), ("token", STATE_SPACE)],
+    ids=[*FORMS, "space-token"],
+)  # fmt: skip
+def test_derivative_is_that_of_finite_differences(form, rule):
+    run = Sequences(6, length=12, rule=rule)
     x, decay, beta = (jnp.asarray(each) for each in run.inputs[0])
     state = jax.tree.map(jnp.zeros_like, run.state)
     i32 = partial(jnp.asarray, dtype=jnp.int32)
 
     def loss(x):
-        _, out = ragged_delta_net(
-            x, decay, beta, run.taps, state, i32([0]), jnp.arange(12), i32([0, 12]), i32(1),
-            heads=HEADS, form=form,
+        _, out = ragged_recurrence(
+            x, decay, beta, run.weights, state, i32([0]), jnp.arange(12), i32([0, 12]), i32(1),
+            heads=HEADS, form=form, rule=rule,
         )  # fmt: skip
         return (out**2).sum()
 
@@ -183,14 +210,14 @@ def test_derivative_ignores_padding():
 
     def loss(arrays, padding):
         *rows, taps = arrays
-        _, out = ragged_delta_net(
-            *(x.at[n:].set(padding) for x in rows), taps, state, i32([0, SLOTS]), jnp.arange(12),
-            i32([0, n, n]), i32(1), heads=HEADS, form="token",
+        _, out = ragged_recurrence(
+            *(x.at[n:].set(padding) for x in rows), RecurrentWeights(taps), state, i32([0, SLOTS]),
+            jnp.arange(12), i32([0, n, n]), i32(1), heads=HEADS, form="token",
         )  # fmt: skip
         return (out[:n] ** 2).sum()
 
     slopes = jax.jit(jax.grad(loss))
-    arrays = [jnp.asarray(x) for x in (*run.inputs[0], run.taps)]
+    arrays = [jnp.asarray(x) for x in (*run.inputs[0], run.weights.taps)]
     want = slopes(arrays, 0.0)
     assert all(np.any(each) for each in want)
     for found, alone in zip(slopes(arrays, jnp.nan), want, strict=True):
