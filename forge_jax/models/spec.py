@@ -276,8 +276,9 @@ class ModelSpec:
 
         Returns:
           The negative axis to split, and the sizes of the sections along it. Each device has an
-          equal part of every section. None for a leaf that is split as in `Attention`, `MLP` and
-          `Experts`, and for a leaf with another name that every device has whole.
+          equal part of every section, and all of a section whose size is a
+          `forge_jax.weights.partition.Whole`. None for a leaf that is split as in `Attention`,
+          `MLP` and `Experts`, and for a leaf with another name that every device has whole.
         """
         del leaf
         return None

@@ -40,6 +40,10 @@ BESIDE = (
 Range = tuple[int, int]  # begin, end
 
 
+class Whole(int):
+    """The size of a section that every device has whole, see `ModelSpec.own_sections`."""
+
+
 @dataclass(frozen=True)
 class Partition:
     """The way a leaf is split: along `axis`, shard i is the ranges `parts[i]`, concatenated.
@@ -334,7 +338,8 @@ def _split_each(sizes: Sequence[int], shards: int, index: int) -> tuple[Range, .
     """Return a shard's part of each of several sections, which follow each other."""
     ends = itertools.accumulate(sizes)
     return tuple(
-        _split(size, shards, index, end - size) for size, end in zip(sizes, ends, strict=True)
+        (end - size, end) if isinstance(size, Whole) else _split(size, shards, index, end - size)
+        for size, end in zip(sizes, ends, strict=True)
     )
 
 

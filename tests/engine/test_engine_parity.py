@@ -31,6 +31,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=
         "qwen3_next",
         "qwen3_5",
         "qwen3_5_moe_text",
+        "granitemoehybrid",
     ],
 )
 def folder(request, goldens):

@@ -22,6 +22,7 @@ from forge_jax.models.decoder import rope_frequencies, rope_kind
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.families.multimodal import TextSide
 from forge_jax.models.families.qwen3_next import DeltaNetSpec
+from forge_jax.models.mamba import MambaSpec
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 DEFAULTS = json.loads((GOLDENS / "config_defaults.json").read_text())["fields"]
@@ -129,6 +130,9 @@ def _layer(model: ModelSpec, index: int) -> dict:
     mlp["activation"] = [_ACTIVATIONS[model.activation](x) for x in (-1.5, 0.7)]
     if isinstance(model, DeltaNetSpec) and index in model.recurrent_layers:
         return {"delta": [*model.recurrent_heads, model.conv_taps], **mlp}
+    if isinstance(model, MambaSpec) and index in model.recurrent_layers:
+        biases = model.conv_bias, model.projection_bias
+        return {"mamba": [*model.recurrent_heads, model.conv_taps, *biases], **mlp}
     return {
         "window": model.window(index),
         "scale": model.sm_scale,

@@ -272,6 +272,33 @@ def test_experts_are_read_in_both_spellings_and_by_default(spec_of):
         ),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a finite number above 0"),
         (
+            "granitemoehybrid",
+            {"layer_types": ["mamba"] * 4},
+            "layer_types without full_attention is not supported",
+        ),
+        ("granitemoehybrid", {"layer_types": ["moe"] * 4}, "layer_types must be a list of 4, each"),
+        (
+            "granitemoehybrid",
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type 'alibi' is not supported; supported: nope, rope",
+        ),
+        (
+            "granitemoehybrid",
+            {"hidden_act": "gelu", "num_local_experts": 0},
+            "hidden_act 'gelu' is not supported with Mamba-2",
+        ),
+        ("granitemoehybrid", {"mamba_n_heads": 7}, r"divisor of mamba_expand \* hidden_size \(128"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, r"a divisor of mamba_n_heads \(8\), not 3"),
+        ("granitemoehybrid", {"mamba_d_head": 8}, r"hidden_size / mamba_n_heads \(16\), not 8"),
+        *(
+            (
+                "granitemoehybrid",
+                {"time_step_limit": limit},
+                "time_step_limit must be a list of two",
+            )
+            for limit in ([0.1], [0.2, 0.1], [-1, 1], ["0", "1"])
+        ),
+        (
             "gemma3",
             {"use_bidirectional_attention": True},
             "use_bidirectional_attention is not supported",

@@ -26,7 +26,7 @@ FAMILIES = {
     and ARCHITECTURES[architecture].tensor_parallel
 }
 # Other layers of families with several kinds.
-ALSO = ["deepseek_v2_lite", "gpt_neox_sequential", "gpt_oss"]
+ALSO = ["deepseek_v2_lite", "gpt_neox_sequential", "gpt_oss", "granitemoehybrid"]
 
 
 @pytest.fixture(scope="module")
@@ -49,4 +49,6 @@ def test_step_reduces_twice_per_layer_and_gathers_once(found):
             expected -= one["layers"]
         if name in ("olmo3", "olmoe"):  # norms over all heads
             expected += one["layers"]
+        if name == "granitemoehybrid":  # norms over all heads of three layers with Mamba-2
+            expected += 3
         assert one["collectives"] == expected, name

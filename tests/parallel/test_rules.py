@@ -34,7 +34,8 @@ def config(**options):
     return EngineConfig.from_options(backend="cpu", **options)
 
 
-TWO_KEY_HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # of gated DeltaNet
+# Of gated DeltaNet, or groups of Mamba-2.
+TWO_KEY_HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid_dense")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,32 @@ def test_query_shard_has_its_keys_and_values():
     assert heads == [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]
     shard = shard_spec(spec, 4)
     assert (shard.num_attention_heads, shard.num_key_value_heads) == (2, 1)
+
+
+def test_mamba_shard_has_its_heads_and_whole_shared_inputs():
+    spec = read_spec(GOLDENS / "granitemoehybrid")
+    G, H, N, P = spec.recurrent_heads
+    assert (G, H) == (1, 8)
+    head, shared = np.arange(H), np.full(2 * N, -1)  # the head of each row, or -1 for B and C
+    channels = np.concatenate([np.repeat(head, P), shared])
+    expected = {
+        "inputs.weight": np.concatenate([np.repeat(head, P), channels, head])[:, None],
+        "taps": channels[:, None],
+        "taps_bias": channels,
+        "out.weight": np.repeat(head, P)[None],
+        "out_norm": np.repeat(head, P),
+        "skip": head,
+    }
+    for leaf, rows in expected.items():
+        cut = partition_of(f"layers.0.mamba.{leaf}", spec, 4)
+        assert cut is not None
+        for index in range(4):
+            own = cut.shard(rows, index).reshape(-1)
+            of_device = (rows == -1) | (rows // 2 == index)
+            assert own.tolist() == rows[of_device].tolist(), leaf
+    two_groups = read_spec(GOLDENS / "granitemoehybrid_dense")
+    with pytest.raises(ConfigError, match=r"4 does not divide mamba_n_groups \(2\)"):
+        check_shards(two_groups, 4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])

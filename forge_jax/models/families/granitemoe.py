@@ -12,12 +12,12 @@ DEFAULTS = {
     "num_experts_per_tok": 2,
 }
 
-_RELEASED = ExpertNames(
+RELEASED = ExpertNames(
     part="block_sparse_moe",
     router="router.layer",
     fused=("input_linear.weight", "output_linear.weight"),
 )
-_SAVED = ExpertNames(part="block_sparse_moe", router="router", fused=FUSED_EXPERTS)
+SAVED = ExpertNames(part="block_sparse_moe", router="router", fused=FUSED_EXPERTS)
 
 
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
@@ -39,7 +39,7 @@ ARCHITECTURE = Architecture(
     read_spec=_read_spec,
     defaults=DEFAULTS,
     nullable=frozenset({"num_key_value_heads"}),
-    weights=lambda spec: decoder_weights(spec, experts=_RELEASED),
-    other_weights=lambda spec: decoder_weights(spec, experts=_SAVED),
+    weights=lambda spec: decoder_weights(spec, experts=RELEASED),
+    other_weights=lambda spec: decoder_weights(spec, experts=SAVED),
     gguf_weights=decoder_weights,
 )

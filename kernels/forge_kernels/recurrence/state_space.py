@@ -1,7 +1,7 @@
 """Mamba-2's state space model (Dao and Gu 2024, arXiv:2405.21060): one token, or a chunk of tokens.
 
 Each token decays the state and adds its value at its key. In the paper's letters, the key is B, the
-query C, the value x, beta the time step, and the log decay the time step times A.
+query is C, and the value is x. Beta is the time step, and the log decay is the time step times A.
 
 Letters: see `rule.py`; G key heads, each for R value heads.
 """
