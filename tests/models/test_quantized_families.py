@@ -18,6 +18,7 @@ GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 MODELS = {
     **{"ernie4_5": "gptq", "exaone4": "awq", "gemma": "int4", "gemma4": "gptq"},
     **{"gemma4_shared": "awq", "glm4": "gptq", "granitemoe": "int4", "internlm3": "awq"},
+    "granitemoehybrid": "int4",
     **{"minicpm": "gptq", "olmo3": "int4", "olmoe": "gptq", "qwen2_moe": "awq"},
     "seed_oss": "gptq",
 }

@@ -15,7 +15,7 @@ from delta_net_zoo import write_wide
 from forms_child import as_served, bits
 from gguf_writer import write_gguf
 from lora_files import write_adapter
-from test_delta_net_engine import GREEDY, Oracle
+from test_recurrent_engine import GREEDY, Oracle
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.safetensors import read_header

@@ -1,4 +1,4 @@
-"""Models with gated DeltaNet in the engine: drafts, batches and options."""
+"""Models with gated DeltaNet or Mamba-2 in the engine: drafts, batches and options."""
 
 import random
 from dataclasses import replace
@@ -23,7 +23,11 @@ from forge_jax.testing import core_of, drafts_always_pay
 from forge_jax.weights.formats import WeightFormats
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
-NAMES = ["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+NAMES = [
+    "qwen3_next",
+    pytest.param("qwen3_5", marks=pytest.mark.slow),
+    pytest.param("granitemoehybrid", marks=pytest.mark.slow),
+]
 OPTIONS = {"block_size": 16, "max_model_len": 96, "max_num_batched_tokens": 32}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -107,9 +111,11 @@ def test_adapter_of_gated_delta_net_is_rejected(tmp_path):
 
 
 @pytest.mark.full_compile
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_bound_on_activations_includes_copies_of_the_state(drafts):
-    spec = read_spec(GOLDENS / "qwen3_next")
+@pytest.mark.parametrize(
+    ("name", "drafts"), [("qwen3_next", 0), ("qwen3_next", 3), ("granitemoehybrid", 0)]
+)
+def test_bound_on_activations_includes_copies_of_the_state(name, drafts):
+    spec = read_spec(GOLDENS / name)
     spec = replace(spec, recurrent_heads=spec.recurrent_heads._replace(key_dim=64, value_dim=64))
     model, S = build_model(spec, "float32", WeightFormats()), 256
     config = EngineConfig.from_options(
