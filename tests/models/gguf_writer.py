@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "glm4moe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid",
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt-oss",
     "Qwen2VLForConditionalGeneration": "qwen2vl",
@@ -55,7 +56,9 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
-PAIRED_ROWS = ("llama", "mistral3", "granite", "granitemoe", "minicpm", "smollm3")
+PAIRED_ROWS = (
+    *("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "minicpm", "smollm3"),
+)
 WINDOWS = {
     "gemma2",
     "gemma3",
@@ -213,6 +216,43 @@ def add_delta_net(writer, config):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
+def add_mamba(writer, config):
+    """Add the metadata of GraniteHybridModel, which replaces the key/value heads."""
+    linear = [kind == "linear_attention" for kind in config["layer_types"]]
+    key = "granitehybrid.attention.head_count_kv"
+    del writer.kv_data[0][key]
+    writer.add_head_count_kv([0 if each else config["num_key_value_heads"] for each in linear])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def of_mamba(tensors, config):
+    """Change tensors like Mamba2Model, and split shared MLPs like GraniteMoeModel."""
+    groups = config["mamba_n_groups"]
+    module = "mlp.shared_experts" if config["num_local_experts"] else "mlp"
+    for name, values in tensors.items():
+        if "shared_mlp.input_linear" in name:
+            for part, half in zip(("gate", "up"), np.split(values, 2), strict=True):
+                own = f"{module}.{part}_proj"
+                yield name.replace("shared_mlp.input_linear", own), half
+            continue
+        if name.endswith("mamba.A_log"):
+            values = -np.exp(values)
+        if name.endswith(("mamba.A_log", "mamba.D")):
+            values = values[:, None]
+        elif name.endswith("mamba.norm.weight"):
+            values = values.reshape(groups, -1)
+        elif name.endswith("conv1d.weight"):
+            values = values[:, 0]
+        name = name.replace("shared_mlp.output_linear", f"{module}.down_proj")
+        yield name.replace("dt_bias", "dt_proj.bias"), values
+
+
 def tiled(values, config, width, axis=0):
     """Put the first value head of each key head before the second ones, like ggml's broadcast."""
     keys = config["linear_num_key_heads"]
@@ -305,6 +345,7 @@ ROUTERS = {
     "gpt-oss": add_gpt_oss,
     "deepseek2": add_deepseek2,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), add_delta_net),
+    "granitehybrid": add_mamba,
 }
 
 
@@ -423,7 +464,7 @@ def add_usual(writer, arch, config):
     if arch in ("command-r", "cohere2"):
         writer.add_logit_scale(config["logit_scale"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    if arch in ("granite", "granitemoe"):
+    if arch in ("granite", "granitemoe", "granitehybrid"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -500,6 +541,8 @@ def write_gguf(
         arrays = of_text(arrays)
     if arch in ("qwen3next", "qwen35", "qwen35moe"):
         arrays = dict(of_delta_net(arrays, config, arch))
+    if arch == "granitehybrid":
+        arrays = dict(of_mamba(arrays, config))
     arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}
     if arch == "deepseek2" and split:
         arrays = dict(split_latent(arrays, config))

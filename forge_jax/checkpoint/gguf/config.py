@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.checkpoint.gguf import delta_net, gemma4, latent
+from forge_jax.checkpoint.gguf import delta_net, gemma4, latent, mamba
 from forge_jax.checkpoint.gguf.experts import MOE, expert_fields
 from forge_jax.checkpoint.gguf.families import has_layer_norm, own_fields
 from forge_jax.checkpoint.gguf.metadata import Metadata
@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    mamba.ARCH: "GraniteMoeHybridForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }
 _LOG = "rope.scaling.yarn_log_multiplier"
@@ -76,6 +77,7 @@ _PARTIAL_ROPE = (
     *("phi2", "phi3", "stablelm", "chatglm", "glm4", "glm4moe", "gptneox"),
     *delta_net.ARCHES,
 )
+_SOME_MOE = ("llama", gemma4.ARCH, mamba.ARCH)  # with experts in some models
 # Their text model is a section of `config.json`, without these fields.
 _TEXT_SIDES = ("qwen35", "qwen35moe")
 _WHOLE = ("architectures", "dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", KEY)
@@ -107,7 +109,7 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
             f"supported: {', '.join(ARCHITECTURES)}. Use the model's safetensors "
             "checkpoint, if that is supported"
         )
-    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", gemma4.ARCH, *MOE):
+    if metadata.integer(f"{arch}.expert_count", 0) and arch not in (*_SOME_MOE, *MOE):
         raise metadata.unsupported(f"{arch}.expert_count: {arch} with experts is not supported")
     config = _Reader(gguf, metadata, arch).config()
     if arch in _TEXT_SIDES:
@@ -194,13 +196,18 @@ class _Reader:
         inner = self.integer("expert_feed_forward_length", 1) if self.arch == "qwen35moe" else None
         return {
             "intermediate_size": self.integer("feed_forward_length", inner, low=1),
-            "num_key_value_heads": self.integer("attention.head_count_kv", self.heads, low=1),
+            "num_key_value_heads": self.kv_heads(),
             "rope_scaling": self.rope_scaling(),
             **self.original_positions(),
             **self.gemma(),
             **expert_fields(self.arch, self),
             **own_fields(self.arch, self),
         }
+
+    def kv_heads(self) -> int:
+        if self.arch == mamba.ARCH:
+            return mamba.kv_heads(self.metadata, self.layers)[0]
+        return self.integer("attention.head_count_kv", self.heads, low=1)
 
     def norms(self) -> dict[str, float]:
         if has_layer_norm(self.arch):

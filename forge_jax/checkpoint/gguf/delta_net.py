@@ -134,7 +134,7 @@ def layer_weights(gguf: GGUFFile, arch: str) -> dict[str, TensorSource]:
         _TAPS: by_channel,
         **dict.fromkeys(("ssm_dt.bias", _DECAY, "ssm_beta.weight", "ssm_alpha.weight"), by_head),
     }
-    kinds: dict[str, Callable[..., TensorSource]] = {_DECAY: _Decay, _TAPS: _Taps}
+    kinds: dict[str, Callable[..., TensorSource]] = {_DECAY: Decay, _TAPS: Taps}
     found: dict[str, TensorSource] = {}
     for name, stored in gguf.tensors.items():
         if not is_part(name):
@@ -174,7 +174,7 @@ def _in_order(values: np.ndarray, order: np.ndarray | None) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class _Decay:
+class Decay:
     """The logarithms of the heads' decays, of which the file has the negative exponentials."""
 
     stored: GGUFTensor
@@ -195,7 +195,7 @@ class _Decay:
 
 
 @dataclass(frozen=True, eq=False)
-class _Taps:
+class Taps:
     """The taps of the convolution, [channels, 1, taps]."""
 
     stored: GGUFTensor

@@ -36,7 +36,7 @@ def expert_fields(arch: str, fields: Fields) -> dict[str, Any]:
     found = {"num_local_experts": count, **used}
     if arch == "llama":
         return found | {"architectures": ["MixtralForCausalLM"]}
-    if arch in ("granitemoe", "olmoe"):
+    if arch in ("granitehybrid", "granitemoe", "olmoe"):
         return found
     return found | {
         **_inner_size(fields),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from forge_jax.checkpoint.gguf import delta_net
+from forge_jax.checkpoint.gguf import delta_net, mamba
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile
 
@@ -220,6 +220,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "gptneox": _gpt_neox,
     "granite": _granite,
     "granitemoe": _granite,
+    mamba.ARCH: lambda fields: _granite(fields) | mamba.fields_of(fields),
     "minicpm": _minicpm,
     "mistral3": _mistral3,
     "olmoe": _olmoe,

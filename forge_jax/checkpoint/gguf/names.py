@@ -36,7 +36,7 @@ _USUAL_EXPERTS = (
 _EXPERTS = {
     "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
-    **dict.fromkeys(("ernie4_5-moe", "granitemoe", "deepseek2"), _USUAL_EXPERTS),
+    **dict.fromkeys(("ernie4_5-moe", "granitemoe", "granitehybrid", "deepseek2"), _USUAL_EXPERTS),
     **dict.fromkeys(("qwen3next", "qwen35moe"), _USUAL_EXPERTS),
     "gemma4": ("", {"ffn_gate_up": "gate_up_proj", "ffn_down": "down_proj"}),
 }
@@ -104,6 +104,7 @@ _OWN_NAMES = {
         **_SHARED_EXPERTS,
     },
     "ernie4_5-moe": _SHARED_EXPERTS,
+    "granitehybrid": _SHARED_EXPERTS,
     "gpt2": {"position_embd": "model.wpe"},
     "glm4moe": _NORM_BEFORE_MLP | _SHARED_EXPERTS,
     "gpt-oss": _NORM_BEFORE_MLP,
@@ -143,7 +144,9 @@ _WHOLE_NAMES = {
     },
 }
 _LAYERS = {"gptneox": "gpt_neox.layers"}
-PAIRED_ROWS = ("llama", "mistral3", "granite", "granitemoe", "minicpm", "smollm3")
+PAIRED_ROWS = (
+    *("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "minicpm", "smollm3"),
+)
 SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _NORM_BIASES = ("gpt2", "phi2", "stablelm", "starcoder2", "gptneox")
 

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, in Hugging Face's names and layout.
 
-llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and six other things, which this
+llama.cpp's converter (`convert_hf_to_gguf.py`) changes the names and seven other things, which this
 module reverses:
 
 - In `PAIRED_ROWS`, it reorders the rows of queries and keys so that the two numbers of a
@@ -12,6 +12,7 @@ module reverses:
 - In DeepSeek's models, it splits the matrix for keys and values
   (`forge_jax.checkpoint.gguf.latent`).
 - In Qwen3-Next and Qwen 3.5, it reorders gated DeltaNet (`forge_jax.checkpoint.gguf.delta_net`).
+- In Granite 4, it changes vectors of Mamba-2 (`forge_jax.checkpoint.gguf.mamba`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from forge_jax.checkpoint.gguf import delta_net, gpt_oss, latent
+from forge_jax.checkpoint.gguf import delta_net, gpt_oss, latent, mamba
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.names import (
     MAX_EXPERTS,
@@ -65,6 +66,8 @@ def weights_of(gguf: GGUFFile) -> dict[str, TensorSource]:
         weights, is_read = latent.joined_weights(gguf), latent.is_part
     elif arch in delta_net.ARCHES:
         weights, is_read = delta_net.layer_weights(gguf, arch), delta_net.is_part
+    elif arch == mamba.ARCH:
+        weights, is_read = mamba.layer_weights(gguf), mamba.is_part
     for name, stored in gguf.tensors.items():
         if _is_unused(name, layers) or is_read(name):
             continue
@@ -123,7 +126,10 @@ def _paired_heads(metadata: Metadata, arch: str) -> dict[str, int]:
     if arch not in PAIRED_ROWS:
         return {}
     heads = metadata.integer(f"{arch}.attention.head_count", low=1)
-    kv_heads = metadata.integer(f"{arch}.attention.head_count_kv", heads, low=1)
+    if arch == mamba.ARCH:
+        kv_heads, _ = mamba.kv_heads(metadata, _num_layers(metadata, arch))
+    else:
+        kv_heads = metadata.integer(f"{arch}.attention.head_count_kv", heads, low=1)
     return {"attn_q": heads, "attn_k": kv_heads}
 
 

@@ -118,6 +118,11 @@ def _weights(spec: ModelSpec, names: ExpertNames) -> WeightMap:
     return weights
 
 
+def _gguf_weights(spec: ModelSpec) -> WeightMap:
+    assert isinstance(spec, MambaSpec)
+    return with_mamba(spec, decoder_weights(spec))
+
+
 ARCHITECTURE = Architecture(
     read_spec=_read_spec,
     defaults=DEFAULTS,
@@ -129,6 +134,7 @@ ARCHITECTURE = Architecture(
     ),
     weights=lambda spec: _weights(spec, RELEASED),
     other_weights=lambda spec: _weights(spec, SAVED),
+    gguf_weights=_gguf_weights,
     decoder=GraniteHybrid,
     cache=recurrent_cache,
 )
