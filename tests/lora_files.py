@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 PROJECTIONS = tuple(f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down"))
 PROJECTIONS += ("qkv_proj", "gate_up_proj", "c_attn", "c_fc", "c_proj")
+PROJECTIONS += ("shared_mlp.input_linear", "shared_mlp.output_linear")
 PROJECTIONS += ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2")
 
 

@@ -84,7 +84,7 @@ def logits_of(model):
     [
         *("phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"),
         *("gpt_neox", "phi", "cohere", "starcoder2"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_text"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_text", "granitemoehybrid_dense"),
     ],
 )
 @pytest.mark.quick_cases(1)
