@@ -53,7 +53,8 @@ class HFConfig:
     def _own(self, name: str) -> str:
         return name if name in self.values else self._names.get(name, name)
 
-    def _get(self, name: str) -> Any:
+    def value(self, name: str) -> Any:
+        """Return a field unchecked; None if it is missing."""
         return self._replaced[name] if name in self._replaced else self.values.get(self._own(name))
 
     def error(self, name: str, want: str) -> ModelError:
@@ -68,12 +69,12 @@ class HFConfig:
         return self._own(name) in self._left_out
 
     def has(self, name: str) -> bool:
-        return self._get(name) is not None
+        return self.value(name) is not None
 
     def integer(
         self, name: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
     ) -> int:
-        value = self._get(name) if self.has(name) else default
+        value = self.value(name) if self.has(name) else default
         if type(value) is not int or not low <= value <= high:
             raise self.error(name, f"an integer from {low} to {high}")
         return value
@@ -87,7 +88,7 @@ class HFConfig:
         high: float = 1e30,
     ) -> float:
         """Return a finite number above `low` and at most `high`, which float32 can represent."""
-        value = self._get(name) if self.has(name) else default
+        value = self.value(name) if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "a number")
         if not low < value <= high:  # also rejects NaN
@@ -95,13 +96,13 @@ class HFConfig:
         return float(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
-        value = self._get(name) if self.has(name) else default
+        value = self.value(name) if self.has(name) else default
         if type(value) is not bool:
             raise self.error(name, "true or false")
         return value
 
     def string(self, name: str, default: str | None = None) -> str:
-        value = self._get(name) if self.has(name) else default
+        value = self.value(name) if self.has(name) else default
         if type(value) is not str:
             raise self.error(name, "a string")
         return value
@@ -126,7 +127,7 @@ class HFConfig:
         return changed
 
     def section(self, name: str) -> HFConfig | None:
-        value = self._get(name)
+        value = self.value(name)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -138,7 +139,7 @@ class HFConfig:
 
         Ids index the model's logits, so each must be less than `vocab_size`.
         """
-        value = self._get(name)
+        value = self.value(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if len(ids) > MAX_TOKEN_LIST or any(
             type(i) is not int or not 0 <= i < vocab_size for i in ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,11 @@ class Residents:
     @property
     def models(self) -> list[Model]:
         return [self.model] if self.draft is None else [self.model, self.draft.model]
+
+    @property
+    def chunks(self) -> set[int]:
+        """The sizes of the chunks of positions that layers of the models attend within."""
+        return {chunk for model in self.models for chunk in model.spec.chunks if chunk is not None}
 
     def kv_shape(self, model: Model, num_blocks: int, block_size: int) -> KVShape:
         """Return the KV cache shape of one of the models, per shard."""
@@ -178,7 +184,8 @@ class Sizes:
             )
         context = asked or spec.max_context
         max_tokens = config.batch.max_num_batched_tokens or _step_tokens(config, residents.on_cpu)
-        block_size = config.cache.block_size or (16 if residents.on_cpu else 64)
+        usual = math.gcd(16 if residents.on_cpu else 64, *residents.chunks)
+        block_size = config.cache.block_size or usual
         if config.cache.kv_cache == "contiguous":
             block_size = -(-context // 8) * 8
         if config.cache.num_blocks is None:
@@ -187,6 +194,7 @@ class Sizes:
             num_blocks = config.cache.num_blocks
             context = _fit_context(asked, context, num_blocks * block_size)
             _check_blocks(residents, num_blocks, block_size)
+        _check_chunks(residents, block_size, context)
         kv = residents.kv_shape(residents.model, num_blocks, block_size)
         draft, draft_kv, draft_bytes = residents.draft, None, 0
         if draft is not None:
@@ -248,6 +256,24 @@ def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> Non
         raise ConfigError(
             f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, but the device has "
             f"{free / GIB:,.1f}: at most {max(free // block_bytes, 0)} blocks fit"
+        )
+
+
+def _check_chunks(residents: Residents, block_size: int, context: int) -> None:
+    """Raise ConfigError if a chunk of attention would start in the middle of a block."""
+    padded = -(-context // block_size) * block_size
+    for chunk in residents.chunks:
+        if chunk >= padded or chunk % block_size == 0:
+            continue
+        name = f"attention_chunk_size ({chunk})"
+        if residents.config.cache.kv_cache == "contiguous":
+            raise ConfigError(
+                f"--kv-cache contiguous does not support sequences longer than {name} of this "
+                f"model: omit the option, or set --max-model-len to at most {chunk}"
+            )
+        raise ConfigError(
+            f"--block-size {block_size} does not divide {name} of this model: use "
+            f"--block-size {math.gcd(chunk, 64)}"
         )
 
 

@@ -51,6 +51,7 @@ from forge_jax.weights.formats import (
 from forge_jax.weights.partition import AXIS, shard_spec, shard_vocab
 from forge_kernels.attention import (
     Implementation,
+    chunked_batch,
     pattern_attention,
     ragged_paged_attention,
     refuse_gradient,
@@ -160,6 +161,7 @@ def attend(
     rope: int = 0,
     sm_scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[PagedKV, jax.Array]:
@@ -172,6 +174,7 @@ def attend(
       rope: the index in `ragged.ropes` of the rotation.
       sm_scale: the factor on scores.
       window: how many keys a query attends to, or None for all.
+      chunk: the size of the chunks of positions that queries attend within, or None.
       soft_cap: the cap of scores, or None.
       sinks: f32[H], logits of the softmax without a value, or None.
 
@@ -187,13 +190,21 @@ def attend(
         q, kv = rotate_and_write(
             qkv, kv, *rotation, interleaved=tables.interleaved, kv_dtype=ragged.kv_dtype
         )
-        out = attention(q, kv, *ragged.batch, **scoring)
+        chunks = {} if chunk is None else {"chunk": chunk}
+        out = attention(q, kv, *ragged.batch, **chunks, **scoring)
         return kv, out.reshape(len(out), -1)
+    batch = ragged.batch
+    if chunk is not None:
+        longest = ragged.max_q_len
+        batch = chunked_batch(
+            *batch, chunk=chunk, tokens=len(qkv), block_size=kv.shape[3], max_q_len=longest
+        )
+        scoring["max_q_len"] = chunk if longest is None else min(longest, chunk)
     kv, out = rotate_write_attend(
         qkv,
         kv,
         *rotation,
-        *ragged.batch,
+        *batch,
         interleaved=tables.interleaved,
         num_tokens=ragged.num_tokens,
         implementation=ragged.implementation,
@@ -305,7 +316,8 @@ class Attention(ResidualBlock):
         super().__init__(spec, dtype)
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
-        self.window, self.soft_cap = spec.window(layer), spec.attention_soft_cap
+        self.window, self.chunk = spec.window(layer), spec.chunk(layer)
+        self.soft_cap = spec.attention_soft_cap
         self.growth, self.original = spec.query_growth, spec.rope.original_max_position_embeddings
         self.rope = rope_kinds(spec).index(rope_kind(spec, layer))
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -328,8 +340,7 @@ class Attention(ResidualBlock):
         with jax.named_scope("qkv"):
             delta = ragged.delta("q", "k", "v")
             qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_rows)
-            qkv = self._normed(qkv.reshape(-1, heads, self.head_dim), ragged.axis)
-            qkv = self._grown(qkv, ragged.positions)
+            qkv = self.prepared(qkv.reshape(-1, heads, self.head_dim), ragged)
         kv, out = attend(
             qkv,
             kv,
@@ -337,6 +348,7 @@ class Attention(ResidualBlock):
             rope=self.rope,
             sm_scale=self.sm_scale,
             window=self.window,
+            chunk=self.chunk,
             soft_cap=self.soft_cap,
             sinks=self.sink_logits(),
         )
@@ -347,14 +359,22 @@ class Attention(ResidualBlock):
         """Return the sinks, f32[H], of a family that has them. For subclasses to replace."""
         return None
 
-    def _grown(self, qkv: jax.Array, positions: jax.Array) -> jax.Array:
-        """Apply `ModelSpec.query_growth` to the queries of qkv, dtype[T, H + 2K, D]."""
+    def prepared(self, qkv: jax.Array, ragged: Ragged) -> jax.Array:
+        """Return qkv, dtype[T, H + 2K, D], before the rotation. For subclasses to replace."""
+        qkv = self._normed(qkv, ragged.axis)
         if not self.growth:
             return qkv
-        periods = (positions // self.original).astype(jnp.float32)
-        factor = (1 + self.growth * jnp.log1p(periods)).astype(qkv.dtype)
+        return self.grown(qkv, ragged.positions // self.original, self.growth)
+
+    def grown(self, qkv: jax.Array, periods: jax.Array, growth: float) -> jax.Array:
+        """Multiply the queries of qkv, dtype[T, H + 2K, D], by 1 + growth log(1 + periods).
+
+        `periods`: i32[T], of each token.
+        """
+        factor = 1 + growth * jnp.log1p(periods.astype(jnp.float32))
         queries, others = jnp.split(qkv, [self.heads], axis=1)
-        return jnp.concatenate([queries * factor[:, None, None], others], axis=1)
+        grown = queries * factor.astype(qkv.dtype)[:, None, None]
+        return jnp.concatenate([grown, others], axis=1)
 
     def _normed(self, qkv: jax.Array, axis: str | None) -> jax.Array:
         """Apply the norms of queries and keys, if any, to qkv: dtype[T, H + 2K, D]."""
@@ -503,22 +523,34 @@ class Experts(ResidualBlock):
             )
             chosen = ragged.tap("mlp.router.chosen", chosen)
             weights = ragged.tap("mlp.router.weights", self.scaled(weights, chosen))
-            divided = self.own < self.count
-            if divided:
+            if self.own < self.count:
                 assert ragged.axis is not None
                 chosen = self._of_device(chosen, ragged.axis)
         with jax.named_scope("experts"):
-            return mix_experts(
-                x,
-                self.gate_up.get_value(),
-                self.down.get_value(),
-                chosen,
-                weights,
-                num_rows=ragged.num_rows,
-                total=self.count if divided else None,
-                implementation="reference" if ragged.implementation == "reference" else "auto",
-                **self.options(ragged.axis),
-            )
+            return self.mixed(x, chosen, weights, ragged)
+
+    def mixed(
+        self, x: jax.Array, chosen: jax.Array, weights: jax.Array, ragged: Ragged
+    ) -> jax.Array:
+        """Return the weighted outputs of each row's experts. For subclasses to extend.
+
+        Args:
+          x: dtype[R, d], of which `ragged.num_rows` are in use.
+          chosen: i32[R, k], the experts.
+          weights: f32[R, k].
+          ragged: the step.
+        """
+        return mix_experts(
+            x,
+            self.gate_up.get_value(),
+            self.down.get_value(),
+            chosen,
+            weights,
+            num_rows=ragged.num_rows,
+            total=self.count if self.own < self.count else None,
+            implementation="reference" if ragged.implementation == "reference" else "auto",
+            **self.options(ragged.axis),
+        )
 
     def scaled(self, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         """Return the weights, f32[T, k], of the chosen experts. For subclasses to replace."""

@@ -153,6 +153,8 @@ class ModelSpec:
         or separate weights. "all" is over all heads together.
       windows: per layer, how many keys a query attends to, or None for all. Empty means all keys in
         every layer.
+      chunks: per layer, the size of the chunks of positions that queries attend within, or None for
+        one. Empty means one in every layer.
       local_rope: the rotation of layers with a window, if it differs.
       no_rope: layers whose queries and keys are not rotated.
       attention_scale: the factor on scores; None is head_dim ** -0.5.
@@ -197,6 +199,7 @@ class ModelSpec:
     parallel_block: bool = False
     qk_norm: Literal["head", "each_head", "all"] | None = None
     windows: tuple[int | None, ...] = ()
+    chunks: tuple[int | None, ...] = ()
     local_rope: RopeSpec | None = None
     no_rope: frozenset[int] = frozenset()
     attention_scale: float | None = None
@@ -253,6 +256,10 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """Return how many keys a query of this layer attends to, or None for all."""
         return self.windows[layer] if self.windows else None
+
+    def chunk(self, layer: int) -> int | None:
+        """Return the size of the chunks that queries of this layer attend within, or None."""
+        return self.chunks[layer] if self.chunks else None
 
     def of_layer(self, layer: int) -> ModelSpec:
         """Return the spec of a model whose layers all have the sizes of this one."""
@@ -431,7 +438,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
     """Return `full_attention` or `sliding_attention` per layer; None if the file has no field."""
-    types = config.values.get("layer_types")
+    types = config.value("layer_types")
     if types is None:
         return None
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)

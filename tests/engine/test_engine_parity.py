@@ -22,6 +22,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=
         "gemma3",
         "gemma4_shared",
         "gemma4_moe",
+        "llama4",
         "olmo2",
         "smollm3",
         "gpt2",

@@ -90,6 +90,7 @@ def make(
     batch: Batch,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     kv_dtype: str | None = None,
     sinks: bool = False,
@@ -138,6 +139,7 @@ def make(
         for j in range(rows):
             visible = context - rows + j + 1
             first = 0 if window is None else max(0, visible - window)
+            first = first if chunk is None else (visible - 1) // chunk * chunk
             seen = slice(first, visible)
             scores = D**-0.5 * np.einsum("hd,hpd->hp", q[start + j], keys[:, seen])
             if soft_cap is not None:

@@ -495,3 +495,9 @@ def test_packed_and_plain_matrices_do_not_mix(cpu_kernels):
         mix_experts(x, packed(a.gate_up, "bf16", False), packed(a.down, "bf16", False), *rest)
     with pytest.raises(TypeError, match="activations of bfloat16, got float32"):
         mix_experts(x.astype(jnp.float32), gate_up, packed(a.down, "bf16", False), *rest)
+
+
+def test_large_logits_are_ranked_although_their_sigmoids_are_equal():
+    logits = jnp.array([[20.0, 30.0, 25.0]])
+    chosen, weights = choose_experts(logits, 1, normalized=False, scores="sigmoid")
+    assert chosen.tolist() == [[1]] and weights.tolist() == [[1.0]]

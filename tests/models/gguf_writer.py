@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": "granitehybrid",
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt-oss",
+    "Llama4ForCausalLM": "llama4",
     "Qwen2VLForConditionalGeneration": "qwen2vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
     "Qwen3VLForConditionalGeneration": "qwen3vl",
@@ -127,6 +128,20 @@ def of_gpt_oss(tensors):
             yield own, np.ascontiguousarray(values[:, start::2])
 
 
+def of_llama4(tensors):
+    """Split gates from ups and transpose experts, like Llama4Model."""
+    for name, values in tensors.items():
+        if ".experts." not in name:
+            yield name, values
+            continue
+        values = np.ascontiguousarray(values.swapaxes(1, 2))
+        if name.endswith("down_proj"):
+            yield f"{name}.weight", values
+            continue
+        for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+            yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
+
+
 def merged(tensors):
     """Merge the experts of a layer into one tensor, like the converters of Mixtral and Qwen."""
     experts = {}
@@ -182,6 +197,11 @@ def add_ernie_moe(writer, config):
 
 def add_gpt_oss(writer, config):
     writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def add_llama4(writer, config):
+    writer.add_expert_feed_forward_length(config["intermediate_size_moe"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
 
 
 def add_deepseek2(writer, config):
@@ -343,6 +363,7 @@ ROUTERS = {
     "glm4moe": add_glm4_moe,
     "ernie4_5-moe": add_ernie_moe,
     "gpt-oss": add_gpt_oss,
+    "llama4": add_llama4,
     "deepseek2": add_deepseek2,
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), add_delta_net),
     "granitehybrid": add_mamba,
@@ -521,6 +542,9 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     config = config.get("text_config", {}) | config
+    if arch == "llama4":  # renamed like Llama4Model's
+        sizes = config["intermediate_size"], config["intermediate_size_mlp"]
+        config |= dict(zip(("intermediate_size_moe", "intermediate_size"), sizes, strict=True))
     writer = gguf.GGUFWriter(target, arch)
     if arch == "gpt2":
         add_gpt2(writer, config)
@@ -546,7 +570,8 @@ def write_gguf(
     arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}
     if arch == "deepseek2" and split:
         arrays = dict(split_latent(arrays, config))
-    for name, values in {"gpt-oss": of_gpt_oss, "gemma4": of_gemma4}.get(arch, merged)(arrays):
+    own = {"gpt-oss": of_gpt_oss, "gemma4": of_gemma4, "llama4": of_llama4}
+    for name, values in own.get(arch, merged)(arrays):
         if arch == "gptneox" and "query_key_value" in name:  # stacked like GPTNeoXModel's
             by_head = values.reshape(heads, 3, -1, *values.shape[1:])
             values = by_head.swapaxes(0, 1).reshape(values.shape)

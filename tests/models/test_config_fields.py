@@ -65,6 +65,7 @@ REFUSALS = (
     r"layer_types without full_attention is not supported",
     r"partial_rotary_factor must be an even share of the head dim",
     r"head_dim must be even",
+    r"attention_chunk_size 7 is not supported",
     r"head_dim must be hidden_size / num_attention_heads",
     r"qk_layernorm true is not supported",
     r"(short|long)_factor must be a list of 2 positive numbers, not \[1\.0\]",
@@ -135,6 +136,7 @@ def _layer(model: ModelSpec, index: int) -> dict:
         return {"mamba": [*model.recurrent_heads, model.conv_taps, *biases], **mlp}
     return {
         "window": model.window(index),
+        "chunk": model.chunk(index),
         "scale": model.sm_scale,
         "soft_cap": model.attention_soft_cap,
         "heads": model.num_attention_heads,

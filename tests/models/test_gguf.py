@@ -37,6 +37,11 @@ VARIANTS = {
     "starcoder2": {"sliding_window": None},  # llama.cpp computes StarCoder2 without windows
     "gpt_neox_sequential": {"hidden_act": "gelu"},  # files do not name the activation
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},  # hard-coded in llama.cpp
+    "llama4": {
+        **{"no_rope_layers": [1, 1, 1, 0], "layer_types": None, "floor_scale": 8192},
+        **{"attention_chunk_size": 8192, "attn_scale": 0.1},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "olmo3": {  # YaRN with the default attention factor
         "rope_parameters": {
             "full_attention": {
@@ -479,3 +484,12 @@ def test_fingerprint_follows_the_file(stories_gguf, tmp_path):
     data[-1] ^= 1
     other.write_bytes(data)
     assert fingerprint(other) != fingerprint(stories_gguf)
+
+
+def test_llama_4_file_with_a_window_is_rejected(goldens, tmp_path):
+    """llama.cpp would rotate and attend to all keys in every layer."""
+    file = write_gguf(
+        goldens / "llama4", tmp_path / "m.gguf", more=lambda writer: writer.add_sliding_window(0)
+    )
+    with pytest.raises(UnsupportedModelError, match=r"llama4\.attention\.sliding_window is not"):
+        read_spec(file)

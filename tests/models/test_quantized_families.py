@@ -20,7 +20,7 @@ MODELS = {
     **{"gemma4_shared": "awq", "glm4": "gptq", "granitemoe": "int4", "internlm3": "awq"},
     "granitemoehybrid": "int4",
     **{"minicpm": "gptq", "olmo3": "int4", "olmoe": "gptq", "qwen2_moe": "awq"},
-    "seed_oss": "gptq",
+    **{"seed_oss": "gptq", "llama4": "int4"},
 }
 CASES = [(name, form) for name, four_bits in MODELS.items() for form in ("fp8", four_bits)]
 GROUP = 8  # divides the inner size of every model's experts
@@ -64,6 +64,8 @@ def _separate(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if not part.endswith(".experts"):
             found[name] = values
             continue
+        if ".feed_forward." in part:  # Llama 4 stores [E, K_in, N_out]
+            values = values.swapaxes(1, 2)
         for expert, each in enumerate(values):
             pieces = np.split(each, 2) if matrix == "gate_up_proj" else [each]
             names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)

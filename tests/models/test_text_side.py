@@ -24,7 +24,7 @@ from forge_jax.weights.names import multimodal_names, text_name
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 MODELS = (
-    *("gemma3_vision", "gemma4_vision", "gemma4_unified", "mistral3"),
+    *("gemma3_vision", "gemma4_vision", "gemma4_unified", "llama4_vision", "mistral3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
 # The prefixes of layers and head: a text checkpoint's, transformers 4's and transformers 5's.

@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "qwen35moe": "Qwen3_5MoeForConditionalGeneration",
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
+    "llama4": "Llama4ForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     mamba.ARCH: "GraniteMoeHybridForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",

@@ -155,6 +155,21 @@ def _hybrid(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _llama4(fields: Fields) -> dict[str, Any]:
+    """Return the fields of Llama 4; llama.cpp hard-codes the others to their defaults."""
+    _check_router("llama4", fields, _SIGMOID)
+    if fields.has("attention.sliding_window"):
+        raise fields.metadata.unsupported("llama4.attention.sliding_window is not supported")
+    count = fields.integer("expert_count")
+    return {
+        "num_local_experts": count,
+        "intermediate_size": fields.integer("expert_feed_forward_length", low=1),
+        "intermediate_size_mlp": fields.integer("feed_forward_length", low=1),
+        "interleave_moe_layer_step": fields.integer("interleave_moe_layer_step", low=1),
+        "use_qk_norm": count != 128,  # Maverick has none
+    }
+
+
 def _groups(fields: Fields) -> dict[str, int]:
     """Return the numbers of expert groups. If the file has none, llama.cpp uses one group."""
     return {
@@ -169,6 +184,7 @@ _ROUTED: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
     **dict.fromkeys(("qwen3next", "qwen35moe"), _hybrid),
 }
 # Architectures that always have experts.

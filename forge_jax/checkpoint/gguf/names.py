@@ -38,6 +38,7 @@ _EXPERTS = {
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "olmoe", "qwen2moe", "glm4moe"), _USUAL_EXPERTS),
     **dict.fromkeys(("ernie4_5-moe", "granitemoe", "granitehybrid", "deepseek2"), _USUAL_EXPERTS),
     **dict.fromkeys(("qwen3next", "qwen35moe"), _USUAL_EXPERTS),
+    "llama4": ("feed_forward", _USUAL_EXPERTS[1]),
     "gemma4": ("", {"ffn_gate_up": "gate_up_proj", "ffn_down": "down_proj"}),
 }
 _SHARED_GATE = "mlp.shared_expert_gate"
@@ -107,6 +108,11 @@ _OWN_NAMES = {
     "granitehybrid": _SHARED_EXPERTS,
     "gpt2": {"position_embd": "model.wpe"},
     "glm4moe": _NORM_BEFORE_MLP | _SHARED_EXPERTS,
+    "llama4": {
+        f"ffn_{part}{suffix}": f"feed_forward.{module}{part}_proj"
+        for part in ("gate", "up", "down")
+        for suffix, module in (("", ""), ("_shexp", "shared_expert."))
+    },
     "gpt-oss": _NORM_BEFORE_MLP,
     "phi2": {
         "attn_output": "self_attn.dense",
@@ -138,6 +144,7 @@ _WHOLE_NAMES = {
         f"{_ROUTER}.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",
     },
+    "llama4": {f"{_ROUTER}.weight": "feed_forward.router.weight"},
     "gpt-oss": {
         "attn_sinks.weight": "self_attn.sinks",
         **{f"{_ROUTER}.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")},
@@ -182,7 +189,7 @@ def _whole_names(arch: str) -> dict[str, str]:
     """Return the names of a layer's tensors that do not follow the usual pattern."""
     names = _WHOLE_NAMES.get(arch, {})
     if arch in _EXPERTS and arch != "gemma4":
-        return names | {f"{_ROUTER}.weight": f"{_EXPERTS[arch][0]}.gate.weight"}
+        return {f"{_ROUTER}.weight": f"{_EXPERTS[arch][0]}.gate.weight"} | names
     return names
 
 

@@ -26,6 +26,7 @@ from forge_jax.models.families import (
     internlm3,
     iquestcoder,
     llama,
+    llama4,
     minicpm,
     ministral3,
     mistral,
@@ -51,6 +52,7 @@ from forge_jax.models.families.architecture import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": llama.ARCHITECTURE,
+    "Llama4ForCausalLM": llama4.ARCHITECTURE,
     "MistralForCausalLM": mistral.ARCHITECTURE,
     "Ministral3ForCausalLM": ministral3.ARCHITECTURE,
     "MixtralForCausalLM": mixtral.ARCHITECTURE,

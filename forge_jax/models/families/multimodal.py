@@ -16,6 +16,7 @@ from forge_jax.host.files import short_repr
 from forge_jax.models.families import (
     gemma3,
     gemma4,
+    llama4,
     ministral3,
     mistral,
     qwen2,
@@ -176,6 +177,11 @@ ARCHITECTURES = {
             model_type="gemma4_unified_text",
             tied=True,
             defaults={**gemma4.DEFAULTS, **_GEMMA4_UNIFIED},
+        ),
+        text_side(
+            llama4.ARCHITECTURE,
+            name="Llama4ForConditionalGeneration",
+            model_type="llama4_text",
         ),
         text_side(
             mistral.ARCHITECTURE,

@@ -28,11 +28,11 @@ DEFAULTS = {
 }
 
 
-def _no_rope(config: HFConfig) -> frozenset[int]:
+def read_no_rope(config: HFConfig) -> frozenset[int]:
     """Return the layers with a 0 in `no_rope_layers`, or else every fourth layer by default."""
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    if config.has("no_rope_layers"):
-        rotated = config.values["no_rope_layers"]
+    rotated = config.value("no_rope_layers")
+    if rotated is not None:
         known = isinstance(rotated, list) and len(rotated) == layers
         if not known or any(type(value) is not int or value not in (0, 1) for value in rotated):
             raise config.error("no_rope_layers", f"a list of {layers} zeros and ones")
@@ -50,7 +50,7 @@ def _windows(config: HFConfig, no_rope: frozenset[int]) -> tuple[int | None, ...
 
 
 def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
-    no_rope = _no_rope(config)
+    no_rope = read_no_rope(config)
     bias = config.boolean("attention_bias")
     return decoder_spec(
         config,

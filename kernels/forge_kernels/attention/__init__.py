@@ -11,6 +11,7 @@ from forge_kernels.attention.api import (
     write_kv,
     write_vectors,
 )
+from forge_kernels.attention.chunks import chunked_batch
 from forge_kernels.attention.patterns import pattern_attention
 from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.written import rotate_write_attend, write_then_attend
@@ -19,6 +20,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Implementation",
     "QuantizedKV",
+    "chunked_batch",
     "kv_shape_dtype",
     "kv_storage_dtype",
     "pattern_attention",

@@ -31,6 +31,7 @@ def pattern_attention(  # noqa: PLR0913
     kv_dtype: DTypeLike | None = None,
     max_q_len: int | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     tap: Callable[[jax.Array], jax.Array] | None = None,
@@ -38,6 +39,8 @@ def pattern_attention(  # noqa: PLR0913
     """Return what `ragged_paged_attention` returns, whose arguments these are.
 
     Args:
+      chunk: a query attends only to keys in its own chunk of so many positions, see
+        `forge_kernels.attention.chunks`.
       tap: returns the softmax weights to use for f32[T, H, C], those of each row and query head.
         C is the number of tokens of a block table. The weights of a padding row are zero. With
         sinks, the weights of a row sum to less than one.
@@ -63,11 +66,7 @@ def pattern_attention(  # noqa: PLR0913
     scores = sm_scale * jnp.einsum("sqkgd,skcd->sqkgc", grouped, keys, precision=exact)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    position = jnp.arange(context)[None, None]
-    allowed = position < seen[..., None]  # [S, Q, C]
-    if window is not None:
-        allowed &= position >= seen[..., None] - window
-    allowed = allowed[:, :, None, None]
+    allowed = _allowed(seen[..., None], context, window, chunk)[:, :, None, None]
     sink = None if sinks is None else sinks.reshape(1, 1, kv_heads, -1, 1)
     weights = _softmax(scores, allowed, sink)
     undefined = bad_queries | (allowed & bad_keys[:, None, :, None]).any(axis=-1)  # [S, Q, K, G]
@@ -85,6 +84,17 @@ def pattern_attention(  # noqa: PLR0913
     out = jnp.where(undefined[..., None], jnp.nan, out)
     out = out[seq, place].reshape(q.shape)
     return jnp.where((visible > 0)[:, None, None], out, 0.0).astype(q.dtype)
+
+
+def _allowed(seen: jax.Array, context: int, window: int | None, chunk: int | None) -> jax.Array:
+    """Return the keys that each query uses, bool[S, Q, C], of those up to its own, `seen`."""
+    position = jnp.arange(context)[None, None]
+    allowed = position < seen
+    if window is not None:
+        allowed &= position >= seen - window
+    if chunk is not None:
+        allowed &= position >= (seen - 1) // chunk * chunk
+    return allowed
 
 
 def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -83,6 +83,8 @@ def choose_experts(
     logits = logits.astype(jnp.float32)
     found = jax.nn.softmax(logits, axis=-1) if scores == "softmax" else jax.nn.sigmoid(logits)
     ranked = found if correction is None else found + correction[None]
+    if scores == "sigmoid" and correction is None and kept_groups == groups:
+        ranked = logits  # large logits have equal sigmoids in float32
     if kept_groups < groups:
         by_group = ranked.reshape(len(ranked), groups, -1)
         of_group = jnp.sum(lax.top_k(by_group, best_of_group)[0], axis=-1)
