@@ -29,8 +29,10 @@ class Tensor:
       name: the checkpoint's name.
       shape: the required shape.
       transpose: True if it is stored [..., K_in, N_out]; leaves are [..., N_out, K_in].
-      heads: the number of heads if queries, keys and values are stored by head, [H, 3, D, ...].
-        Leaves are [3, H, D, ...]. If it is 0, the order is the leaf's.
+      heads: the number of key heads if queries, keys and values are stored by key head,
+        [K, queries + 2, D, ...]. Leaves have all queries, all keys, then all values. If it is 0,
+        the order is the leaf's.
+      queries: the query heads of each key head, if they are stored so.
       of_heads: the rows of each head that the leaf has; None for all rows.
     """
 
@@ -38,6 +40,7 @@ class Tensor:
     shape: tuple[int, ...]
     transpose: bool = False
     heads: int = 0
+    queries: int = 1
     of_heads: RowsOfHeads | None = None
 
     @property
@@ -59,7 +62,9 @@ class Tensor:
             return rows[:, own.begin : own.end].reshape(-1)
         if not self.heads:
             return None
-        return np.arange(self.rows).reshape(self.heads, 3, -1).swapaxes(0, 1).reshape(-1)
+        rows = np.arange(self.rows).reshape(self.heads, self.queries + 2, -1)
+        parts = np.split(rows, [self.queries, self.queries + 1], axis=1)
+        return np.concatenate([part.reshape(-1) for part in parts])
 
 
 # leaf -> tensors, stacked vertically (axis 0; for experts' leaves [E, N, K], the rows of all)

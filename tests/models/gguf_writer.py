@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt-oss",
     "Llama4ForCausalLM": "llama4",
+    "FalconForCausalLM": "falcon",
     "Qwen2VLForConditionalGeneration": "qwen2vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
     "Qwen3VLForConditionalGeneration": "qwen3vl",
@@ -370,6 +371,32 @@ ROUTERS = {
 }
 
 
+def add_falcon(writer, config):
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_tensor_data_layout("jploski")
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(4 * config["hidden_size"])  # as the converter does
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_kv_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def of_falcon(tensors, config):
+    """Put queries before keys and values, like FalconModel."""
+    kv_heads = config["num_kv_heads"]
+    queries = config["num_attention_heads"] // kv_heads
+    for name, values in tensors.items():
+        if "query_key_value" in name:
+            groups = values.reshape(kv_heads, queries + 2, -1, values.shape[-1])
+            parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
+            values = np.concatenate([part.reshape(-1, values.shape[-1]) for part in parts])
+        if name != "lm_head.weight":  # tied
+            yield name, values
+
+
 def add_gpt2(writer, config):
     writer.add_context_length(config["n_positions"])
     writer.add_embedding_length(config["n_embd"])
@@ -550,6 +577,10 @@ def write_gguf(
         add_gpt2(writer, config)
     elif arch == "gemma4":
         add_gemma4(writer, config)
+    elif arch == "falcon":
+        if not config["new_decoder_architecture"]:
+            config["num_kv_heads"] = 1
+        add_falcon(writer, config)
     else:
         add_usual(writer, arch, config)
     if arch == "deepseek2":
@@ -570,6 +601,8 @@ def write_gguf(
     arrays = {k: v if v.dtype == np.uint8 else v.astype(np.float32) for k, v in arrays.items()}
     if arch == "deepseek2" and split:
         arrays = dict(split_latent(arrays, config))
+    if arch == "falcon":
+        arrays = dict(of_falcon(arrays, config))
     own = {"gpt-oss": of_gpt_oss, "gemma4": of_gemma4, "llama4": of_llama4}
     for name, values in own.get(arch, merged)(arrays):
         if arch == "gptneox" and "query_key_value" in name:  # stacked like GPTNeoXModel's

@@ -56,7 +56,7 @@ REFUSALS = (
     r"(full|sliding)_attention is not supported: all layers of this architecture have the same",
     r"rope_parameters: \w+ is not supported: put it into full_attention or sliding_attention",
     r"num_attention_heads must be a divisor of hidden_size",
-    r"(hidden_act\w*|activation_function) '\w+' is not supported",
+    r"(hidden_act\w*|activation|activation_function) '\w+' is not supported",
     r"(add_cross_attention|scale_attn_by_inverse_layer_idx) is not supported",
     r"layer_types must be a list of 4, each",
     r"clip_qkv is not supported",

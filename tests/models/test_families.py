@@ -360,3 +360,16 @@ def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
     figure("families", name, "packed", errors[1])
     # After rounding, a router may choose another expert, and random experts differ completely.
     assert errors[1] < 1.5 * errors[0] and errors[0] < (0.08 if spec.experts else 0.04)
+
+
+def test_falcon_with_linear_biases_is_rejected(spec_of):
+    with pytest.raises(UnsupportedModelError, match="alibi true is not supported"):
+        spec_of("falcon_sequential", alibi=True)
+
+
+def test_falcon_has_as_many_key_heads_as_its_layout(spec_of):
+    assert spec_of("falcon", num_kv_heads=4).num_key_value_heads == 1  # as in Falcon 7B's file
+    assert spec_of("falcon_grouped").num_key_value_heads == 2
+    assert spec_of("falcon_sequential").num_key_value_heads == 4
+    with pytest.raises(ModelError, match=r"num_kv_heads must be a divisor of num_attention_heads"):
+        spec_of("falcon_grouped", num_kv_heads=3)

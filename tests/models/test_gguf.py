@@ -31,6 +31,7 @@ SAME = (
     *("gemma", "phi", "stablelm", "stablelm_parallel", "cohere", "cohere2", "granite", "olmo2"),
     *("gpt_neox", "exaone4", "exaone4_full", "seed_oss", "glm4", "ernie4_5"),
     *("glm4_moe", "ernie4_5_moe", "granitemoe", "gpt2", "glm", "ministral3"),
+    *("falcon", "falcon_grouped"),
 )
 # Models of which a GGUF file can hold only a variant: the fields to change first.
 VARIANTS = {

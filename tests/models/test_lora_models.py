@@ -83,7 +83,7 @@ def logits_of(model):
     "name",
     [
         *("phi3", "qwen2", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"),
-        *("gpt_neox", "phi", "cohere", "starcoder2", "llama4"),
+        *("gpt_neox", "phi", "cohere", "starcoder2", "llama4", "falcon_grouped"),
         *("qwen3_next", "qwen3_5", "qwen3_5_text", "granitemoehybrid_dense"),
     ],
 )

@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
     "llama4": "Llama4ForCausalLM",
+    "falcon": "FalconForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     mamba.ARCH: "GraniteMoeHybridForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",

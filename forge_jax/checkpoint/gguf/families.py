@@ -46,7 +46,9 @@ _EPS = "attention.layer_norm_epsilon"  # of LayerNorm
 
 def has_layer_norm(arch: str) -> bool:
     """Return True if the norms of an architecture are LayerNorm."""
-    return arch in (*("command-r", "cohere2", "gpt2", "gptneox", "phi2", "stablelm", "starcoder2"),)
+    return arch in (
+        *("command-r", "cohere2", "falcon", "gpt2", "gptneox", "phi2", "stablelm", "starcoder2"),
+    )
 
 
 def own_fields(arch: str, fields: Fields) -> dict[str, Any]:
@@ -63,6 +65,20 @@ def _cohere(fields: Fields) -> dict[str, Any]:
         "layer_norm_eps": fields.number(_EPS),
         "logit_scale": fields.number("logit_scale"),
         "use_qk_norm": _has(fields, "blk.0.attn_q_norm.weight"),
+    }
+
+
+def _falcon(fields: Fields) -> dict[str, Any]:
+    """Return Falcon's fields. The file has neither its biases nor layers in sequence."""
+    kv_heads = fields.integer("attention.head_count_kv", 1)
+    # The converter writes four times the hidden size, whatever the model has.
+    up = fields.gguf.tensors.get("blk.0.ffn_up.weight")
+    return {
+        "layer_norm_epsilon": fields.number(_EPS),
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": None if up is None else up.shape[0],
+        "new_decoder_architecture": kv_heads > 1,
+        "num_ln_in_parallel_attn": 2 if _has(fields, "blk.0.attn_norm_2.weight") else 1,
     }
 
 
@@ -215,6 +231,7 @@ _FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie,
     "glm4moe": _glm4_moe,
+    "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt-oss": _gpt_oss,
     "gptneox": _gpt_neox,

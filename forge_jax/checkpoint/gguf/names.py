@@ -124,6 +124,15 @@ _OWN_NAMES = {
     "qwen2moe": _GATED_EXPERT,
     **dict.fromkeys(("qwen3next", "qwen35moe"), _GATED_EXPERT | _NORM_BEFORE_MLP),
     "qwen35": _NORM_BEFORE_MLP,
+    "falcon": {
+        "attn_norm_2": "ln_attn",
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+        "token_embd": "transformer.word_embeddings",
+        "output_norm": "transformer.ln_f",
+    },
     "gptneox": {
         "attn_qkv": "attention.query_key_value",
         "attn_output": "attention.dense",
@@ -150,12 +159,12 @@ _WHOLE_NAMES = {
         **{f"{_ROUTER}.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")},
     },
 }
-_LAYERS = {"gptneox": "gpt_neox.layers"}
+_LAYERS = {"gptneox": "gpt_neox.layers", "falcon": "transformer.h"}
 PAIRED_ROWS = (
     *("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "minicpm", "smollm3"),
 )
 SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
-_NORM_BIASES = ("gpt2", "phi2", "stablelm", "starcoder2", "gptneox")
+_NORM_BIASES = ("gpt2", "phi2", "stablelm", "starcoder2", "gptneox", "falcon")
 
 # Tensors that are read with the configuration or follow from it.
 ROPE_FREQS = "rope_freqs.weight"
@@ -194,7 +203,7 @@ def _whole_names(arch: str) -> dict[str, str]:
 
 
 def _biased_norms(arch: str) -> dict[str, str]:
-    return _NORMS if arch in _NORM_BIASES else {}
+    return _NORMS | {"attn_norm_2": ""} if arch in _NORM_BIASES else {}
 
 
 def experts_name(name: str, arch: str) -> str | None:

@@ -9,6 +9,7 @@ from forge_jax.models.families import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    falcon,
     gemma,
     gemma2,
     gemma3,
@@ -98,6 +99,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Cohere2ForCausalLM": cohere.COHERE2,
     "Starcoder2ForCausalLM": starcoder2.ARCHITECTURE,
     "StableLmForCausalLM": stablelm.ARCHITECTURE,
+    "FalconForCausalLM": falcon.ARCHITECTURE,
 }
 
 # Other names of the same architectures, in older checkpoints.
