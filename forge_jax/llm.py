@@ -189,7 +189,7 @@ class LLM:
             path of a folder or GGUF file. Names are those of `model.names`, with floats as in an
             unpacked model, or those of the checkpoint. Arrays in a mapping are cast and packed as
             in loading. Files must describe the same model.
-          version: of the new weights, above the current one. Default: the next number.
+          version: the new weights' version, above the current one. Default: the next number.
           in_flight: "keep" continues unfinished requests with the new weights, after computing
             the keys and values of their tokens again. "restart" drops their output and starts them
             again with the same seeds. "abort" ends them.

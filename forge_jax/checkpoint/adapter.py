@@ -57,7 +57,7 @@ class _Config:
     rank: int
     alpha: float
     rslora: bool
-    transposed: bool  # of matrices that the base model stores transposed
+    transposed: bool  # True if the base model stores its matrices transposed
     ranks: Mapping[str, int]  # per module, where different
     alphas: Mapping[str, float]
     base_model: Any  # base_model_name_or_path, unchecked
@@ -80,8 +80,8 @@ class _Module:
     start: int
     rows: int
     inputs: int
-    transposed: bool  # in the checkpoint
-    stored_rows: np.ndarray | None  # of the checkpoint's matrix, see `Tensor`
+    transposed: bool  # True if the checkpoint stores the transpose
+    stored_rows: np.ndarray | None  # rows of the checkpoint's matrix, see `Tensor`
 
 
 @dataclass(frozen=True, kw_only=True)

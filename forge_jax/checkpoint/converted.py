@@ -43,7 +43,7 @@ class Record:
     """The contents of `forge_jax.json`."""
 
     folder: Path
-    dtype: str  # of weights and activations
+    dtype: str  # type of weights and activations
     quantization: Rounding
     formats: Mapping[str, Format | None]  # the fields of `WeightFormats`, or {} if not packed
     leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`

@@ -50,8 +50,8 @@ from forge_kernels.linear.files import PackedInFiles, PlainInFiles, ShortFileErr
 if TYPE_CHECKING:
     from forge_jax.step.mesh import TensorMesh
 
-_COMPARED_ROWS = 4096  # at once
-_TOGETHER_BYTES = 256 * 2**20  # of leaves read by one call
+_COMPARED_ROWS = 4096  # rows compared at once
+_TOGETHER_BYTES = 256 * 2**20  # bytes of leaves read by one call
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ def load_tensors(
     """Create the leaves of `model` from tensors in memory, as `load_weights` does from files.
 
     Args:
-      tensors: by the names of a checkpoint. Floats are cast to the leaf's type, and packed.
+      tensors: arrays by checkpoint names. Floats are cast to the leaf's type, and packed.
       device, mesh: as in `load_weights`.
 
     Raises:

@@ -20,7 +20,7 @@ from forge_jax.weights.stored import StoredTensor, shorter
 from forge_kernels.threads import for_each
 
 HUGE_PAGE = 2 * 2**20
-LEAST_SHARE = 0.9  # of the bytes that must be in huge pages
+LEAST_SHARE = 0.9  # share of the bytes that must be in huge pages
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 _SMAPS = Path("/proc/self/smaps")
 _RANGE = re.compile(rb"([0-9a-f]+)-[0-9a-f]+ ")
@@ -42,7 +42,7 @@ def map_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
     failed: list[bool] = []
 
     def populate(view: np.ndarray) -> None:
-        _advise(view, mmap.MADV_HUGEPAGE)  # for the mapping; the kernel may refuse
+        _advise(view, mmap.MADV_HUGEPAGE)  # applies to the mapping; the kernel may refuse
         if not _advise(view, _POPULATE_READ):
             failed.append(True)
 
@@ -69,7 +69,7 @@ def huge_bytes(views: Collection[np.ndarray]) -> int:
 def _view(tensor: StoredTensor) -> np.ndarray:
     try:
         return tensor.read().view(np.ndarray)
-    except ValueError as error:  # from numpy, if the file is too short
+    except ValueError as error:  # NumPy raises it if the file is too short
         raise shorter(tensor.file) from error
 
 

@@ -13,7 +13,7 @@ from forge_jax.host.files import read_json, short_repr
 from forge_jax.models.registry import spec_of
 from forge_jax.models.spec import ModelSpec
 
-MODEL_OPTIMIZER = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
+MODEL_OPTIMIZER = "hf_quant_config.json"  # written by NVIDIA's Model Optimizer
 
 
 def read_spec(folder: Path) -> ModelSpec:

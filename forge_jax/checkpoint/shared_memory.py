@@ -36,10 +36,10 @@ class SharedTensor:
     """A C-contiguous tensor in a segment.
 
     Attributes:
-      name: of the tensor in a checkpoint.
+      name: the tensor's name in a checkpoint.
       dtype: its name in NumPy or ml_dtypes, such as "bfloat16", with or without "torch.".
       shape: its dimensions.
-      offset: of its first byte in the segment.
+      offset: its first byte's offset in the segment.
     """
 
     name: str

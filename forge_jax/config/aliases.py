@@ -281,7 +281,7 @@ def our_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str,
     """Return the options by our names.
 
     Args:
-      options: by our names or other engines' names.
+      options: values by our names or other engines' names.
       known: our names.
 
     Raises:

@@ -35,12 +35,12 @@ MAX_ACTIVATION_PATTERNS = 64
 MAX_ENGINE_TIMEOUT_S = 24 * 3600
 MAX_ITL_TARGET_MS = 60_000
 MAX_DRAFT_TOKENS = 31  # each draft token is a row of the verification executables
-Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, while they are read
+Rounding = Literal["none", "int8", "fp8", "int4"]  # applied to weights while they are read
 GGUFWeights = Literal["packed", "packed-exact", "decoded"]
 # The names after "xla" are instruction sets, as in `forge_kernels.cpu.build`.
 Kernels = Literal["auto", "xla", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"]
 Batching = Literal["continuous", "static"]
-Pooling = Literal["last", "mean"]  # of hidden states, for embeddings
+Pooling = Literal["last", "mean"]  # pooling of hidden states for embeddings
 
 
 def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> Any:

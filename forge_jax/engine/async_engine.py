@@ -58,19 +58,19 @@ class EngineStats:
     num_blocks: int
     num_free_blocks: int  # free, or cached and evictable
     num_used_blocks: int  # held by live sequences
-    num_cached_blocks: int  # of the free ones: in the prefix cache until they are evicted
-    evictions: int  # of cached blocks
+    num_cached_blocks: int  # free blocks that stay in the prefix cache until they are evicted
+    evictions: int  # cached blocks that were evicted
     steps: int
     step_tokens: TokenTotals
     step_sequences: int  # over all steps
-    max_step_sequences: int  # of the largest step
+    max_step_sequences: int  # sequences of the largest step
     prompt_tokens: int
-    cached_prompt_tokens: int  # of admitted requests; the rest of their prompts were computed
+    cached_prompt_tokens: int  # only admitted requests; the rest of their prompts was computed
     computed_prompt_tokens: int
     generation_tokens: int
     preemptions: int
     recoveries: int  # after steps that raised
-    restarts: int  # of an engine in its own process
+    restarts: int  # restarts of an engine in its own process
     stalled_s: float  # seconds without a completed step, while there is work
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int  # without those of `host_kv`
@@ -78,10 +78,10 @@ class EngineStats:
     step_phases: dict[Phase, PhaseTotals]
     startup_seconds: dict[str, float]  # by phase, "serving" and "ready" since the start
     step_token_budget: int  # limit of the latest step with room for prompts
-    expected_step_s: float | None  # of such a step; None: unknown
+    expected_step_s: float | None  # duration of such a step; None: unknown
     paused: bool = False  # no step is computed until it is resumed
     sleeping: bool = False  # also, weights or KV cache are not on the device
-    weight_version: int = 0  # of the current weights
+    weight_version: int = 0  # version of the current weights
     speculation: SpeculationStats | None = None  # None: off
     host_kv: HostKVStats | None = None  # None: off
     dropped_kv_event_batches: int | None = None  # None: KV events are off

@@ -159,7 +159,7 @@ def assemble(
 
     Args:
       startup: records the phases. Default: a new one, from now on.
-      folder: of the model, as `resolve` returned it. Default: resolved here.
+      folder: the model's folder, as `resolve` returned it. Default: resolved here.
       group: the hosts of `--num-hosts`. This is host 0, and this process ends if one is lost.
       select: returns the shapes of steps to compile, given all, smallest first. One of them must
         take prompts. Default: all.
@@ -271,7 +271,7 @@ def make_design(
 
     Args:
       startup: records the phases.
-      folder: of the model. Default: resolved here.
+      folder: the model's folder. Default: resolved here.
       device: default: the one that the configuration selects.
 
     Raises:
@@ -392,7 +392,7 @@ def _fit_memory(
     runner.allocate()
     missing = design.missing_bytes(runner.memory_bytes())
     if group is not None:
-        missing = -group.smallest(-missing)  # of the host with the least memory
+        missing = -group.smallest(-missing)  # bytes missing on the host with the least memory
     if missing <= 0:
         return design, runner
     runner.background.cancel()
@@ -799,7 +799,7 @@ def choose_kernels(
     """Return the C++ kernels if they can be used, and plain XLA otherwise.
 
     Args:
-      record: of a converted folder, whose matrices keep their formats.
+      record: the record of a converted folder, whose matrices keep their formats.
 
     Raises:
       ConfigError: if weights are quantized or packed but no kernel supports them.

@@ -112,7 +112,7 @@ class _Tick:
     """The progress of a tick, which survives a step that raises halfway."""
 
     before_wait: Callable[[], None] | None = None
-    updates: list[SequenceUpdate] | None = None  # of the committed step
+    updates: list[SequenceUpdate] | None = None  # updates of the committed step
     without_mask: Iterable[tuple[Sequence, ForgeError]] = ()
 
 
@@ -399,7 +399,7 @@ class EngineCore:
 
         Args:
           install: replaces the weights.
-          version: of the new weights.
+          version: the new weights' version.
           in_flight: see `LLM.update_weights`.
 
         Raises:

@@ -80,7 +80,7 @@ def assemble_fake(
       tokenizer: replaces `fake_tokenizer`; it needs an EOS token.
       next_token: (tokens so far, seed) -> token; replaces random words.
       has_text: if False, the engine has no tokenizer and no template, as some model folders.
-      vocab_size: of the model. Default: the tokenizer's.
+      vocab_size: the model's vocabulary size. Default: the tokenizer's.
     """
     tokenizer = tokenizer or fake_tokenizer()
     vocab_size = vocab_size or tokenizer.vocab_size

@@ -24,7 +24,7 @@ class Bisection[Job: Hashable]:
     def __init__(self) -> None:
         self._failures: dict[Job, int] = {}  # since the job's last progress
         self._furthest: dict[Job, int] = {}  # token counts at which it has failed
-        self._groups: deque[dict[Job, None]] = deque()  # of suspects; only the first group runs
+        self._groups: deque[dict[Job, None]] = deque()  # suspects; only the first group runs
 
     @property
     def active(self) -> bool:

@@ -105,7 +105,7 @@ class Residents:
         bound = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
         # A layer gathers the states of the step's sequences: again four copies.
         bound += 4 * max(self.kv_shape(each, 1, 1).layer_state_bytes for each in self.models)
-        if self.activations is not None:  # of this step, and of the previous one
+        if self.activations is not None:  # activations of this step and of the previous one
             bound += 2 * max_tokens * self.activations.token_bytes
         if self.lora is None:
             return bound

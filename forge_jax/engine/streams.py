@@ -25,7 +25,7 @@ from forge_jax.schedule.request import FinishReason, LoraRef, Request
 if TYPE_CHECKING:
     from forge_jax.engine.core import Outputs
 
-QueueLimit = Literal["samples", "prompt_tokens"]  # of `QueueLimits`
+QueueLimit = Literal["samples", "prompt_tokens"]  # fields of `QueueLimits`
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class StreamTable:
         self._streams: dict[str, Stream] = {}
         self._queue = WaitingQueue(queue_limits, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._updates: deque[Outputs] = deque()  # of steps that the loop has not processed
+        self._updates: deque[Outputs] = deque()  # outputs that the loop has not processed
         self._fan_out_due = False
         self._idle = asyncio.Event()
 

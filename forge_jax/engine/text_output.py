@@ -71,7 +71,7 @@ class TextOutput:
 
     Args:
       scheduler: finishes sequences that reach a stop string.
-      constraints: of the same sequences. They are dropped together.
+      constraints: constraints of the same sequences. They are dropped together.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TextOutput:
         self._texts: dict[Sequence, SequenceText] = {}
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
         self._prompt_activations: dict[Sequence, list[Activations]] = {}
-        self.weight_version = 0  # of the tokens in the next updates
+        self.weight_version = 0  # version for the tokens in the next updates
 
     def new_texts(self, request: Request) -> list[SequenceText]:
         """Return the text of each sample; empty without a tokenizer or `detokenize`."""

@@ -486,7 +486,7 @@ class EngineThread:
                     if not self._obey(commands.popleft()):
                         return
                 outputs = core.tick(self._before_wait)
-                self._before_wait()  # for a tick that waited for no step
+                self._before_wait()  # a tick that waited for no step has not called it
                 if outputs:
                     self._held.append(outputs)
                 if not core.has_work:

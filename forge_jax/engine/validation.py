@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Steering(NamedTuple):
     """The steering vectors that requests can select."""
 
-    layers: int  # of the model
+    layers: int  # layers of the model
     one_vector: dict[str, bool]  # by name: True if all layers share one vector
     digest: str  # hash of names and values
 
@@ -32,7 +32,7 @@ class ActivationLimits(NamedTuple):
     """The activations that requests can return."""
 
     row_bytes: dict[str, int]  # bytes of one token's activation, by name
-    max_bytes: int  # of one request
+    max_bytes: int  # limit per request
 
     def names(self, patterns: Iterable[str]) -> list[str]:
         """Return the names that a request selects, in the order of computation.

@@ -269,7 +269,7 @@ def _array(name: str, array: Any) -> Any:
         return array
     try:
         return np.asarray(array)
-    except Exception as error:  # of another library, such as PyTorch
+    except Exception as error:  # another library's error, such as PyTorch's
         raise ModelError(
             f"{name} of the new weights cannot be converted to a NumPy array: {error}"
         ) from error

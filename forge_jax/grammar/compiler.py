@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CACHE_BYTES = 64 * MIB
-STACK_BYTES = 32 * MIB  # of compiling threads: more than a probe has, and rarely touched
+STACK_BYTES = 32 * MIB  # stack of compiling threads: more than a probe has, and rarely touched
 NUM_THREADS = 2
 QUEUE_S = 30.0  # longest wait of a grammar
 
@@ -60,7 +60,7 @@ class GrammarCompiler:
         self._held_bytes = 0
         self._verdicts: _Recent[str] = _Recent(cache_bytes // 8)  # "" for a usable grammar
         self._grammars: _Recent[Grammar] = _Recent(cache_bytes)
-        self._lock = threading.Lock()  # of the two caches and the threads' stack size
+        self._lock = threading.Lock()  # guards the two caches and the threads' stack size
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forge-grammar")
         self._own = threading.local()  # each thread's probe
         self._probes: list[Probe] = []

@@ -25,7 +25,7 @@ _KEYWORDS = frozenset(
     "patternProperties oneOf anyOf allOf multipleOf format pattern".split()
 )
 
-MAX_STEP_FUEL = 500_000  # of the lexer for a mask or a token, about 30 ms
+MAX_STEP_FUEL = 500_000  # the lexer's fuel for a mask or a token, about 30 ms
 
 # llguidance's messages quote the client's text. These do not, because they may be logged.
 _REASONS: tuple[tuple[str, str], ...] = (

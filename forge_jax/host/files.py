@@ -32,7 +32,7 @@ MAX_BYTES = {
     "model.safetensors.index.json": 64 * MIB,
     "pytorch_model.bin.index.json": 64 * MIB,
 }
-MAX_DEPTH = 64  # of JSON
+MAX_DEPTH = 64  # nesting depth of JSON
 GGUF_SUFFIX = ".gguf"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -50,7 +50,7 @@ def served_activations(
       model: all of it, not a shard.
       kv: shapes of a cache of one block.
       patterns: names, or patterns as `fnmatch` matches them.
-      shards: of tensor parallelism.
+      shards: number of tensor-parallel shards.
 
     Raises:
       ValueError: a pattern matches no activation, or one that a step cannot return.

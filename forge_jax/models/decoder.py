@@ -101,11 +101,11 @@ class Ragged(NamedTuple):
     implementation: Implementation
     max_q_len: int | None
     uniform: bool
-    axis: str | None = None  # of the mesh, if several devices share the model
-    lora: LayerLora | None = None  # of the current layer
+    axis: str | None = None  # mesh axis, if several devices share the model
+    lora: LayerLora | None = None  # adapters of the current layer
     # i32[S], each sequence's index in the layers' state. None if no layer has state.
     state_slots: jax.Array | None = None
-    probe: Probe | None = None  # of activations, for research; None in a served step
+    probe: Probe | None = None  # activation probe for research; None in a served step
     num_rows: jax.Array | None = None  # i32[], rows that products compute; None: all, with padding
 
     def in_layer(self, layer: int) -> Ragged:
@@ -565,7 +565,7 @@ class Experts(ResidualBlock):
     def options(self, axis: str | None) -> dict[str, Any]:
         """Return biases and activation for `mix_experts`. For subclasses to replace.
 
-        `axis`: of the mesh whose devices' results are added up.
+        `axis`: the mesh axis whose devices' results are added up.
         """
         del axis
         return {} if self.is_silu else {"activation": geglu}
@@ -794,7 +794,7 @@ class Model:
 
     spec: ModelSpec
     dtype: np.dtype
-    names: tuple[str, ...]  # of the leaves, such as "layers.0.attention.qkv.weight"
+    names: tuple[str, ...]  # leaf names, such as "layers.0.attention.qkv.weight"
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     matrices: Mapping[str, MatrixSpec]  # by leaf name
     graphdef: Any
@@ -900,7 +900,7 @@ class Model:
           kv_lens: i32[S], including this step's tokens.
           cu_q_lens: i32[S + 1], where each sequence's rows start.
           num_seqs: i32[].
-          implementation: of attention.
+          implementation: the attention implementation.
           max_q_len: upper bound of the rows of a sequence, 1 for a decode step; a lower bound
             compiles less code.
           uniform: compute every row of attention in the same way (the deterministic tier).

@@ -81,7 +81,7 @@ class DecoderFactory(Protocol):
 
         Args:
           spec: the whole model.
-          dtype: of activations, and of parameters outside matrices.
+          dtype: type of activations, and of parameters outside matrices.
           matrix: allocates every matrix in the format of the checkpoint or of the kernels.
           shards: the devices that share the model (tensor parallelism); 1 unless the architecture
             supports more.

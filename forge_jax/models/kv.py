@@ -49,7 +49,7 @@ class StateArray:
 
     Attributes:
       name: the key in the layer's element of `KV`.
-      shape: of one sequence, on one shard.
+      shape: the shape for one sequence, on one shard.
       dtype: the name of the element type, independent of `--dtype` and `--kv-dtype`.
       pending: True for inputs of tokens that may still be rejected. The array is then
         dtype[slots + 1, W, ...]. W is the largest number of tokens of a verification step. If

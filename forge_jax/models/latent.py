@@ -24,7 +24,7 @@ from forge_kernels.latent_attention import (
 )
 from forge_kernels.rope import apply_rope
 
-LATENT_NORM_EPS = 1e-6  # of the norms of latents, which do not use `rms_norm_eps`
+LATENT_NORM_EPS = 1e-6  # norms of latents do not use `rms_norm_eps`
 
 
 @dataclass(frozen=True, kw_only=True)

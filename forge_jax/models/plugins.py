@@ -14,7 +14,7 @@ from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.host.files import short_repr
 from forge_jax.models.families import ALIASES, ARCHITECTURES, Architecture
 
-GROUP = "forge_jax.models"  # of entry points
+GROUP = "forge_jax.models"  # entry point group
 
 _registered: dict[str, Architecture] = {}
 

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 
 Edit = Callable[[jax.Array], jax.Array]
 
-OUTSIDE = ("embed", "final_norm")  # of all layers
+OUTSIDE = ("embed", "final_norm")  # points outside all layers
 POINTS = (
     *("attn.q", "attn.k", "attn.v", "attn.latent", "attn.pattern", "attn.out"),
     *("mlp.router.logits", "mlp.router.chosen", "mlp.router.weights", "mlp.inner", "mlp.out"),
     "resid",
-)  # of a layer, in the order of computation
+)  # points in a layer, in the order of computation
 NEAREST = 5  # names in an error
 
 

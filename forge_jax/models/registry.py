@@ -40,7 +40,7 @@ def build_model(
 
     Args:
       spec: the model.
-      dtype: of weights and activations; "auto" is the checkpoint's.
+      dtype: type of weights and activations; "auto" is the checkpoint's.
       formats: how matrices are stored; plain by default, and packed only for bfloat16. Matrices
         that the checkpoint quantizes or has in GGML blocks keep their format.
       shards: if above 1, the result is one shard (`forge_jax.weights.partition.check_shards`).

@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Far above any existing model. These bound everything that is made per layer or token.
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
-MAX_WIDTH = 2**20  # of hidden, intermediate and head sizes
+MAX_WIDTH = 2**20  # limit of hidden, intermediate and head sizes
 MAX_VOCAB = 2**22
 MAX_POSITIONS = 2**27
 MAX_EXPERTS = 4096
@@ -41,17 +41,17 @@ class RopeSpec:
       type: the scaling; "default" is none.
       theta: the base.
       factor: the context's extension.
-      low_freq_factor: of llama3.
-      high_freq_factor: of llama3.
-      original_max_position_embeddings: of llama3 and yarn, in tokens.
-      factors: of longrope, per pair.
-      beta_fast: of yarn, in turns within the original context.
-      beta_slow: of yarn, in turns within the original context.
-      truncate: of yarn, see `forge_kernels.rope.yarn_scaling`.
+      low_freq_factor: llama3's factor for low frequencies.
+      high_freq_factor: llama3's factor for high frequencies.
+      original_max_position_embeddings: the original context of llama3 and yarn, in tokens.
+      factors: longrope's factors, per pair.
+      beta_fast: yarn's upper threshold, in turns within the original context.
+      beta_slow: yarn's lower threshold, in turns within the original context.
+      truncate: an option of yarn, see `forge_kernels.rope.yarn_scaling`.
       attention_factor: on cos and sin.
       dims: how many numbers of a head are rotated, from the first on; None for all (partial RoPE).
       interleaved: pairs are neighbors (2i, 2i + 1) instead of (i, i + dims / 2).
-      pairs: of proportional, how many pairs are rotated, from the first on. The others have
+      pairs: with "proportional", how many pairs are rotated, from the first on. The others have
         frequency 0.
     """
 
@@ -94,7 +94,7 @@ class ExpertSpec:
     Attributes:
       count: experts per layer.
       per_token: experts that compute each token.
-      intermediate_size: of one expert.
+      intermediate_size: one expert's intermediate size.
       normalized: True if the weights of a token's experts are scaled to sum to one.
       dense_layers: layers with an ordinary MLP.
       router: how experts are chosen.
@@ -133,9 +133,9 @@ class ModelSpec:
     """A decoder-only transformer; fields are named as in `config.json` if they are in it.
 
     Attributes:
-      dtype: of the checkpoint, which is what "auto" selects.
+      dtype: the checkpoint's type, which "auto" selects.
       norm_eps: the number that norms add to the mean square or variance.
-      activation: of the gate, or of the whole MLP if it is not gated.
+      activation: the gate's function, or the whole MLP's if it is not gated.
       norm_type: RMSNorm ("rms") or LayerNorm ("layer").
       norm_bias: True if a LayerNorm adds a bias.
       norm_placement: where norms are applied; "after" means before the residual sum.
@@ -167,7 +167,7 @@ class ModelSpec:
       logit_scale: the factor on logits.
       head_bias: True if the LM head has a bias.
       experts: a mixture in place of the MLP of some or all layers.
-      quantization: of the checkpoint's matrices.
+      quantization: the quantization of the checkpoint's matrices.
       ggml_types: the types of the tensors of a GGUF file that stay in GGML blocks.
     """
 
@@ -279,7 +279,7 @@ class ModelSpec:
         """Return how tensor parallelism splits a leaf, if a subclass splits it differently.
 
         Args:
-          leaf: of a layer, such as "delta.out.weight".
+          leaf: a leaf of a layer, such as "delta.out.weight".
 
         Returns:
           The negative axis to split, and the sizes of the sections along it. Each device has an

@@ -28,8 +28,8 @@ class SteeringShape:
     """The steering vectors of an engine, without their values.
 
     Attributes:
-      names: of the vectors, in the order of the stack.
-      layers: of the model.
+      names: the vectors' names, in the order of the stack.
+      layers: number of the model's layers.
       width: the hidden size.
       digest: hash of the values.
     """

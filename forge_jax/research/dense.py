@@ -102,7 +102,7 @@ def dense_logits(
       leaves: its weights.
       tokens: i32[B, T]; any ids if the probe has embeddings.
       lengths: i32[B]. Rows from there on are zero. None: all rows are in use.
-      probe: with `full_attention`.
+      probe: a probe with `full_attention`.
     """
     batch, length = tokens.shape
     rows = batch * length

@@ -22,7 +22,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
     block's event with medium "GPU" had them.
 
     Attributes:
-      parent_block_hash: of the block before the first; None if the first starts the sequence.
+      parent_block_hash: hash of the block before the first; None if the first starts the sequence.
       token_ids: the tokens of all blocks, in order.
       block_size: tokens per block.
       lora_id: always None, because vLLM has deprecated it.

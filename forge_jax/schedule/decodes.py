@@ -16,7 +16,7 @@ _DECODING, _PREFILLING = Status.DECODING, Status.PREFILLING
 class _Standing(NamedTuple):
     """Columns that plans with the same decodes share. Nearly every plan is like the last."""
 
-    num_changes: int  # of the slots
+    num_changes: int  # count of slot changes
     seqs: list[Sequence]
     slots: list[int]
     keys: list[tuple[str, int]]

@@ -13,7 +13,7 @@ class Dispatched(NamedTuple):
 
     step: int
     seqs: list[Sequence]  # one per row
-    epochs: list[int]  # of the sequences, when the step was scheduled
+    epochs: list[int]  # the sequences' epochs when the step was scheduled
 
 
 class InFlight:

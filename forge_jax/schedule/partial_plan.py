@@ -26,7 +26,7 @@ class PartialPlan:
     Attributes:
       decodes: sequences that decode, by rank.
       grown: new blocks of decodes: (row, index in the block table, block).
-      chunks: of running sequences, then of admitted ones.
+      chunks: chunks of running sequences, then of admitted ones.
       drafts: rows that verify drafts. Their sequences are no longer in `decodes`.
     """
 

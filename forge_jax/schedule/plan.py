@@ -173,8 +173,8 @@ class SequenceResult:
 
     token_ids: tuple[int, ...] = ()
     fault: bool = False  # its logits were not finite; ignore the tokens
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of `targets`
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # logprobs of `token_ids`
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # logprobs of `targets`
     pooled: bytes | None = None  # f32[d], not normalized
     # Of the last `num_returned` tokens, without rejected drafts.
     activations: Activations | None = None

@@ -202,7 +202,7 @@ class Sequence:
     resume_after: int = -1  # a preempted sequence may run again after this step has been read
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    block_hashes: list[bytes] = field(default_factory=list[bytes])  # of full blocks, chained
+    block_hashes: list[bytes] = field(default_factory=list[bytes])  # chained hashes of full blocks
     # Constant from here on, and read for every row of every step.
     key: tuple[str, int] = field(init=False)
     salt: str = field(init=False)

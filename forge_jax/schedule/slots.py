@@ -25,7 +25,7 @@ class Slots:
       free: slots.
       pool, backlog, in_flight: the blocks, the sequences without a slot, and the steps in flight.
       num_changes: how often a slot was allocated or released.
-      num_preemptions: of all sequences.
+      num_preemptions: preemptions of all sequences.
     """
 
     def __init__(self, count: int, pool: BlockPool, backlog: Backlog, in_flight: InFlight):

@@ -38,7 +38,7 @@ class _Computed:
     seq: Sequence
     params: np.ndarray  # i32[NUM_PARAMS]
     blocks: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # in the blocks, in order; drafts at the end
+    tokens: list[int] = field(default_factory=list)  # tokens in the blocks; drafts at the end
     num_known: int = 0  # how many of `tokens` are known to match the sequence
 
     def align(self) -> int:

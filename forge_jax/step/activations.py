@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class ReturnedRows(NamedTuple):
     """The rows of a step that one sequence returns."""
 
-    index: int  # of the sequence in the plan
+    index: int  # the sequence's index in the plan
     row: int  # the first one, among the step's tokens
     start: int  # its position in the sequence
     count: int
-    num_drafts: int  # of the last rows; a row of a rejected draft is not returned
+    num_drafts: int  # drafts in the last rows; a row of a rejected draft is not returned
     arrays: tuple[tuple[str, int], ...]  # name, and index in `StepOut.activations`
 
 

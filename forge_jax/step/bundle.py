@@ -34,7 +34,7 @@ from forge_kernels.attention import QuantizedKV
 from forge_kernels.private_files import foreign_write_fault, open_private
 
 MANIFEST = "bundle.json"
-FORMAT = 1  # of the manifest
+FORMAT = 1  # version of the manifest
 SHOWN = 60  # characters of a value in a message
 
 # The types of arguments and results that are tuples, by their names in a manifest.
@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True):
     Attributes:
       identity: everything that determines the executables, by a name that messages show.
       num_blocks: blocks of the KV cache.
-      executables: by name.
+      executables: executables by name.
     """
 
     format: int

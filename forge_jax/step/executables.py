@@ -205,7 +205,7 @@ class BackgroundCompile:
         """Add executables, each with the function that makes the engine use it.
 
         Args:
-          activations: by the executable's name, in the order of activation.
+          activations: functions by the executable's name, in the order of activation.
           memory_limit: maximum bytes of one executable; None: no limit.
           remedy: flags to lower if one needs more, for the log.
         """

@@ -39,7 +39,7 @@ class KVShape:
     """The cache of each layer: by default, dtype[N, 2, K, bs, D] with keys at 0 and values at 1.
 
     Attributes:
-      layouts: of the layers.
+      layouts: one per layer.
       storage: the dtype of paged arrays: a float, uint16 for the bits of a 16-bit float, or an
         8-bit type. The 8-bit types have separate scales (see
         `forge_kernels.attention.kv_storage_dtype`).
@@ -205,7 +205,7 @@ def cpu_kv_bytes(wanted_bytes: int, available_bytes: int) -> int:
     """Return the bytes of host memory that the KV cache takes by default.
 
     Args:
-      wanted_bytes: for `CPU_SEQUENCE_TOKENS` of each sequence.
+      wanted_bytes: bytes for `CPU_SEQUENCE_TOKENS` of each sequence.
     """
     least, most = CPU_KV_BYTES
     return min(max(least, min(wanted_bytes, most)), int(available_bytes * CPU_MEMORY_PART))

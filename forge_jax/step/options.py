@@ -69,14 +69,14 @@ class RunnerOptions:
     """The sizes and choices that determine a runner's executables.
 
     Args:
-      shapes: of all executables, smallest first; the last takes any plan.
+      shapes: shapes of all executables, smallest first; the last takes any plan.
       first: shapes that `Runner.start` waits for; one of them takes prompts. Default: all.
-      kv_shape: of one shard, if a mesh divides the model.
-      max_blocks: of one sequence.
+      kv_shape: the cache's shape; that of one shard, if a mesh divides the model.
+      max_blocks: the most blocks of one sequence.
       mesh: the devices that share the model, of which `device` is one. None: only `device`.
-      implementation: of attention.
-      sampler: of sampling.
-      verification: of drafts.
+      implementation: the attention implementation.
+      sampler: the sampling implementation.
+      verification: how drafts are verified.
       draft_probs: for verification by rejection, the draft model's distributions. None: draft
         tokens come from text.
       deterministic: compute every row in the same way. If there is one shape, the logits of a token

@@ -28,7 +28,7 @@ class Pending(NamedTuple):
     plan: StepPlan
     shape: StepShape
     out: StepOut
-    params: tuple[SamplingParams, ...] | None  # of plan.sequences; None if no logprobs are needed
+    params: tuple[SamplingParams, ...] | None  # one per sequence; None if no logprobs are needed
     pooled: Pooled | None = None
     returned: tuple[ReturnedRows, ...] = ()
 

@@ -60,7 +60,7 @@ def _finish_steps() -> None:
     the interpreter after its end ("terminate called without an active exception").
     """
     while _latest:
-        with contextlib.suppress(Exception):  # of a step that has failed
+        with contextlib.suppress(Exception):  # errors of a step that has failed
             np.asarray(_latest.popleft())
 
 

@@ -31,7 +31,7 @@ class StepState:
         self.slots: Any = None
         self._num_weights = 0
         self._sums: Any = None  # f32[num_slots, d], None until a step pools
-        self._no_masks: dict[str, jax.Array] = {}  # for steps without masks, never read
+        self._no_masks: dict[str, jax.Array] = {}  # dummies for steps without masks, never read
         self._builder = builder
         self._draft_probs = options.draft_probs
         self._sharding = options.placement.sharding

@@ -76,10 +76,11 @@ def make_step(
     vectors is the last leaf.
 
     Args:
-      implementation: of attention.
-      sampler: of sampling.
-      verification: of drafts. For rejection, the step takes the draft model's distributions as one
-        more argument. If that is missing, draft tokens (found in text) have probability 1.
+      implementation: the attention implementation.
+      sampler: the sampling implementation.
+      verification: how drafts are verified. For rejection, the step takes the draft model's
+        distributions as one more argument. If that is missing, draft tokens (found in text) have
+        probability 1.
       uniform: compute every row in the same way.
       steering: the steering vectors that the slots select. None: steering is off.
       activations: names of the activations to return.

@@ -22,7 +22,7 @@ class Upload(NamedTuple):
 
     packed: np.ndarray  # i32[shape.width]
     masks: np.ndarray | None  # i32[R, mask_width]; None: no row is masked
-    params: tuple[SamplingParams, ...] | None  # of plan.sequences; None if no logprobs are needed
+    params: tuple[SamplingParams, ...] | None  # one per sequence; None if no logprobs are needed
     returned: tuple[ReturnedRows, ...]  # activations that requests return
 
 

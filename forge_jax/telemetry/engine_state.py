@@ -21,7 +21,7 @@ from forge_jax.schedule.request import Sequence as ScheduledSequence
 from forge_jax.schedule.scheduler import Scheduler
 
 MAX_RUNNING, MAX_WAITING = 128, 64  # sequences that are listed
-MAX_CELLS = 2048  # of the block map
+MAX_CELLS = 2048  # cells of the block map
 MAX_STEPS = 512
 WATCHED_S = 30.0  # steps are recorded for this long after a snapshot
 
@@ -37,7 +37,7 @@ class SequenceState:
     """The state of a sequence. `cache_salt` identifies its owner."""
 
     request_id: str
-    index: int  # of the sample in its request
+    index: int  # the sample's index in its request
     cache_salt: str
     status: Literal["running", "waiting"]
     prompt_tokens: int

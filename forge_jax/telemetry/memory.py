@@ -84,7 +84,7 @@ def share_of_device(limit: int, fraction: float) -> int:
 
     Args:
       limit: the allocator's limit in bytes, itself a fraction of the device.
-      fraction: of the device.
+      fraction: share of the device's memory.
     """
     return min(limit, int(limit / _allocator_fraction() * fraction))
 

@@ -28,7 +28,7 @@ MARKER = "test step"
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # JAX has one profiler per process
-_folder: Path | None = None  # of the running trace
+_folder: Path | None = None  # folder of the running trace
 
 
 class Recorder:
@@ -52,7 +52,7 @@ class Recorder:
             "ran": ran,
             "command_buffers": _during_profile(command_buffers),
         }
-        self._cpu = _CpuTimes()  # at the start of the trace
+        self._cpu = _CpuTimes()  # times at the start of the trace
 
     def start(self, folder: Path) -> None:
         """Begin a trace that `stop` writes to `folder`. Thread-safe.

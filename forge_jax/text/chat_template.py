@@ -29,7 +29,7 @@ from forge_jax.text.tokenizer import Tokenizer
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 SHORT_CHARS, SLOW_S = 16 * 1024, 0.02  # a text this short usually takes 1% of that time
 MAX_NESTING = 64
-MAX_TAGS = 4096  # of a template; published ones have a few hundred
+MAX_TAGS = 4096  # tags per template; published ones have a few hundred
 MAX_DATE_FORMAT = 256
 LONG_PIECE = 1024  # characters; longer pieces may have been slow to make
 
@@ -40,7 +40,7 @@ _TRIAL_CALL = {
     "function": {"name": "f", "arguments": {}},
 }
 _SPEAKERS = ("system", "user", "assistant")
-_TRIAL_SHARE = 1 / 64  # of the budget of a rendering
+_TRIAL_SHARE = 1 / 64  # share of a rendering's budget
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Exceptions that a template can raise if messages have an unexpected shape.
 _TEMPLATE_FAULTS = (

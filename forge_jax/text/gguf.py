@@ -34,7 +34,7 @@ from forge_jax.text.patterns import (
 from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
-MAX_CHARS = 2**24  # of a vocabulary whose merges must be derived
+MAX_CHARS = 2**24  # limit of a vocabulary whose merges must be derived
 MARK = "▁"  # SentencePiece's space
 _NO_TOKENIZER = ("none", "no_vocab")
 _KINDS = ("llama", "gemma4", "gpt2")
@@ -83,7 +83,7 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 # A split part that is a token is not merged, and BOS comes first by default.
 _WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-_NORMALIZED = ("qwen2", "qwen35", "stablelm2", "command-r")  # to NFC
+_NORMALIZED = ("qwen2", "qwen35", "stablelm2", "command-r")  # texts are normalized to NFC
 
 
 def load_gguf_tokenizer(

@@ -24,7 +24,7 @@ from tokenizers import Regex, pre_tokenizers
 from forge_jax.host.panics import is_panic
 
 MAX_PATTERN = 4096  # characters
-MAX_REPEAT = 1000  # of `x{n}`, or the product of nested repetitions
+MAX_REPEAT = 1000  # limit of `x{n}`, or of the product of nested repetitions
 MAX_UNBOUNDED = 4  # unbounded quantifiers in one alternative
 MAX_GROUPS = 32  # nested
 

@@ -25,7 +25,7 @@ from forge_jax.text.patterns import LINEAR, PatternError, check_pattern
 
 MAX_TOKEN_ID = 2**22
 MAX_TOKEN_CHARS = 4096
-MAX_PIECE_CHARS = 256  # of a Unigram piece, because each is tried at each character of a text
+MAX_PIECE_CHARS = 256  # limits Unigram pieces, because each is tried at each character
 MAX_ADDED_TOKENS = 65_536
 MAX_NESTED_TOKENS = 64  # special tokens that are prefixes of each other
 MAX_COMPONENTS = 256  # normalizers, pre-tokenizers, decoders and their parts
@@ -37,7 +37,7 @@ MAX_DECODER_GROWTH = 4  # The same limit for tokens, which are all decoded at st
 MAX_WORD_CHARS = 200  # WordPiece takes quadratic time in it.
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_TEMPLATES = {"single": ("A",), "pair": ("A", "B")}  # with the sequences in each
+_TEMPLATES = {"single": ("A",), "pair": ("A", "B")}  # templates with their sequences
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 

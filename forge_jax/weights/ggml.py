@@ -28,7 +28,7 @@ class BlockFormat:
     """A tensor type: the elements and bytes of a block.
 
     Attributes:
-      dtype: of the values.
+      dtype: type of the values.
       blocks: how the elements are kept in memory; None if the bytes are the values.
       unpack: converts u8[n, block_bytes] to the elements of n blocks, one per row.
       decode: the same to floats, for blocks whose elements are not kept in memory.

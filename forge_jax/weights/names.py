@@ -12,7 +12,7 @@ from functools import lru_cache
 import re2
 
 MAX_PATTERN = 256  # characters
-MAX_PATTERNS = 1000  # in one list
+MAX_PATTERNS = 1000  # patterns in one list
 PATTERN_BYTES = 2**16  # per compiled pattern; RE2's default allows 40 MiB for a few repetitions
 AMBIGUOUS = ("{,", "[[", r"\Q", r"\C")  # have another meaning in RE2 than in Python
 

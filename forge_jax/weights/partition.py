@@ -28,7 +28,7 @@ from forge_kernels.linear.panels import aligned_empty
 if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
 
-AXIS = "tensor"  # of the mesh
+AXIS = "tensor"  # name of the mesh axis
 EXPERTS = 0  # the axis of a leaf that has an array for each expert
 
 # Leaves of a matrix's format other than its values.

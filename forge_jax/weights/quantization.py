@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NameRule = Literal["patterns", "parts"]  # compressed-tensors' patterns, or parts of a path
-MAX_NAMES = 100_000  # in a list of modules
+MAX_NAMES = 100_000  # names in a list of modules
 MAX_GROUP_SIZE = 2**20
-_LAYERS = "model"  # in the names of all modules of the layers
+_LAYERS = "model"  # part of the names of all modules of the layers
 
 
 @dataclass(frozen=True)

@@ -320,7 +320,7 @@ def cut_formats(
 
 def is_matrix(leaf: str, parts: Sequence[Tensor]) -> bool:
     """Return True if the leaf is a matrix, or one per expert, and not a bias or norm."""
-    is_norm = leaf.endswith("norm.weight")  # of queries and keys, [H, D]
+    is_norm = leaf.endswith("norm.weight")  # norms of queries and keys, [H, D]
     return leaf.endswith(".weight") and not is_norm and len(parts[0].shape) > 1
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from forge_jax.errors import CheckpointError
 
-MAX_TENSORS = 200_000  # in one file; the largest known checkpoints have that many in total
+MAX_TENSORS = 200_000  # tensors per file; the largest known checkpoints have that many in total
 MAX_DIMENSIONS = 32
 MAX_NAME = 4096  # bytes
 

@@ -20,7 +20,7 @@ from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, ArrayTensor, StoredTen
 Values = Literal["int8", "fp8", "int4", "mxfp4"]
 INT8, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
 UINT8 = np.dtype(np.uint8)
-MIDDLE = 8  # of values from 0 to 15: the zero of schemes without zeros
+MIDDLE = 8  # middle of the values from 0 to 15: the zero of schemes without zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Matrix:
     scale: np.ndarray  # f32[N, G]
     zero: np.ndarray | None  # u8[N, G]
     order: np.ndarray | None  # i32[K], the column of x that each column of the values multiplies
-    input_scale: np.float32 | None  # of static activations
+    input_scale: np.float32 | None  # scale of static activations
 
     def rows(self, at: np.ndarray) -> Matrix:
         """Return some rows, i64[n], or all of them in another order."""

@@ -69,6 +69,6 @@ def _first_gpu() -> Gpu | None:
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return None
     major, _, minor = device.compute_capability.partition(".")
-    if not (major.isdigit() and minor.isdigit()):  # of another vendor
+    if not (major.isdigit() and minor.isdigit()):  # another vendor's GPU
         return None
     return Gpu((int(major), int(minor)), device.core_count)

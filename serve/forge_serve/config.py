@@ -20,7 +20,7 @@ ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral",
 _API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # characters that a header can carry, no spaces
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 ANY_HOST = "*"
-MAX_ENGINES = 64  # of --data-parallel
+MAX_ENGINES = 64  # limit of --data-parallel
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 
 

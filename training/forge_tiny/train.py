@@ -24,7 +24,7 @@ from flax import nnx
 
 from .model import Llama, ModelConfig
 
-PROMPT_WEIGHT = 0.1  # of a user's or a system prompt's token; every other token weighs 1
+PROMPT_WEIGHT = 0.1  # weight of a user's or a system prompt's token; every other token weighs 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
 class _Reader:
     def __init__(self, gguf: GGUFFile, metadata: Metadata, arch: str):
         self.gguf, self.metadata, self.arch = gguf, metadata, arch
-        unused = self.integer("nextn_predict_layers", 0)  # for multi-token prediction
+        unused = self.integer("nextn_predict_layers", 0)  # layers for multi-token prediction
         self.layers = self.integer("block_count", low=1 + unused, high=MAX_LAYERS) - unused
         last = f"blk.{self.layers - 1}.attn_output.weight"
         # Check this before a model with this many layers is created.

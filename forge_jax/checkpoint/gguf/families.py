@@ -41,7 +41,7 @@ class Fields(Protocol):
     def by_layer(self, name: str) -> list[int]: ...
 
 
-_EPS = "attention.layer_norm_epsilon"  # of LayerNorm
+_EPS = "attention.layer_norm_epsilon"  # LayerNorm's epsilon
 
 
 def has_layer_norm(arch: str) -> bool:

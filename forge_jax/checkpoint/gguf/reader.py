@@ -22,7 +22,7 @@ from forge_jax.weights.ggml import FORMATS, UNSUPPORTED, BlockFormat
 from forge_jax.weights.stored import MAX_NAME, MAX_TENSORS
 
 MAX_DIMENSIONS = 4
-MAX_ENTRIES = 65_536  # of the metadata
+MAX_ENTRIES = 65_536  # entries of the metadata
 MAX_ELEMENTS = 2**24  # per array of numbers
 MAX_STRINGS = 2**22  # per array of strings
 MAX_METADATA = 2**29  # bytes, including the table of tensors
@@ -83,7 +83,7 @@ class GGUFFile:
 
     Attributes:
       metadata: values by key; arrays of numbers are numpy's, arrays of strings are lists.
-      tensors: by name.
+      tensors: tensors by name.
     """
 
     file: Path
@@ -125,7 +125,7 @@ class _Reader:
     def __init__(self, file: Path, data: mmap.mmap, size: int):
         self.file, self.data = file, data
         self.size = size
-        self.end = min(size, MAX_METADATA)  # of the header
+        self.end = min(size, MAX_METADATA)  # upper bound of the header's end
         self.at = 0
         self.count_code = "<Q"
 

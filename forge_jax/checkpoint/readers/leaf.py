@@ -40,7 +40,7 @@ class LeafReader(ABC):
     """Reads one leaf of a model, and the leaves that belong to it, such as scales."""
 
     model: Model
-    name: str  # of the leaf, or of one of its pieces
+    name: str  # name of the leaf, or of one of its pieces
     tensors: Tensors
 
     @abstractmethod

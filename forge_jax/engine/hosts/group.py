@@ -30,7 +30,7 @@ from forge_jax.step.mirror import Operation, replay
 if TYPE_CHECKING:
     from forge_jax.step.runner import Runner
 
-JOIN_S = 5.0  # for the first message of a new connection
+JOIN_S = 5.0  # timeout of a new connection's first message
 CONNECT_PAUSE_S = 0.5
 LOG_S = 30.0  # interval of log lines while hosts are missing
 RESOLVE_S = 60.0  # for the coordinator's name to appear in the DNS
@@ -45,7 +45,7 @@ class HostGroup:
     def __init__(self, rank: int, peers: list[Peer]):
         self.rank = rank
         self._sending = threading.Lock()
-        self._peers = peers  # of host 0: all others in the order of their ranks; else host 0
+        self._peers = peers  # on host 0, all others in the order of their ranks; else host 0
 
     @classmethod
     def join(cls, config: EngineConfig) -> HostGroup:

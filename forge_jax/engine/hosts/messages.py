@@ -36,7 +36,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A host's first message to host 0."""
 
     rank: int
-    version: str  # of forge-jax
+    version: str  # version of forge-jax
 
 
 class Begin(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -54,7 +54,7 @@ from forge_jax.text import ChatTemplate, Tokenizer
 from forge_jax.text.load import load_text
 
 PROFILE_PATIENCE = 4.0  # factor on the timeout, because writing a profile may block the interpreter
-STOP_TURNS = 20  # of 10 ms, to wait for the last deltas of aborted requests
+STOP_TURNS = 20  # turns of 10 ms to wait for the last deltas of aborted requests
 
 log = logging.getLogger(__name__)
 

@@ -98,8 +98,8 @@ class EngineGroup(AsyncEngine):
         self.adapters = Adapters(first.adapters.places, self._install, first.loras)
         self.adapters.bind(num_requests_with=self.streams.num_requests_with)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[str, Stream] = {}  # in the engines, by request
-        self._restarts = [0] * len(members)  # of each engine, when it was last used
+        self._running: dict[str, Stream] = {}  # streams in the engines, by request
+        self._restarts = [0] * len(members)  # each engine's restarts when it was last used
         stats = first.stats()
         num_blocks = stats.num_blocks if config.cache.prefix_cache else 0
         self._router = Router(len(members), stats.block_size, num_blocks)
@@ -224,7 +224,7 @@ class EngineGroup(AsyncEngine):
         """Call all connected engines. Return which calls succeeded.
 
         Raises:
-          ForgeError: of the first engine, if none succeeded.
+          ForgeError: the first engine's error, if no engine succeeded.
         """
         connected = [(each, i) for i, each in enumerate(self._members) if each.connected]
         calls = [call(member, engine) for member, engine in connected]

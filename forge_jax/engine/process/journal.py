@@ -23,9 +23,9 @@ class Entry:
     """An accepted request, and the tokens of its samples."""
 
     request: Request
-    outputs: dict[int, list[int]]  # of unfinished samples
+    outputs: dict[int, list[int]]  # tokens of unfinished samples
     num_tokens: int = 0  # over all samples
-    sent: bool = False  # to the current process
+    sent: bool = False  # True if sent to the current process
     aborted: bool = False
 
     @classmethod

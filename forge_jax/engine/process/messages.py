@@ -153,7 +153,7 @@ class Start(msgspec.Struct, tag="start"):
     engine: int = 0  # index among the engines of --data-parallel
     num_engines: int = 1
     host_sharers: int = 1  # engines that the free memory of the host must suffice for
-    num_blocks: int | None = None  # of the first engine; None: this is the first
+    num_blocks: int | None = None  # blocks of the first engine; None: this is the first
 
 
 class LoadLora(msgspec.Struct, tag="load_lora"):

@@ -65,7 +65,7 @@ class Route:
 
     Attributes:
       engine: index of the engine.
-      hashes: of the prompt's full blocks.
+      hashes: hashes of the prompt's full blocks.
       uncomputed: prompt tokens that the engine has to compute; 0 from the first token on.
       outputs: tokens of the unfinished samples, by index.
     """

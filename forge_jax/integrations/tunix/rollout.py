@@ -240,7 +240,7 @@ class ForgeRollout(base_rollout.BaseRollout):
         del filter_types
         with jax.transfer_guard("allow"):  # Tunix forbids transfers while it synchronizes weights
             tree = nnx.to_pure_dict(params)
-            own = set(tree) == {"weights"}  # of a ForgePolicy
+            own = set(tree) == {"weights"}  # True for a ForgePolicy
             self._llm.update_weights(tree["weights"] if own else checkpoint_weights(tree))
 
     def _warn_if_models_differ(self, actor: Any, mesh: jax.sharding.Mesh) -> None:

@@ -141,7 +141,7 @@ def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     if config.section("rope_parameters") is None and (scaling is None or not scaling.values):
         config = _with(config, rope_parameters=YARN)
     if config.has("quantization_config") and not (config.has("dtype") or config.has("torch_dtype")):
-        config = _with(config, dtype="bfloat16")  # of the published files, which do not name it
+        config = _with(config, dtype="bfloat16")  # the published files' dtype, which they omit
     bias = config.boolean("attention_bias")
     window = config.integer("sliding_window", high=MAX_POSITIONS)
     return decoder_spec(

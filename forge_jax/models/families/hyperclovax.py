@@ -8,7 +8,7 @@ from forge_jax.models.weight_map import WeightMap, decoder_weights, renamed
 
 DEFAULTS = {**granite.DEFAULTS, "attention_multiplier": None, "use_post_norm": True}
 
-_NORMS = {  # in a model with norms before and after sublayers
+_NORMS = {  # names in a model with norms before and after sublayers
     "post_attention_layernorm": "post_norm1",
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_norm2",

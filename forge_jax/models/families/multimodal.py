@@ -44,7 +44,7 @@ class TextSide(Architecture):
 
     Attributes:
       name: as in the field `architectures`.
-      model_type: of `text_config`, which may omit it.
+      model_type: the type in `text_config`, which may omit it.
       flat: True if the fields of the text model may be next to `vision_config`, as transformers 4
         saved them. Then `tie_word_embeddings` of either place counts.
       tied: the default of `tie_word_embeddings`.
@@ -108,7 +108,7 @@ def text_side(architecture: Architecture, **parts: Any) -> TextSide:
     """Return an architecture with the text model of another one.
 
     Args:
-      architecture: of the text model.
+      architecture: the text model's architecture.
       parts: the attributes of `TextSide`, and those of `architecture` that differ.
     """
     own = {field.name: getattr(architecture, field.name) for field in fields(Architecture)}

@@ -48,7 +48,7 @@ def _read_dense(config: HFConfig, generation: HFConfig) -> ModelSpec:
 def _read_moe(config: HFConfig, generation: HFConfig) -> ModelSpec:
     inner = config.integer("moe_intermediate_size", high=MAX_WIDTH)
     return hybrid_spec(
-        config.replaced(intermediate_size=inner),  # of no layer
+        config.replaced(intermediate_size=inner),  # required, but no layer uses it
         generation,
         "Qwen3_5MoeForCausalLM",
         grouped=False,

@@ -31,9 +31,9 @@ class Target:
       cores: number of multiprocessors.
       shared_limit: bytes of shared memory that one block can use.
       compute_capability: such as "9.0".
-      memory_bytes: of the device.
+      memory_bytes: size of the device's memory.
       bandwidth: bytes per second of the memory.
-      clock_hz: of the multiprocessors.
+      clock_hz: clock of the multiprocessors.
       lanes: float32 operations per cycle and multiprocessor.
     """
 

@@ -31,7 +31,7 @@ class AbsentDevice:
     """A GPU that can be compiled for, but has no memory and runs nothing.
 
     Attributes:
-      device: for the placement of arguments and results.
+      device: the device for the placement of arguments and results.
     """
 
     target: Target

@@ -17,7 +17,7 @@ from forge_jax.telemetry.units import bytes_text
 from forge_jax.tools.doctor import machine, packages
 from forge_jax.tools.doctor.issue import Issue
 
-LAST_LINES = 3  # of a failed probe's stderr
+LAST_LINES = 3  # last lines of a failed probe's stderr
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Comparison:
       verdict: on the host's steps; None if a trace has too few.
     """
 
-    name: str  # of their folder
+    name: str  # name of their folder
     runs: tuple[str, str]
     commands: tuple[str, str]
     modules: tuple[frozenset[str], frozenset[str]]

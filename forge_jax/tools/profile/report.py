@@ -39,7 +39,7 @@ _WHAT = {
 }
 WIDTH = 100  # columns of a terminal
 _OURS = ".forge-jax"  # the end of the names of event files
-_MOST_POINTS = 1000  # of a scalar, because TensorBoard shows no more by default
+_MOST_POINTS = 1000  # points per scalar, because TensorBoard shows no more by default
 
 _STYLE = """
 :root { color-scheme: light dark; }

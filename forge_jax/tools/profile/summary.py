@@ -18,8 +18,8 @@ from forge_jax.tools.profile.verdict import BATCHES, MIN_STEPS, StepTime, Verdic
 
 MAX_OPERATIONS = 15
 WIDE_PERCENT = 10.0  # margin of a step time's difference above which the runs are called noisy
-BUSY_SHARE = 0.2  # of the CPU time, used by other programs, from which times are not reliable
-MIN_SHARE = 0.1  # of a step's difference, for a host phase to be named
+BUSY_SHARE = 0.2  # other programs' share of the CPU time from which times are not reliable
+MIN_SHARE = 0.1  # share of a step's difference from which a host phase is named
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _SUFFIX = ".xplane.pb"
 class Op(NamedTuple):
     """The key of operations. Instances of a kernel in one scope and kind of step share it."""
 
-    kind: str  # of the step: "decode", "mixed"
+    kind: str  # kind of step: "decode", "mixed"
     scope: str
     kernel: str
 
@@ -266,7 +266,7 @@ def _add_spans(trace: Trace, spans: list[_Event]) -> None:
 
 def _self_times(events: list[_Event]) -> Iterator[tuple[_Event, float]]:
     """Yield the events of a line, with their microseconds without the events within them."""
-    open_: list[tuple[_Event, list[float]]] = []  # with the durations of direct children
+    open_: list[tuple[_Event, list[float]]] = []  # events with the durations of direct children
     for event in sorted(events, key=lambda e: (e.start_ns, -e.end_ns)):
         while open_ and open_[-1][0].end_ns <= event.start_ns:
             yield _closed(open_.pop())

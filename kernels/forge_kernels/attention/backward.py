@@ -228,7 +228,7 @@ class _Tile(NamedTuple):
     keys: jax.Array  # f32[B, K, tile, D]
     values: jax.Array  # the same
     scores: jax.Array  # f32[B, K, R, tile], -inf where unseen
-    slope: jax.Array  # of the scores by the dot products, f32[] or f32[B, K, R, tile]
+    slope: jax.Array  # derivative of the scores by the dot products, f32[] or f32[B, K, R, tile]
 
 
 class _Softmax(NamedTuple):

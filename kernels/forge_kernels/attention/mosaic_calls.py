@@ -20,7 +20,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-ROWS = 64  # of a warpgroup's matrix product
+ROWS = 64  # rows of a warpgroup's matrix product
 
 # Type checkers see these as abstract classes, or as objects other than arrays.
 _tiling: Any = plgpu.TilingTransform

@@ -66,7 +66,7 @@ def attention_geometry(
     """Return the sizes of the plan.
 
     Args:
-      dtypes: of queries and of the cache.
+      dtypes: types of queries and of the cache.
       sizes: the other fields of `Geometry`.
     """
     make, (q_dtype, kv_dtype) = kernel_of(device), dtypes

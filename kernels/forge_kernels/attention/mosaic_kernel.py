@@ -44,7 +44,7 @@ class Item(NamedTuple):
 
     seq: jax.Array
     head: jax.Array
-    position: jax.Array  # of the first token
+    position: jax.Array  # first token's position
     kv_len: jax.Array
     low: jax.Array  # KV tile
     size: jax.Array  # KV tiles
@@ -59,7 +59,7 @@ class Item(NamedTuple):
 class Kernel:
     geometry: Geometry
     head_dim: int
-    dtype: Any  # of queries and results
+    dtype: Any  # type of queries and results
     kv_dtype: Any
     block_size: int
     sm_scale: float

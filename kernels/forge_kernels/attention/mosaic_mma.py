@@ -28,9 +28,9 @@ from forge_kernels.attention.mosaic_kernel import PRODUCT_DTYPES, Item, Kernel
 from forge_kernels.attention.plan import KV_TILE, SLICE, Plan
 from forge_kernels.devices import Gpu
 
-OUT_COLUMNS = 32  # of a result in shared memory at once
-VALUE_ROWS, VALUE_COLUMNS = 16, 128  # of a tile's values in registers at once
-RESERVED_BYTES = 2048  # of shared memory per CTA: barriers, alignment and CUDA's own
+OUT_COLUMNS = 32  # columns of a result in shared memory at once
+VALUE_ROWS, VALUE_COLUMNS = 16, 128  # part of a tile's values in registers at once
+RESERVED_BYTES = 2048  # shared memory per CTA: barriers, alignment and CUDA's own
 
 
 class _Shared(NamedTuple):

@@ -29,8 +29,8 @@ from forge_kernels.attention.mosaic_kernel import PRODUCT_DTYPES, Item, Kernel
 from forge_kernels.attention.plan import KV_TILE, SLICE, Plan
 from forge_kernels.devices import Gpu
 
-VALUE_COLUMNS = 64  # of a tile's keys or values in registers at once
-OUT_COLUMNS = 64  # of a wide head's result in shared memory at once
+VALUE_COLUMNS = 64  # columns of a tile's keys or values in registers at once
+OUT_COLUMNS = 64  # columns of a wide head's result in shared memory at once
 
 # The width in bytes of the parts of an 8-bit cache's matrices in shared memory. With this width, a
 # thread's place is the same in all parts and needs no register for each.

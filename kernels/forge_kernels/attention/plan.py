@@ -109,11 +109,11 @@ class Tile:
     """Columns of `Plan.tiles`."""
 
     SEQ = 0
-    POSITION = 1  # of the first token
-    KV_LEN = 2  # of the sequence
+    POSITION = 1  # first token's position
+    KV_LEN = 2  # the sequence's KV length
     FIRST = 3  # KV tile
     COUNT = 4  # KV tiles; 0: the tile is unused
-    START = 5  # of the first unit in the line
+    START = 5  # start of the first unit in the line
     SLICE = 6  # the first
     SLICES = 7
     PARTIAL = 8  # uniform: the first slice of the units' partial results
@@ -182,13 +182,13 @@ class _QueryTiles(NamedTuple):
 
     live: jax.Array  # bool
     seq: jax.Array
-    offset: jax.Array  # of its first token in the sequence's rows
+    offset: jax.Array  # its first token's index in the sequence's rows
     num_tokens: jax.Array
-    position: jax.Array  # of its first token
+    position: jax.Array  # its first token's position
     first: jax.Array  # KV tile
-    count: jax.Array  # of KV tiles
+    count: jax.Array  # number of KV tiles
     slices: jax.Array
-    slices_end: jax.Array  # of all tiles up to this one
+    slices_end: jax.Array  # slices of all tiles up to this one
     slice0: jax.Array  # the first slice
     seq_tiles: jax.Array
     seq_tiles_end: jax.Array
@@ -218,8 +218,8 @@ def _query_tiles(g: Geometry, kv_lens: jax.Array, q_lens: jax.Array) -> _QueryTi
 class _Line(NamedTuple):
     """All KV tiles of all units in a row; arrays without a shape are i32[num_tiles]."""
 
-    start: jax.Array  # of the tile's first unit
-    end: jax.Array  # of its last
+    start: jax.Array  # start of the tile's first unit
+    end: jax.Array  # end of its last unit
     total: jax.Array  # i32[]
     per_cta: jax.Array  # i32[], KV tiles
     splits: jax.Array  # items per unit; 1 if balanced

@@ -43,7 +43,7 @@ from forge_kernels.linear.quantized import convertible
 IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats that the kernels can combine
 Implementation = Literal["auto", "reference"]
 
-Matrices = jax.Array | PackedWeight | QuantizedWeight  # of all experts
+Matrices = jax.Array | PackedWeight | QuantizedWeight  # matrices of all experts
 
 _TINY = 1e-20  # so that weights that are all 0 stay 0
 

@@ -21,7 +21,7 @@ class Mixture(NamedTuple):
     """The arrays of `mix_experts`; any of the floats can have a gradient."""
 
     x: jax.Array  # float[T, d]
-    gate_up: jax.Array | MatrixWeight  # of E experts
+    gate_up: jax.Array | MatrixWeight  # matrices of E experts
     down: jax.Array | MatrixWeight
     weights: jax.Array  # f32[T, k]
     biases: Biases | None  # float[E, 2 I], float[E, d]
@@ -36,7 +36,7 @@ def experts_backward(slope: jax.Array, mixture: Mixture, activation: Activation)
     Args:
       slope: float[T, d], the gradient with respect to the result.
       mixture: the arrays.
-      activation: of a row's products.
+      activation: the function of a row's products.
     """
     x, gate_up, down, weights, biases, experts, order, num_rows = mixture
     exists = jnp.arange(len(x)) < (len(x) if num_rows is None else num_rows)

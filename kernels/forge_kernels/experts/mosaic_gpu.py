@@ -47,7 +47,7 @@ def unsupported(outputs: int, inputs: int, dtype: DTypeLike) -> str | None:
     Args:
       outputs: rows of an expert's down matrix, d.
       inputs: its columns, I.
-      dtype: of x and the matrices.
+      dtype: type of x and the matrices.
     """
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"x must be bfloat16 or float16, not {dtype}"
@@ -173,7 +173,7 @@ class _Product:
             def step(_, rows, *parts):
                 for acc, part in zip(sums, parts, strict=True):
                     plgpu.wgmma(acc, rows, part.transpose((1, 0)))
-                plgpu.wgmma_wait(len(parts))  # for the products of the step before
+                plgpu.wgmma_wait(len(parts))  # waits for the products of the step before
 
             self._pipeline(step, steps, specs)(*refs)
             return [acc[...] for acc in sums]

@@ -23,11 +23,11 @@ from forge_kernels.linear.quantized import (
 )
 
 Matrices = jax.Array | QuantizedWeight  # [E, N, K]
-Biases = tuple[jax.Array, jax.Array]  # of gates and ups, float[E, 2 I], and of down, float[E, d]
+Biases = tuple[jax.Array, jax.Array]  # gates and ups: float[E, 2 I], down: float[E, d]
 Activation = Callable[[jax.Array], jax.Array]  # [..., 2 I] -> [..., I]
-PAIRS_PER_EXPERT = 0.25  # at most, for `experts_by_pair`
-CHUNK_BYTES = 256 * 2**20  # of floats made from 8 or 4 bits at once, or one expert's if larger
-FUSED_BYTES = 128 * 2**20  # of the results of all experts, in float32, for products of 8 or 4 bits
+PAIRS_PER_EXPERT = 0.25  # limit for `experts_by_pair`
+CHUNK_BYTES = 256 * 2**20  # floats made from 8 or 4 bits at once, or one expert's if larger
+FUSED_BYTES = 128 * 2**20  # float32 results of all experts, for products of 8 or 4 bits
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -105,7 +105,7 @@ def experts_by_pair(
     biases: Biases | None = None,
     *,
     activation: Activation = swiglu,
-    shared: bool = False,  # with other devices, which have the experts from E on
+    shared: bool = False,  # True if other devices have the experts from E on
 ) -> jax.Array:  # [T, d] of x's type
     """Multiply each token by the matrices of its experts, for GPUs and few tokens.
 

@@ -31,7 +31,7 @@ class MixedMatrix:
                 x = rms_norm(x, *norm)
                 # Without the barrier, XLA:GPU computes part of the norm again for every piece.
                 x = lax.optimization_barrier(x)
-        if swiglu:  # of gate and up before rounding, as in a single matrix
+        if swiglu:  # applies to gate and up before rounding, as in a single matrix
             options["out_dtype"] = jnp.float32
         y = jnp.concatenate([piece.matmul(x, **options) for piece in self.pieces], axis=1)
         if swiglu:

@@ -24,7 +24,7 @@ from forge_kernels.linear.panels import PANEL, aligned_empty
 from forge_kernels.threads import for_each
 
 TYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))  # as `Stored` in read.h
-CHUNK_BYTES = 4 * 2**20  # of a plain matrix, per thread and read
+CHUNK_BYTES = 4 * 2**20  # part of a plain matrix, per thread and read
 _PLAIN = -1
 
 

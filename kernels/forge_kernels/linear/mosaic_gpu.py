@@ -224,7 +224,7 @@ class _Kernel:
     def _right(self, x: Any, group: int) -> jax.Array:
         """Return a group of x^T, [group, T]."""
         size = self.quantization.group
-        width = max(size, 64)  # of a swizzle
+        width = max(size, 64)  # width of a swizzle
         at = group * size
         part = x.at[:, pl.ds(at // width * width, width)].transpose((1, 0))
         loaded = plgpu.load(part, layout=INPUTS)[at % width : at % width + size]

@@ -26,7 +26,7 @@ Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 LAYOUT = "panels-of-32"  # the layout's name in files; any change of its bytes needs a new name
 GROUP = 32  # values per int4 scale
-CHUNK_BYTES = 512 * 2**10  # of rows that a thread packs at once, so that they stay in its cache
+CHUNK_BYTES = 512 * 2**10  # rows that a thread packs at once, so that they stay in its cache
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Quantization:
       static: True if activations are rounded to one given scale instead.
       axis: a mesh axis whose devices have parts of the inputs, all covered by the scale of a row of
         x. None if whole rows or whole groups are local.
-      blocks: of a GGUF matrix, whose scales are float16 factors and int8 numbers.
+      blocks: blocks of a GGUF matrix, whose scales are float16 factors and int8 numbers.
       experts: the number of matrices; all arrays have a leading axis of experts.
       fused: True if XLA converts the values inside its matrix products, as on GPUs. In that case,
         int4 values minus 8 are stored in JAX's own type, because XLA does not unpack bytes there.

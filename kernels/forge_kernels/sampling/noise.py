@@ -14,8 +14,8 @@ purpose's. Positions are below 2**31 and purposes are not, so their keys never c
 import jax
 import jax.numpy as jnp
 
-ACCEPTANCE = 1 << 31  # for accepting a draft
-DRAFT = ACCEPTANCE + 1  # for drafting; one more for each place in the draft
+ACCEPTANCE = 1 << 31  # purpose: accepting a draft
+DRAFT = ACCEPTANCE + 1  # purpose: drafting; one more for each place in the draft
 
 
 def row_keys(

@@ -79,7 +79,7 @@ _BLOCKS = {
 class Turn(msgspec.Struct):
     role: TurnRole
     content: str | list[Block]
-    clear_at: Literal["never", "next_user_message"] | None = None  # for system messages
+    clear_at: Literal["never", "next_user_message"] | None = None  # applies to system messages
     output_config: Annotated[
         dict[str, Any] | None,
         rule(schema=nullable({"type": "object", "additionalProperties": NOTHING})),

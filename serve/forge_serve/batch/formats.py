@@ -24,7 +24,7 @@ _ABSENT = msgspec.Raw(b"")
 _NULL = b"null"
 
 Kind = type[CompletionRequest | ChatRequest | EmbeddingRequest]
-FORMS: dict[type[GenerationRequest], type[ResponseSerializer]]  # of requests that generate
+FORMS: dict[type[GenerationRequest], type[ResponseSerializer]]  # only requests that generate
 
 
 class PlainChat(ChatRequest, kw_only=True):

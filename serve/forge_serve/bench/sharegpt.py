@@ -14,7 +14,7 @@ from pathlib import Path
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.workload import Request, rng_of
 
-MIN_TOKENS = 4  # of a prompt, and of an answer
+MIN_TOKENS = 4  # tokens of a prompt, and of an answer
 
 type Encode = Callable[[str], Sequence[int]]
 type Turns = tuple[str, str]  # a prompt and its answer

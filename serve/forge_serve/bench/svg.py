@@ -31,8 +31,8 @@ def document(
     Args:
       parts: elements, drawn in this order.
       labelled_by: ids of the texts that describe the chart to screen readers.
-      colors: of the chart's own classes.
-      rules: of CSS, in addition to fonts and colors.
+      colors: colors of the chart's own classes.
+      rules: CSS rules, in addition to fonts and colors.
     """
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '

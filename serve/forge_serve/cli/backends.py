@@ -75,7 +75,7 @@ class LocalBackend:
         self._engine = service.engine
         self._started = False
         self._numbers = itertools.count()
-        self.compiling = False  # at close, in threads that cannot be stopped
+        self.compiling = False  # True at close if threads that cannot be stopped are compiling
         self.model = service.model_name
         self.tokenizer = service.engine.tokenizer
 

@@ -292,7 +292,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         int | None,
         rule("Cannot be combined with `stream: true`.", limits=up_to("logprobs")),
     ] = None
-    logprobs_mode: LogprobsMode | None = None  # of the output; prompt logprobs are raw
+    logprobs_mode: LogprobsMode | None = None  # applies to the output; prompt logprobs are raw
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # applies to the logprobs
     stream: bool | None = None

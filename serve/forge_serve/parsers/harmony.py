@@ -129,7 +129,7 @@ class HarmonyParser(AnswerParser):
         final_is_last: bool = False,
     ):
         super().__init__(None, tools)
-        self.kind: _Kind | None = None  # of the open message; None: in a header
+        self.kind: _Kind | None = None  # kind of the open message; None: in a header
         self._functions = functions
         self._reasons = reasons
         self._final_is_last = final_is_last
@@ -182,7 +182,7 @@ class HarmonyParser(AnswerParser):
         text, self._header = self._header + text, ""
         begun = text.lstrip()
         _, end = find_first(begun, _ENDS)
-        if end and begun.startswith(end):  # of a message that has ended
+        if end and begun.startswith(end):  # end of a message that has ended
             return begun[len(end) :]
         short = len(text) < MAX_HEADER_CHARS + len(MESSAGE)
         if short and any(each.startswith(begun) for each in (*_HEADS, *_ENDS)):

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-MAX_REASON_CHARS = 200  # of a protocol error in the log
+MAX_REASON_CHARS = 200  # characters of a protocol error in the log
 _QUOTED_BYTES = re.compile(r"""\bb['"]""")
-LAST_BYTES_S = 1.0  # to send responses after the engine has stopped
-LAST_SPANS_S = 3.0  # to export the last spans
+LAST_BYTES_S = 1.0  # time to send responses after the engine has stopped
+LAST_SPANS_S = 3.0  # time to export the last spans
 HURRY_S = 3.0  # maximum time from the second signal to the exit
 
 
@@ -249,7 +249,7 @@ async def _serve(
         service.stopping = True
         await runner.cleanup()
         service.workers.close()
-        if service.tracing is not None:  # in a thread, because the collector may not respond
+        if service.tracing is not None:  # runs in a thread, because the collector may not respond
             closing = supervise.in_thread(service.tracing.close, "sending the last spans")
             supervise.watch(closing, "sending the last spans")
             await asyncio.wait([closing], timeout=LAST_SPANS_S)

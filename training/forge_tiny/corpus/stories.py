@@ -183,7 +183,7 @@ def story(rng: random.Random) -> Story:
     beats = [opening.strip(), *plot.beats]
     content = " ".join(capitalize(expand(rng, beat, **slots).strip()) for beat in beats)
     content += " " + capitalize(expand(rng, _GOOD_END, **slots).strip())
-    if rng.random() < 0.3:  # in paragraphs
+    if rng.random() < 0.3:  # splits the story into paragraphs
         sentences = content.split(". ")
         middle = len(sentences) // 2
         content = ". ".join(sentences[:middle]) + ".\n\n" + ". ".join(sentences[middle:])

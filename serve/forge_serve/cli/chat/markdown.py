@@ -28,7 +28,7 @@ from forge_jax.host import supervise
 from forge_serve.cli.terminal import harmless, replace_unencodable
 
 REFRESH_S = 0.08  # shortest interval between two updates
-DRAWING_SHARE = 0.1  # of the time, at most; a long block is updated less often
+DRAWING_SHARE = 0.1  # share of the time, at most; a long block is updated less often
 
 # Raw HTML stays text: Rich would drop it.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -149,7 +149,7 @@ class Screen:
         replace_unencodable(sys.stdout)
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
         self._answer = _MARKDOWN if markdown else _PLAIN
-        self._kind: _Kind | None = None  # of the rest
+        self._kind: _Kind | None = None  # kind of the rest
         self._rest = ""  # text that is not printed yet
         self._gap = False  # a blank line precedes the next part
         self._timer: asyncio.TimerHandle | None = None

@@ -20,7 +20,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 
 BLOCK = '"""'
-HISTORY_BYTES = 1 << 20  # of the file; when it is larger, the older half is dropped
+HISTORY_BYTES = 1 << 20  # when the file is larger, the older half is dropped
 
 
 def new_prompt(

@@ -62,7 +62,7 @@ class ForgeAPI(ModelAPI):
         self._engine_config = EngineConfig.from_options(model=model_name, **model_args)
         self._server_config = ServerConfig(**of_server)
         self._loop = _Loop()
-        self._backend: asyncio.Task[LocalBackend] | None = None  # of the engine's loop
+        self._backend: asyncio.Task[LocalBackend] | None = None  # task of the engine's loop
 
     async def generate(
         self,
