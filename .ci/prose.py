@@ -25,8 +25,8 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".md", ".py", ".cc", ".cpp", ".h", ".js", ".html", ".css", ".sh", ".yaml", ".yml"}
 SKIPPED = ("tests/fixtures/", "docs/cli.md", "docs/configuration.md", ".ci/prose.py")
-MAX_WORDS = 25  # of a sentence
-MAX_CELL_WORDS = 12  # of a table's cell
+MAX_WORDS = 25  # per sentence
+MAX_CELL_WORDS = 12  # per table cell
 MIN_MESSAGE_WORDS = 4  # a string with fewer words is data
 
 # Sentences that break a rule and are right: the end of their path and a part of them.

@@ -227,7 +227,7 @@ async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:
 async def compare(switch: Switch, args: argparse.Namespace) -> list[dict[str, Any]]:
     sizes = Sizes(context=args.context, num_requests=args.requests)
     vocabulary = Vocabulary.of_model(args.model)
-    samples: list[list[tuple[float, ...]]] = [[], []]  # of on and off, by round
+    samples: list[list[tuple[float, ...]]] = [[], []]  # samples of on and off, by round
     options = (switch.on, switch.off)
     async with contextlib.AsyncExitStack() as stack:
         sides = [await stack.enter_async_context(_engine(args, option)) for option in options]

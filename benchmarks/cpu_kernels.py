@@ -61,7 +61,7 @@ ROWS = (1, 8, 16, 32, 512)
 PARTS = ("linear", "attention")
 BLOCK = 16
 EPS = 1e-5
-LAYER_BYTES = 350_000_000  # of bfloat16 weights, which sets the number of layers
+LAYER_BYTES = 350_000_000  # bfloat16 weights; this sets the number of layers
 KV_BYTES = 500_000_000
 Leaf = dict[str, Weight]
 

@@ -41,12 +41,12 @@ class Tally:
     """Counts between the end of the warm-up and the end of the load."""
 
     wall_s: float = 0.0
-    cpu_s: float = 0.0  # of this process
+    cpu_s: float = 0.0  # CPU time of this process
     reads: int = 0
     events: int = 0  # except [DONE], including those of answers that were incomplete at the end
     begun: int = 0  # answers whose first byte arrived
-    latencies_s: list[float] = field(default_factory=list)  # of complete answers
-    complete_events: int = 0  # of complete answers
+    latencies_s: list[float] = field(default_factory=list)  # only complete answers
+    complete_events: int = 0  # events of complete answers
     complete_tokens: int = 0
     samples: list[tuple[Body, bytes]] = field(default_factory=list)  # whole answers, with headers
 

@@ -43,7 +43,7 @@ from forge_jax.testing import FakeDevice
 from forge_serve.bench.metrics import percentile
 
 SEQUENCES = (1, 64, 256)
-STEP_TIME_S = 0.01  # of the fake device; the event loop runs meanwhile
+STEP_TIME_S = 0.01  # step time of the fake device; the event loop runs meanwhile
 HOST_PHASES = ("schedule", "pack", "commit", "text", "deliver")
 WAITING = (0, 100, 10_000)
 STREAMS = 64

@@ -65,7 +65,7 @@ class Case:
     """A format of the model, and how it is read."""
 
     name: str
-    path: str  # in the benchmark's folder
+    path: str  # relative to the benchmark's folder
     kernels: str  # value of `--kernels`
     mapped: bool = False
 

@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-NUM_RESERVED = len(SPECIAL_TOKENS) + 256  # in no prompt, and avoided by greedy decoding
+NUM_RESERVED = len(SPECIAL_TOKENS) + 256  # tokens that no prompt has and greedy decoding avoids
 WEIGHT_STD = 0.02
 SPACE = "Ġ"  # the space in byte-level vocabularies
 

@@ -27,7 +27,7 @@ from benchmarks.report import number
 BUNDLED = "forge-tiny"
 PROMPT = "Once upon a time"
 TIME_LIMIT_S = 3600
-DEPTH = 3  # of folders that are searched
+DEPTH = 3  # levels of folders that are searched
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from forge_serve.bench.metrics import Slo, refusal, summarize
 from forge_serve.bench.traces import TraceEntry, read_trace, trace
 from forge_serve.bench.workload import WARM_UP, Sizes, Vocabulary, Workload
 
-Make = Callable[[int], Workload]  # from the index of a round
+Make = Callable[[int], Workload]  # makes a round's workload from its index
 Traces = Mapping[Path, Sequence[TraceEntry]]
 ALL = "all"
 THROUGHPUT = ("workload", "answered", "requests/s", "output tokens/s", "all tokens/s")

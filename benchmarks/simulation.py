@@ -176,7 +176,7 @@ class Replica:
             limits, self.pool, clock=self.clock, rng=random.Random(seed), budget=self._budget
         )
         self.queue_peak = 0  # largest number of waiting sequences after scheduling a step
-        self.blocks_peak = 0  # in use
+        self.blocks_peak = 0  # most blocks in use
         self._live: dict[str, _Live] = {}
         self._in_flight: tuple[StepPlan, tuple[StepResult, float], float] | None = None
 

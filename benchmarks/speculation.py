@@ -421,7 +421,7 @@ def run_replay(
     done = {}
     for kind, records in kinds.items():
         plain = {name: v for name, v in options.items() if name not in DRAFTING}
-        parts = assemble(EngineConfig.from_options(**plain))  # for its tokenizer
+        parts = assemble(EngineConfig.from_options(**plain))  # only its tokenizer is needed
         recorded = Records(parts, records)
         with recorded.instead_of_samples():
             sides = Sides(names, **options, compile_cache=False)

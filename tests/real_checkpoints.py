@@ -27,10 +27,10 @@ from forge_jax.errors import ForgeError
 from forge_jax.models.families import ARCHITECTURES
 
 HERE = Path(__file__).parent / "fixtures" / "real_checkpoints"
-PROMPTS = ("Once upon a time", "The capital of France is")  # of models without an expectation
+PROMPTS = ("Once upon a time", "The capital of France is")  # for models without an expectation
 GREEDY = 24  # tokens
 TIE = 1e-3  # logits: two tokens this close may be chosen in either order
-TOLERANCE = 1e-3  # of the perplexity, relative
+TOLERANCE = 1e-3  # relative, for the perplexity
 MISMATCH, FAILED = "MISMATCH", "FAILED"
 
 

@@ -13,7 +13,7 @@ from forge_kernels.attention.plan import KV_TILE, SLICE, Plan, Sum, Tile, make_p
 from forge_kernels.attention.shapes import AttentionShape
 from forge_kernels.devices import Gpu
 
-PARTIAL_BYTES, SUM_BYTES = 4, 4  # of a partial result, and of the sum of its probabilities
+PARTIAL_BYTES, SUM_BYTES = 4, 4  # per value of a partial result, and per sum of probabilities
 
 
 def decode_attention(
@@ -30,7 +30,7 @@ def decode_attention(
 
     Args:
       context: tokens of each sequence, with the new one.
-      tokens: of the step's shape; default: `batch`.
+      tokens: token count of the step's shape; default: `batch`.
       max_context: tokens of a block table; default: `context`.
     """
     tokens = tokens or batch
@@ -60,7 +60,7 @@ def _counted(
     tiles = shape.kv_heads * float(np.asarray(plan.tiles)[:, Tile.COUNT].sum())
     token_bytes = shape.head_dim * kv_dtype.itemsize + (4 if kv_dtype.itemsize == 1 else 0)
     row = SLICE * shape.head_dim
-    slices = float(np.asarray(plan.sums)[:, Sum.COUNT].sum())  # of whole and partial results
+    slices = float(np.asarray(plan.sums)[:, Sum.COUNT].sum())  # slices of whole and partial results
     queries = len(plan.sums) * row * q_dtype.itemsize
     partial = slices * (row * PARTIAL_BYTES + SLICE * SUM_BYTES)
     return Attention(

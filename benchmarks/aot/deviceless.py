@@ -53,10 +53,10 @@ class Program:
     temp_bytes: int
     alias_bytes: int
     kernels: tuple[Kernel, ...]
-    shared_bytes: tuple[int, ...]  # of each Mosaic kernel
+    shared_bytes: tuple[int, ...]  # one per Mosaic kernel
     command_buffers: int
     outside: tuple[str, ...]  # kinds of instructions outside command buffers
-    written_conditions: int  # in the function
+    written_conditions: int  # conditions in the function
     compiled_conditions: int  # conditions left by XLA; it computes both branches of the others
 
 

@@ -56,9 +56,9 @@ class Instruction:
     operands: list[str]
     called: list[str]
     scope: str
-    target: str  # of a custom call
-    number: int  # of a parameter, or of a tuple's element
-    shapes: list[tuple[int, ...]]  # of each array
+    target: str  # target of a custom call
+    number: int  # index of a parameter, or of a tuple's element
+    shapes: list[tuple[int, ...]]  # one per array
     contracted: tuple[int, ...] = ()  # axes of a product's left operand
 
     @property
@@ -296,7 +296,7 @@ def _few_rows_work(shapes: list[tuple[int, ...]]) -> tuple[float, float]:
     """Return the operations of the kernel for few rows: of products, and others.
 
     Args:
-      shapes: of x, the matrix, its scales, its minima if it has any, and other operands.
+      shapes: shapes of x, the matrix, its scales, its minima if it has any, and other operands.
     """
     rows, values = shapes[0][0], math.prod(shapes[1])
     minima = shapes[2] in shapes[3:4]  # whose products with x are another matrix product

@@ -43,7 +43,7 @@ from forge_jax.weights.partition import AXIS, possible_shards, shard_spec
 from forge_kernels.linear import linear
 
 ROUNDED = ("int8", "int4", "fp8")  # as in `--quantization`
-MOST_GPUS = 8  # of one host
+MOST_GPUS = 8  # per host
 MEMORY_PART = 0.9  # the default of `--memory-fraction`
 RESERVED_BYTES = 1 << 30  # for temporary arrays and command buffers
 

@@ -66,7 +66,7 @@ class Cache:
 
     Attributes:
       dtype: as in `--kv-dtype`.
-      max_blocks: of one sequence.
+      max_blocks: the most blocks of one sequence.
     """
 
     dtype: str = "auto"
@@ -94,7 +94,7 @@ class StepOptions:
     Attributes:
       compiler: XLA's options.
       donated: arguments whose memory is reused: the cache and the slots.
-      formats: of the weights; `fused` must be that of the GPU.
+      formats: formats of the weights; `fused` must be that of the GPU.
       uniform: as in `--deterministic`.
     """
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.predict is not None:
         return predictions.run(args)
-    if args.work is not None:  # in the process of a part
+    if args.work is not None:  # this process runs one part
         work(args.work, Path(args.rows), Path(args.trace), float(args.until), tiny=args.tiny)
         return 0
     with tempfile.TemporaryDirectory() as folder:

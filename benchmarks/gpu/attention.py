@@ -22,7 +22,7 @@ from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
 
 BLOCK_SIZE = 64
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 32768)
-KV_BYTES = 1_500_000_000  # of all layers together, at least: far more than any cache holds
+KV_BYTES = 1_500_000_000  # all layers together, at least: far more than any cache holds
 MAX_KV_BYTES = 60_000_000_000
 MAX_LAYERS = 32
 # With more tokens in the cache, plain XLA's loops, which the host drives, take too long.

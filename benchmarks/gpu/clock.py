@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-TARGET_S = 0.2  # of one run
+TARGET_S = 0.2  # duration of one run
 ROUNDS = 5
 
 

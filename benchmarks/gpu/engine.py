@@ -20,7 +20,7 @@ from benchmarks.gpu.parts import Case, Missing
 
 REQUESTS, PROMPT, OUTPUT = 128, 256, 128
 WRITE_S, RUN_S = 60.0, 110.0
-END_S = 5.0  # for a process to end by itself before its case counts as hanging
+END_S = 5.0  # time for a process to end before its case counts as hanging
 
 
 def engine(tiny: bool) -> Iterator[Case]:

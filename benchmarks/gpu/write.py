@@ -20,7 +20,7 @@ from forge_kernels.attention.shapes import LLAMA_3_1_8B
 
 BATCHES = (1, 64, 256)
 LAYERS = 32
-BLOCKS = 1024  # of each layer
+BLOCKS = 1024  # per layer
 
 
 def write(tiny: bool) -> Iterator[Case]:

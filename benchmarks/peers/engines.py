@@ -20,7 +20,7 @@ from benchmarks.load import write_gguf
 from benchmarks.peers import setup
 from forge_jax.config import EngineConfig
 
-BLOCK_SIZE = 16  # of forge-jax on CPUs
+BLOCK_SIZE = 16  # forge-jax's CPU block size
 # By default, transformers takes nine tenths of the free memory for the cache and for a dense mask
 # of 8192 rows.
 TRANSFORMERS_PAGE_SIZE, TRANSFORMERS_BATCH_TOKENS = 256, 512

@@ -33,8 +33,8 @@ class Machine:
 class Model:
     """The costs of a token, from the model's config.json."""
 
-    layer_values: int  # in the matrices of all layers
-    output_values: int  # in the matrix that makes the logits
+    layer_values: int  # values in the matrices of all layers
+    output_values: int  # values in the matrix that makes the logits
     kv_values: int  # per token
     pair_operations: int  # per earlier token that a token attends to
 
@@ -85,7 +85,7 @@ def figures(
         return {}
     batch, prompt, new = workload.batch, workload.prompt_tokens, workload.max_tokens
     prefill_s = _prefill_s(batch, prompt, model, weights, machine, peak)
-    context = prompt + new / 2  # of a step, on average
+    context = prompt + new / 2  # average context of a step
     step_s = _step_s(batch, context, model, weights, machine, peak)
     return {
         "prefill_tokens_per_s": batch * prompt / prefill_s,

@@ -106,7 +106,7 @@ def make(name: str) -> None:
     folder = folder_of(name)
     begun = folder / "begun"
     if not (begun.is_file() and begun.read_text() == _recipe(name)):
-        shutil.rmtree(folder, ignore_errors=True)  # of another recipe
+        shutil.rmtree(folder, ignore_errors=True)  # another recipe made it
     folder.mkdir(parents=True, exist_ok=True)
     begun.write_text(_recipe(name))
     if not python_of(name).exists():

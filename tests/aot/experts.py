@@ -37,11 +37,11 @@ MATRICES = ((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
 TOKENS = (1, 4, 16, 64, 512, 2048)
 QUICK_TOKENS, QUICK_TARGETS = (4, 64), ("h200", "a100")
 KERNELS = 2  # calls per layer
-CONVERTED_KERNELS = 6  # with matrices that are converted in chunks of 256 MiB
+CONVERTED_KERNELS = 6  # kernels if matrices are converted in chunks of 256 MiB
 GRAPHS = {"xla_gpu_graph_min_graph_size": 1}  # a command buffer for any number of kernels
 OPTIONS = compiler_options("gpu", command_buffers=True, deterministic=False) | GRAPHS
 FEW_TOKENS = 4  # each with its experts' matrices
-FUSED_TOKENS = 128  # in other formats; more tokens convert some experts at a time
+FUSED_TOKENS = 128  # limit of other formats; more tokens convert some experts at a time
 
 
 def quantized(
@@ -166,7 +166,7 @@ def bytes_read(hlo: str, sizes: Collection[int]) -> float:
             source = entry.instructions[i.operands[0]]
             if source.opcode == "tuple" and source.operands[i.number] in matrices:
                 matrices.add(i.name)
-        elif i.opcode == "tuple":  # of a barrier, which reads nothing
+        elif i.opcode == "tuple":  # tuple of a barrier, which reads nothing
             continue
         elif i.opcode != "parameter" and "mosaic" not in i.target:
             counts = used(computations[i.called[0]]) if i.opcode == "fusion" else {}

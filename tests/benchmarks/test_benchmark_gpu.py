@@ -144,7 +144,7 @@ def test_poisoned_entries_are_those_without_a_sequence():
     batch = attention.Batch([(1, 20), (1, 16)], 16)
     layer = attention._poisoned(jnp.zeros((3, 2, 1, 16, 4)), batch)
     bad = np.isnan(np.asarray(layer))
-    assert bad.sum() == 12 * 2 * 4  # of the second block of the first sequence
+    assert bad.sum() == 12 * 2 * 4  # values in the second block of the first sequence
     table = np.asarray(batch.arrays()["block_tables"])
     assert bad[table[0, 1], :, :, 4:].all()
 

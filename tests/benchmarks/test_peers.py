@@ -138,7 +138,7 @@ class TestProc:
         ) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            assert proc.group_cpu_s(process.pid) >= 0.29  # in ticks of 10 ms
+            assert proc.group_cpu_s(process.pid) >= 0.29  # measured in ticks of 10 ms
             assert proc.group_memory_bytes(process.pid) > 2**20
             process.communicate(b"\n")
         assert proc.group_cpu_s(process.pid) == 0

@@ -62,7 +62,7 @@ def test_formulas_are_typeset_and_prices_are_not(server, visit):
     assert answer.locator(".formula.failed").inner_text() == r"\nosuchcommand"
     fonts = [url for url in visit.requested if url.endswith(".woff2")]
     assert fonts and len(fonts) < 8  # only those of the formulas
-    arrow = answer.locator(".katex-accent svg").first  # of \vec; its style is set by the page
+    arrow = answer.locator(".katex-accent svg").first  # the arrow of \vec; the page sets its style
     assert arrow.evaluate("e => e.style.width")
 
 

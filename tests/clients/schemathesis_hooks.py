@@ -91,8 +91,8 @@ _LENIENT = jsonschema.validators.extend(
 )
 
 
-_SCHEMAS: dict[str, dict[str, Any]] = {}  # of bodies, by path
-_EVENTS: dict[str, dict[str, Any]] = {}  # of events
+_SCHEMAS: dict[str, dict[str, Any]] = {}  # schemas of bodies, by path
+_EVENTS: dict[str, dict[str, Any]] = {}  # schemas of events, by path
 
 
 def _inlined(schema: Any, components: dict[str, Any]) -> Any:

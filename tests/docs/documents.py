@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"<!-- (not run|from|before|server): (.*?) -->")
 class Block:
     language: str
     text: str
-    line: int  # of its first line in the page
+    line: int  # number of its first line in the page
     notes: dict[str, str] = field(default_factory=dict)
 
 

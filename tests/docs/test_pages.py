@@ -26,7 +26,7 @@ from documents import (
 
 pytestmark = [pytest.mark.long, pytest.mark.quick_compile]
 
-ADDRESS = "127.0.0.1:8000"  # in the documents
+ADDRESS = "127.0.0.1:8000"  # address in the documents
 NAMES = {"SMALLER_MODEL": "forge-tiny", "MODEL": "forge-tiny"}
 
 

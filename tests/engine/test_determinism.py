@@ -244,7 +244,7 @@ class Run(NamedTuple):
     tokens: dict[int, list[int]]  # by sample
     rows: Rows
     num_cached: int
-    num_preemptions: int  # of the target's samples
+    num_preemptions: int  # preemptions of the target's samples
 
 
 def run(

@@ -549,7 +549,7 @@ async def frozen_and_replaced(engine: EngineProcess, work, freeze) -> None:
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().steps > 10, "steps")
     assert not serving.done()
-    engine._supervisor.watchdog.timeout_s = 3.0  # of this process; a start may take longer
+    engine._supervisor.watchdog.timeout_s = 3.0  # applies to this process; a start may take longer
     freeze()
     assert await serving == expected
     assert engine.num_restarts >= 1

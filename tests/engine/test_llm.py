@@ -352,7 +352,7 @@ def test_nothing_compiles_after_the_engine_is_ready(llm):
         SamplingParams(max_tokens=2, prompt_logprobs=1, logit_bias={1: 1.0}, top_k=3),
         SamplingParams(max_tokens=3, temperature=0),
     ]
-    before = llm._parts.compilations()  # of the whole process, because other tests create engines
+    before = llm._parts.compilations()  # process-wide, because other tests create engines
     llm.generate([[7] * 300, PROMPT, [9] * 33, [3]], params, progress=False)
     assert llm._parts.compilations() == before
 

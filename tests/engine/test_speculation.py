@@ -49,7 +49,7 @@ VOCAB = TOKENIZER.vocab_size
 EOS = TOKENIZER.eos_token_id
 LETTERS = tuple(TOKENIZER.encode(letter, False)[0] for letter in "abcdef")
 GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB, (EOS,), limits=None)
-NAN_TOKEN = VOCAB - 2  # in some models; its embedding is not finite
+NAN_TOKEN = VOCAB - 2  # its embedding is not finite in some models
 
 
 class AcceptedRows(RecordingRunner):

@@ -32,7 +32,7 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32", 
 SCORED = SamplingParams(
     max_tokens=12, temperature=0, logprobs=0, prompt_logprobs=0, ignore_eos=True
 )
-LAYERS, WIDTH = 2, 64  # of the model `short_stories`
+LAYERS, WIDTH = 2, 64  # sizes of the model `short_stories`
 
 ONE = SteeringVector(name="one", scale=1.5, layers=[1])
 EACH = SteeringVector(name="each", scale=-0.75)

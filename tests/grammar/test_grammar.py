@@ -452,7 +452,7 @@ def test_other_vocabularies_write_valid_json(folder):
 
 
 def test_eos_token_spelled_as_text_is_not_treated_as_text(tokenizer):
-    [brace] = tokenizer.encode("}", False)  # for a model whose EOS token is this one
+    [brace] = tokenizer.encode("}", False)  # EOS token of the model
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [brace], limits=None)
     matcher = compiler.compile(GrammarSpec.regex(".*x")).matcher()
     assert brace not in allowed(matcher, tokenizer.vocab_size)

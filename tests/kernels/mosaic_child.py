@@ -375,7 +375,7 @@ def check_forward() -> None:
     assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
 
 
-FAULTS = {  # of both kernels
+FAULTS = {  # in both kernels
     "sees one key too many": ("(query - first_key, scores", "(query + 1 - first_key, scores"),
     "takes the last tile for unmasked": ("item.position + 1, jnp", "item.position + 64, jnp"),
     "forgets to rescale": ("part * gpu.columns(decay, part.shape[1])", "part"),

@@ -429,7 +429,7 @@ def test_windowed_cost_follows_the_window(uniform, monkeypatch):
 
     whole, narrow = counter(), counter(window=40)
     for seqs in (((1, 1000), (1, 400), (1, 100), (1, 2)), ((4, 1000), (3, 300)), ((70, 1000),)):
-        groups = whole(seqs) // 8  # of rows, with a context of up to 1000
+        groups = whole(seqs) // 8  # groups of rows, with a context of up to 1000
         assert groups * 8 == whole(seqs)
         assert groups <= narrow(seqs) <= 2 * groups
 

@@ -208,7 +208,7 @@ def test_outputs_of_devices_add_up_to_those_of_all_experts(form, shape, devices)
 @pytest.mark.parametrize("form", [*FORMS, "auto"])
 def test_device_without_rows_returns_exact_zeros(form):
     a = make(9, 6, 2, 24, 16)
-    local = np.where(a.experts < 3, a.experts, a.experts - 3)  # of the first device, in pairs
+    local = np.where(a.experts < 3, a.experts, a.experts - 3)  # first device's experts, in pairs
     local[:, 1] = (local[:, 0] + 1) % 3
     gate_up = a.gate_up.copy()
     gate_up[3:] = np.nan
@@ -452,7 +452,7 @@ def test_packed_outputs_of_devices_add_up_to_those_of_all_experts(form):
     whole = run_packed(form, a)
     parts = [run_packed(form, each, total=6) for each in shares(a, 3)]
     error = np.linalg.norm(sum(parts) - whole) / np.linalg.norm(whole)
-    assert error < 0.01  # of the rounding of three sums to bfloat16
+    assert error < 0.01  # three sums are rounded to bfloat16
     nothing = np.full_like(a.experts, 6)
     none = run_packed(form, Arrays(a.x, a.gate_up, a.down, nothing, a.weights), total=12)
     assert (none == 0).all()

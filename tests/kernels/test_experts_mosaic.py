@@ -203,7 +203,7 @@ def test_kernel_multiplies_quantized_experts_in_chunks(name, monkeypatch):
         )
         for seed, outputs in enumerate((128, 64))
     )
-    assert chunk_of(6, 2 * 128 * 64) == 2  # of gates and ups; 3 of down
+    assert chunk_of(6, 2 * 128 * 64) == 2  # gates and ups; 3 for down
     monkeypatch.setattr("forge_kernels.experts.xla.FUSED_BYTES", 0)
     want = np.asarray(
         jax.jit(experts_by_chunks)(a.x, gate_up, down, a.experts, a.weights, None), np.float32
@@ -337,7 +337,7 @@ def test_gpus_use_the_kernel_and_report_exceptions_once(monkeypatch, caplog):
 )
 def test_kernel_multiplies_many_rows_of_quantized_experts(options, rows, expected, monkeypatch):
     a = make(rows, 16, 2, 64, 64, BF16)
-    monkeypatch.setattr("forge_kernels.experts.xla.FUSED_BYTES", 8 * 4 * 16 * 128)  # of 8 rows
+    monkeypatch.setattr("forge_kernels.experts.xla.FUSED_BYTES", 8 * 4 * 16 * 128)  # 8 rows
     options = {"inputs": 64, "experts": 16, "fused": True} | options
     gate_up, down = (
         quantized_experts(Quantization(outputs=outputs, **options), 0) for outputs in (128, 64)

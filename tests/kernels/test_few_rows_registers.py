@@ -77,7 +77,7 @@ def order(own: np.ndarray, made: np.ndarray, axis: int) -> np.ndarray:
     at, inputs = own[..., axis].ravel(), made[..., axis].ravel()
     found = np.empty(at.max() + 1, int)
     found[at] = inputs
-    np.testing.assert_array_equal(found[at], inputs)  # in every thread and row
+    np.testing.assert_array_equal(found[at], inputs)  # holds in every thread and row
     np.testing.assert_array_equal(np.sort(found), np.arange(len(found)))  # each input once
     return found
 

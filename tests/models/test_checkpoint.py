@@ -241,7 +241,7 @@ def test_reader_thread_error_ends_the_load(folder, tensors, monkeypatch):
 def test_head_that_differs_from_its_tied_embedding_is_rejected(folder, tensors, monkeypatch):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    monkeypatch.setattr(load, "_COMPARED_ROWS", 100)  # of 331
+    monkeypatch.setattr(load, "_COMPARED_ROWS", 100)  # the matrix has 331 rows
     embedding = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embedding.copy()
     save_file(tensors, folder / "model.safetensors")

@@ -294,7 +294,7 @@ def test_every_field_has_the_default_of_transformers(name):
     config.values = values = Recorder(config.values)
     own.read_spec(config, HFConfig({}))
     assert values.seen - theirs.keys() <= OTHERS
-    follows = {"rope_parameters", "layer_types"}  # from their absence, by code
+    follows = {"rope_parameters", "layer_types"}  # code derives them from their absence
     assert (values.seen & theirs.keys()) - own.defaults.keys() <= follows
     for field in own.defaults.keys() & theirs.keys():
         assert own.defaults[field] == theirs[field]["default"], field

@@ -208,7 +208,7 @@ def test_engine_serves_a_converted_model_and_draft_model(stories, tmp_path, monk
     got, other = texts(out, **drafted)
     assert got == original
     assert other != fingerprint
-    assert len(maps) == 1  # of the model, not of the draft model
+    assert len(maps) == 1  # only the model's, not the draft model's
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, False), ({"mmap": True}, True)])

@@ -63,7 +63,7 @@ def test_mxfp4_experts_keep_4_bits(folders, tmp_path):
     model = load(write_gguf(folders["gpt_oss_mxfp4"], tmp_path / "m.gguf"))
     for leaf in (GATE_UP, DOWN):
         assert isinstance(model.model.pieces[leaf].format, QuantizedFormat)
-    assert model.leaf(GATE_UP).nbytes == 4 * 128 * 64 // 2  # of four experts
+    assert model.leaf(GATE_UP).nbytes == 4 * 128 * 64 // 2  # matrices of four experts
     assert model.leaf("layers.0.mlp.gate_up.scale").nbytes == 4 * 128 * 2
     want = load(folders["gpt_oss_mxfp4"], dtype="float32")
     ours = load(tmp_path / "m.gguf", dtype="float32")

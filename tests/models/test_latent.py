@@ -238,7 +238,7 @@ def test_published_scales_of_blocks_may_be_partial(tmp_path):
     write_quantized(tmp_path, "fp8 blocks")
     stored = read_header(tmp_path / "model.safetensors")
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
-    assert stored[name].shape == (3, 4)  # of 40 rows
+    assert stored[name].shape == (3, 4)  # the matrix has 40 rows
     check_weights(build_model(read_spec(tmp_path)), tmp_path)
 
 

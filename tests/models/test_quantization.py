@@ -17,7 +17,7 @@ from forge_kernels import cpu
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = ROOT / "training" / "forge_tiny" / "corpus" / "texts" / "general.txt"
-SEQS, STEPS = 2, 4  # of MAX_LEN tokens each: 768 predictions
+SEQS, STEPS = 2, 4  # MAX_LEN tokens each: 768 predictions
 
 FORMS = {
     "bf16": WeightFormats(layers="bf16", head="bf16"),

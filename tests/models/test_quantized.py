@@ -34,7 +34,7 @@ from forge_kernels.linear import Quantization, QuantizedWeight, linear
 
 RNG = np.random.default_rng
 IDS, OTHER = RNG(1).integers(0, 96, (2, 40)).tolist()
-STEP = 251 / 8192  # of static activations
+STEP = 251 / 8192  # scale of static activations
 MOST = 251 / 64
 TOKEN = args(dynamic=True, strategy="token")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}

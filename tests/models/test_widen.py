@@ -57,8 +57,8 @@ def test_key_value_heads_are_repeated_for_smaller_groups(tmp_path, tokens):
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.0.self_attn.o_proj.weight",  # of a layer of the source
-        "model.layers.6.mlp.down_proj.weight",  # of an added one
+        "model.layers.0.self_attn.o_proj.weight",  # a layer of the source
+        "model.layers.6.mlp.down_proj.weight",  # an added layer
         "model.norm.weight",  # channels that must not be read
     ],
 )

@@ -17,7 +17,7 @@ def architecture_of(name):
 
 
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.safetensors"))
-HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # in `test_parallel_state.py`
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # tested in `test_parallel_state.py`
 ELSEWHERE = {architecture_of(name) for name in (*child.LAYERS, *HYBRID)}
 FAMILIES = {
     architecture: name

@@ -5,7 +5,7 @@ from test_tensor_parallel import expected_collectives, run_child
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROW_SCALE = ("fp8_matrix_dynamic", "fp8_rows", "int8_rows")  # of the parts of a row on all devices
+ROW_SCALE = ("fp8_matrix_dynamic", "fp8_rows", "int8_rows")  # devices share a row's scale
 ORDERED = ("gptq_ordered", "gptq_ordered_symmetric", "w4a16_ordered")
 
 
@@ -145,7 +145,7 @@ def test_host_holds_one_matrix_more_than_the_weights(loaded):
     rounded, converted = loaded["peaks"]["rounded"], loaded["peaks"]["converted"]
     # A rounded matrix exists whole in 8 bits, and as one shard.
     assert rounded["total"] <= rounded["peak"] < rounded["total"] + 1.3 * rounded["largest"]
-    assert 1.3 * rounded["largest"] < 0.2 * converted["total"]  # of all floats
+    assert 1.3 * rounded["largest"] < 0.2 * converted["total"]  # share of all floats
     assert converted["total"] <= converted["peak"] < converted["total"] + converted["largest"] / 4
 
 

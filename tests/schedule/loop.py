@@ -57,7 +57,7 @@ class Loop:
             pool=self.pool,
             fault=fault,
         )
-        self.updates: list[SequenceUpdate] = []  # of the last step
+        self.updates: list[SequenceUpdate] = []  # updates of the last step
         self._in_flight: tuple[StepPlan, Any, float] | None = None
         self._num_requests = 0
         self._step_s = step_s

@@ -119,7 +119,7 @@ class Simulation:
             eos_token_ids=frozenset((EOS,)),
             aging_s=rng.choice((0.0, 20.0, 20.0, 1e9)),
         )
-        self.times = random.Random(f"times {seed}")  # of steps
+        self.times = random.Random(f"times {seed}")  # durations of steps
         self.budget = None
         if chunked and self.times.random() < 0.4:
             sizes = self.times.choice((None, (4, 16, 64)))
@@ -153,12 +153,12 @@ class Simulation:
         self.jitter = rng.choice((0.0, 0.3))
         self.scoring = rng.choice((0.0, 0.3))
         self.victims = rng.choice((0.0, 0.1))
-        self.restrictions = rng.choice((0.0, 0.6))  # of recoveries
+        self.restrictions = rng.choice((0.0, 0.6))  # share of recoveries that restrict
         self.moves = rng.choice((0.0, 0.2))
         self.cache_resets = rng.choice((0.0, 0.05))
         self.clock_jumps = rng.choice((0.0, 0.2))
-        self.drafts = rng.choice((0.0, 0.0, 0.3, 1.0))  # of the sequences that could verify some
-        self.right_drafts = rng.choice((0.0, 0.5, 0.9, 1.0))  # of their tokens
+        self.drafts = rng.choice((0.0, 0.0, 0.3, 1.0))  # share of verifiable sequences with drafts
+        self.right_drafts = rng.choice((0.0, 0.5, 0.9, 1.0))  # share of right tokens in drafts
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
         self.own_rng = random.Random(~seed)
         self.grammars = self.own_rng.choice((0.0, 0.2, 0.8))

@@ -31,7 +31,7 @@ POLL_S = 0.02
 SERVES = ("serving", "ready")
 STATES = {*SERVES, "recovering", "stalled"}
 MAX_BIRTHS = 3  # consecutive deaths; the server gives up at the fifth
-TOKENS = 300  # of a new engine, after which each request has had some and is no suspect
+TOKENS = 300  # a new engine's tokens, after which each request has had some and is no suspect
 
 SCHEMA = {
     "type": "object",
@@ -141,7 +141,7 @@ class Report:
     seed: int
     deaths: Counter[str] = field(default_factory=Counter)  # by the moment
     compared: int = 0  # answers
-    polls: Counter[str] = field(default_factory=Counter)  # of /health, by state
+    polls: Counter[str] = field(default_factory=Counter)  # polls of /health, by state
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:

@@ -117,7 +117,7 @@ RESPONSE = {"input": "the dog", "max_output_tokens": 5, "seed": 1}
 IN_RESPONSES: dict[str, Any] = {
     "input": [{"role": "user", "content": "a"}],
     "instructions": "bark",
-    "previous_response_id": None,  # of an existing one
+    "previous_response_id": None,  # the test sets an existing id
     "store": False,
     "background": {"background": True, "store": True},
     "max_output_tokens": 3,

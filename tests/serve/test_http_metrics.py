@@ -93,7 +93,7 @@ async def test_prompt_tokens_are_counted_by_source(start):
     assert cached == found["vllm:prompt_tokens_cached_total",] > prompt_tokens / 2
     assert cached == found["vllm:prompt_tokens_cached_by_source_total", "device"]
     of_requests = found["vllm:request_prefill_kv_computed_tokens_sum",]
-    assert 0 < of_requests <= computed  # of the sample that found most
+    assert 0 < of_requests <= computed  # counts the sample that found most
     assert found["vllm:request_params_n_sum",] == 4
     assert found["vllm:request_params_max_tokens_sum",] == 16
     assert found["vllm:request_generation_tokens_sum",] == 32

@@ -63,7 +63,7 @@ def test_page_is_small():
     """Count all text files, also those that few answers need. Fonts load one by one on demand."""
     kilobytes = sum(len(gzip.compress(FILES[path].read_bytes())) for path in _text_paths()) / 1000
     assert kilobytes < MAX_KB
-    formula = ("Main-Regular", "Math-Italic", "Size1-Regular", "Size2-Regular")  # of most formulas
+    formula = ("Main-Regular", "Math-Italic", "Size1-Regular", "Size2-Regular")  # in most formulas
     fonts = [FILES[f"/static/vendor/katex/fonts/KaTeX_{name}.woff2"] for name in formula]
     assert kilobytes + sum(file.stat().st_size for file in fonts) / 1000 < MAX_KB
 

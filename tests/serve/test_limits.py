@@ -39,7 +39,7 @@ class Case:
 
     row: str
     path: str
-    body: Callable[[int], dict[str, Any] | bytes]  # of a number
+    body: Callable[[int], dict[str, Any] | bytes]  # returns the body for a number
     param: str | None
     otherwise: str = ""  # the error at the limit, or "" if it is served
     more: dict[str, int] = field(

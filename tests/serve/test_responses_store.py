@@ -16,7 +16,7 @@ from forge_serve.responses_api.store import (
     Turn,
 )
 
-BYTES = 2 * OVERHEAD_BYTES  # of a response with its turn, and at most 200 more
+BYTES = 2 * OVERHEAD_BYTES  # a response with its turn, and at most 200 more
 
 
 def begun(

@@ -17,7 +17,7 @@ from forge_serve.config import ServerConfig
 from forge_serve.http.tls import ssl_context
 from forge_serve.server import process as server
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "tls"  # of 127.0.0.1, until 2126
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "tls"  # for 127.0.0.1, until 2126
 CERT, KEY = str(FIXTURES / "cert.pem"), str(FIXTURES / "key.pem")
 OTHER_KEY, LOCKED_KEY = str(FIXTURES / "other_key.pem"), str(FIXTURES / "locked_key.pem")
 
