@@ -51,6 +51,7 @@ def _words(text: str) -> re.Pattern[str]:
     return re.compile(rf"\b(?:{text})\b", re.IGNORECASE)
 
 
+Kind = Literal["prose", "cell", "docstring", "comment", "trailing", "message", "name"]
 RULES: dict[str, tuple[re.Pattern[str], str]] = {
     "subject": (
         re.compile(
@@ -103,9 +104,15 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
         ),
         "start with the subject or an imperative",
     ),
+    "noun": (re.compile(r"^(?:[\w*]+(?:, [\w*]+)*: )?of\b"), "name the noun that this belongs to"),
     "semicolons": (re.compile(r";[^.;]*;"), "one idea per sentence"),
 }
-DOCSTRING_RULES = ("whether", "start")
+# Rules for the first sentence only, with the kinds of texts that they apply to.
+OPENING_RULES: dict[str, tuple[Kind, ...]] = {
+    "whether": ("docstring",),
+    "start": ("docstring",),
+    "noun": ("docstring", "trailing"),
+}
 NAME_RULES = ("person", "calque", "term")
 _NAME = re.compile(
     r"^test_(?:what|who|whoever|those|nobody|that_which|whose|nothing_that)_|^test_\w+_(?:is|are)_named$"
@@ -115,7 +122,6 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\")]*\s+(?=[A-Z`\"(]|[\w-]+\.md)|(?<=:)\
 _MARKUP = re.compile(
     r"\n\n|\{%|[;{]\n|\S  +[^\s(]|(?:\w+_\w+ ){3}"
 )  # templates, CSS, columns, names
-Kind = Literal["prose", "cell", "docstring", "comment", "message", "name"]
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,8 @@ def hits_in(text: Text) -> Iterator[Hit]:
         return
     for number, sentence in enumerate(_sentences(text.text)):
         for rule, (pattern, remedy) in RULES.items():
-            if rule in DOCSTRING_RULES and (text.kind != "docstring" or number):
+            kinds = OPENING_RULES.get(rule)
+            if kinds is not None and (number or text.kind not in kinds):
                 continue
             if (found := pattern.search(sentence)) and not _allowed(text.path, sentence):
                 yield Hit(text.path, text.line, rule, f"{found[0]!r} in: {sentence} [{remedy}]")
@@ -253,7 +260,7 @@ def _python(path: str, source: str) -> Iterator[Text]:
 
 
 def _docstring(path: str, line: int, text: str) -> Iterator[Text]:
-    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |\w+: |\|))", text):
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |[\w*]+(?:, [\w*]+)*: |\|))", text):
         lines = part.strip("\n").splitlines()
         if lines and not re.match(r"\s*(?:>>>|\$|python |\||    )", lines[0]):
             plain = _plain(" ".join(one.strip() for one in lines))
@@ -307,22 +314,24 @@ def _joined(path: str, comments: Iterable[tuple[int, str, bool]]) -> Iterator[Te
     """
     gathered: list[str] = []
     start = last = -1
+    kind: Kind = "comment"
     for number, text, trailing in comments:
         if gathered and (number != last + 1 or not text or trailing):
-            yield Text(path, start, "comment", _plain(" ".join(gathered)))
+            yield Text(path, start, kind, _plain(" ".join(gathered)))
             gathered.clear()
         if _MARKUP.search(text):  # a layout
             if gathered:
-                yield Text(path, start, "comment", _plain(" ".join(gathered)))
+                yield Text(path, start, kind, _plain(" ".join(gathered)))
                 gathered.clear()
             continue
         if text:
             if not gathered:
                 start = number
+                kind = "trailing" if trailing and path.endswith(".py") else "comment"
             gathered.append(text)
         last = number
     if gathered:
-        yield Text(path, start, "comment", _plain(" ".join(gathered)))
+        yield Text(path, start, kind, _plain(" ".join(gathered)))
 
 
 def _files(paths: list[str]) -> list[str]:

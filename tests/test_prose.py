@@ -99,6 +99,24 @@ def test_comments_on_adjacent_lines_are_one_text(rules):
     assert rules("a.cc", f"// {LONG[:60]}\n// {LONG[61:]}\n") == [(1, "long")]
 
 
+def test_trailing_comments_and_docstring_entries_need_a_noun(rules):
+    source = (
+        "x = 1  # of the sampler\n"
+        "y = 2  # per token\n"
+        "z = 3\n"
+        "# of a comment on its own line\n"
+        "def f(seed, **options):\n"
+        '    """Sample.\n\n'
+        "    Args:\n"
+        "      seed: {0}the sampler.\n"
+        "      a, b: {0}the sampler.\n"
+        "      **options: {0}the sampler.\n"
+        '    """\n'
+    )
+    assert rules("a.py", source.format("of ")) == [(6, "noun")] * 3 + [(1, "noun")]
+    assert rules("a.py", source.format("option of ")) == [(1, "noun")]
+
+
 def test_riddles_are_found_in_test_names(rules):
     source = "def test_what_is_found(): pass\ndef test_index_matches_linear_search(): pass\n"
     source += "def test_error_says_so(): pass\ndef say(): pass\n"
