@@ -156,8 +156,8 @@ class Sizes:
     max_model_len: int
     max_num_batched_tokens: int
     kv: KVShape
-    draft_kv: KVShape | None  # of the draft model, with as many blocks
-    draft_bytes: int  # of the draft model: its own weights, and `draft_kv`
+    draft_kv: KVShape | None  # the draft model's cache, with as many blocks
+    draft_bytes: int  # the draft model's own weights, and `draft_kv`
     host_blocks: int = 0  # copies of evicted blocks in host memory
 
     @property

@@ -109,7 +109,7 @@ def recur(
       x: dtype[T, C], the inputs of the convolution.
       log_decay: f32[T, H].
       beta: f32[T, H].
-      weights: of the convolution and the skip.
+      weights: parameters of the convolution and the skip.
       kv: the layer's cache, a `RecurrentState` as a dict.
       ragged: the step.
       heads: the sizes.

@@ -56,7 +56,7 @@ class HostMemory(Protocol):
     """The copies themselves. No method blocks, except `wait`.
 
     Attributes:
-      block_bytes: of one block, over all layers and shards.
+      block_bytes: bytes of one block, over all layers and shards.
     """
 
     block_bytes: int
@@ -84,12 +84,12 @@ class HostKVStats:
 
     num_blocks: int  # copies that exist or are being made
     capacity: int  # blocks
-    queried_tokens: int  # of admitted sequences that the device did not have
-    hit_tokens: int  # of these, loaded
+    queried_tokens: int  # tokens of admitted sequences that the device lacked
+    hit_tokens: int  # the loaded ones among them
     saved_bytes: int
     loaded_bytes: int
     lost_blocks: int  # evicted while too many copies were in progress
-    waited_s: float  # of all sequences
+    waited_s: float  # the sum over all sequences
 
 
 @dataclass(slots=True)

@@ -78,9 +78,9 @@ class HostBlocks:
 
     Args:
       state: has the cache, and the executables `save_blocks` and `load_blocks` once they are ready.
-      sharding: of a block's bytes, u8[shards, bytes].
-      num_blocks: of the cache.
-      block_bytes: of all shards.
+      sharding: the sharding of a block's bytes, u8[shards, bytes].
+      num_blocks: blocks of the cache.
+      block_bytes: bytes of one block, over all shards.
     """
 
     def __init__(

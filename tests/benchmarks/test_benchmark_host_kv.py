@@ -18,7 +18,7 @@ TRACE = next((Path(__file__).parent.parent / "fixtures" / "traces").glob("moonca
 SIZES = EngineSizes(
     max_num_seqs=4, max_num_batched_tokens=2048, num_blocks=100, block_size=64, context=6400
 )
-BLOCKS = 5  # of `TRACE_BLOCK` tokens, in each prompt
+BLOCKS = 5  # per prompt, with `TRACE_BLOCK` tokens each
 
 
 def replica(bytes_per_s: float | None) -> SimulatedReplica:

@@ -21,7 +21,7 @@ helm = pytest.importorskip("helm_python", reason="make test-kubernetes installs 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 CHART = DEPLOY / "helm/forge-jax"
-VERSIONS = ("1.30", "1.34")  # of Kubernetes
+VERSIONS = ("1.30", "1.34")  # Kubernetes versions
 EVERYTHING = {
     "apiKeys": {"existingSecret": "keys"},
     "huggingFaceToken": {"existingSecret": "hf"},

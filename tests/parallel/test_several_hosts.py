@@ -34,7 +34,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-HEALTH_PORT = free_port()  # of host 1
+HEALTH_PORT = free_port()  # host 1's
 REGEX = "[A-Za-z ,.]{80,200}"
 
 

@@ -147,7 +147,7 @@ class Simulation:
         self.aborts = rng.choice((0.0, 0.05))
         self.stop_strings = rng.choice((0.0, 0.2))
         self.faults = rng.choice((0.0, 0.02))
-        self.errors = rng.choice((0.0, 0.04))  # of a dispatch, of a read, and after a commit
+        self.errors = rng.choice((0.0, 0.04))  # at a dispatch, at a read, and after a commit
         if self.host is not None:
             self.errors /= 8  # most of them while blocks are loaded: each drops all copies
         self.jitter = rng.choice((0.0, 0.3))
@@ -199,7 +199,7 @@ class Simulation:
                 assert stretch <= self._longest_stretch(), "somebody starves"
             while self.in_flight:
                 self._commit()
-            while self.scheduler.loads:  # of sequences that were aborted
+            while self.scheduler.loads:  # their sequences were aborted
                 self._finish_transfers()
             assert not self.expected and self.pool.num_used == 0
             assert self.scheduler.num_running == self.scheduler.num_waiting == 0

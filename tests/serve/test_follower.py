@@ -62,7 +62,7 @@ async def test_follower_is_healthy_only_while_it_follows(follower, tmp_path):
             assert await until(session, 200) == "ready"
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
             assert await until(session, 503) == "starting"
-            (tmp_path / "go").touch()  # of the next process
+            (tmp_path / "go").touch()  # lets the next process continue
             assert await until(session, 200) == "ready"
             async with session.get("/v1/models") as response:
                 assert response.status == 404

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 TOP = 5  # most likely tokens per position
-_MOST_VALUES = 2**22  # of one block of rows: 32 MiB in float64
+_MOST_VALUES = 2**22  # per block of rows: 32 MiB in float64
 
 type Top = tuple[tuple[int, float], ...]  # token IDs and logprobs, in descending order
 
@@ -21,9 +21,9 @@ class Position:
     Attributes:
       token: the token's ID.
       kl: KL(A||B) in nats, at least 0.
-      logprobs: of the token, by A and by B.
-      ranks: of the token on both sides; 1 is the most likely token.
-      entropies: of both distributions, in nats.
+      logprobs: the token's, by A and by B.
+      ranks: the token's, on both sides; 1 is the most likely token.
+      entropies: the entropy of each distribution, in nats.
       top: the `TOP` most likely tokens of both sides.
     """
 

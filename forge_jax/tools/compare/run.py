@@ -66,7 +66,7 @@ class Prompts:
       chat: send each prompt as a user message, with the model's chat template.
       max_tokens: limit of an answer. With 0, the prompts themselves are scored.
       temperature: 0 is greedy. Both sides sample with the same seed.
-      seed: of the sampler.
+      seed: the sampler's seed.
     """
 
     texts: tuple[str, ...]

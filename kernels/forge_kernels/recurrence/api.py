@@ -104,8 +104,8 @@ def ragged_recurrence(  # noqa: PLR0913
         order.
       log_decay: f32[T, H], at most 0.
       beta: f32[T, H], see `Tokens`.
-      weights: of the convolution and the skip.
-      state: of all slots.
+      weights: parameters of the convolution and the skip.
+      state: the states of all slots.
       slots: i32[S], a different one for each sequence in use. The last slot is for the others.
       positions: i32[T].
       cu_q_lens: i32[S + 1], where each sequence's rows start.

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 5  # replicas that a request is sent to
 MAX_ONGOING_REQUESTS = 256  # per replica; the server queues them
-CPUS = 1.0  # of a host, for Ray's scheduler
-STOP_MARGIN_S = 15.0  # of a replica's shutdown, beyond --drain-timeout
-FATAL_STATES = ("failed", "stalled")  # of a server; it recovers from others by itself
+CPUS = 1.0  # a host's, for Ray's scheduler
+STOP_MARGIN_S = 15.0  # time for a replica's shutdown, beyond --drain-timeout
+FATAL_STATES = ("failed", "stalled")  # a server recovers from all others by itself
 SERVER = ("-m", "forge_serve.integrations.child_server")
 # Headers of a connection instead of a message (RFC 9110, section 7.6.1), and two that clients set.
 HOP_BY_HOP = frozenset(
