@@ -29,8 +29,9 @@ from forge_serve.cli.flags import (
 
 DESCRIPTION = """\
 Compare two models, or two settings of one model, token by token. Both answer the same prompts. Then
-both score A's answers, and each token gets the KL divergence of its two next-token distributions.
-A and B must share a tokenizer. They are loaded one after the other and run with --deterministic."""
+both score A's answers. The report has the KL divergence of the two next-token distributions at each
+token. A and B must share a tokenizer. They are loaded one after the other and run with
+--deterministic."""
 EPILOG = """\
 examples:
   forge-jax compare forge-tiny --b quantization=int4 --html report.html
@@ -45,10 +46,12 @@ OF_SIDE = ("lora", "max_lora_rank")  # no flags of this command, but options of 
 class CompareFlags:
     a: tuple[str, ...] = option(
         (),
-        "option of A only, as NAME=VALUE with an option of LLM: dtype=float32, prefix-cache=false, "
+        "option of LLM for A only, as NAME=VALUE: dtype=float32, prefix-cache=false, "
         "lora=NAME=FOLDER. May be repeated",
     )
-    b: tuple[str, ...] = option((), "option of B only, such as quantization=int4. May be repeated")
+    b: tuple[str, ...] = option(
+        (), "option of LLM for B only, such as quantization=int4. May be repeated"
+    )
     prompt: tuple[str, ...] = option(
         (), f"prompt, or - to read one from stdin; default: {PROMPT!r}. May be repeated"
     )
@@ -56,13 +59,13 @@ class CompareFlags:
     chat: bool = option(False, "send each prompt as a user message, with the chat template")
     max_tokens: int = option(
         64,
-        "maximum number of tokens of an answer. 0 generates no answer and scores the tokens of the "
-        "prompts, for example a long text",
+        "maximum number of tokens of an answer, from 0. With 0, no answer is generated, and the "
+        "tokens of the prompts are scored",
     )
     temperature: float = option(0.0, "sampling temperature from 0 (greedy) to 100")
     seed: int = option(0, "random seed of both sides")
-    json: str | None = option(None, "write all figures to this file as JSON")
-    html: str | None = option(None, "write a page with the comparison to this file")
+    json: str | None = option(None, "write the report to this file as JSON")
+    html: str | None = option(None, "write the report to this file as an HTML page")
 
 
 def add_to(commands: Commands) -> None:
