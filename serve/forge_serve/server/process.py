@@ -214,7 +214,7 @@ async def _serve(
     sock: socket.socket,
     config: ServerConfig,
     load: Callable[[], AsyncEngine],
-    gpus: Gpus | None,
+    gpus: Gpus | None = None,
 ) -> bool:
     """Serve until a signal. Return False if it came before the engine was ready."""
     stop = asyncio.Event()
