@@ -136,8 +136,10 @@ export function beginSettings() {
     keep();
   });
   by("options").addEventListener("submit", (event) => event.preventDefault());
-  by("options").addEventListener("reset", () => {
+  // No button of type "reset": its event fires before the controls change.
+  by("reset").addEventListener("click", () => {
+    by("options").reset();
     localStorage.removeItem(SAVED);
-    setTimeout(apply); // after the controls were reset
+    apply();
   });
 }
