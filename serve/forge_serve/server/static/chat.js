@@ -258,6 +258,12 @@ export function newChat() {
   open(new Conversation());
 }
 
+/** Return the messages of the open chat up to its last question. They are empty if there is none. */
+export function question() {
+  const path = conversation.path();
+  return path.slice(0, path.findLastIndex(({ role }) => role !== "assistant") + 1);
+}
+
 /** Edit the last question. */
 function editLast() {
   views.findLast((view) => view.message.role === "user")?.edit();
