@@ -20,7 +20,7 @@ export function differing(a, b) {
   const rows = Math.min(a.length - start, MOST_ALIGNED);
   const columns = Math.min(b.length - start, MOST_ALIGNED);
   const wide = columns + 1;
-  const longest = new Uint16Array((rows + 1) * wide); // of the tokens from row i and column j on
+  const longest = new Uint16Array((rows + 1) * wide); // length for the tokens from row i and column j on
   for (let i = rows - 1; i >= 0; i--) {
     for (let j = columns - 1; j >= 0; j--) {
       const same = a[start + i] === b[start + j];
@@ -124,8 +124,8 @@ function summary(positions) {
 
 /** Return a report in the form of `forge-jax compare --json`, with lower bounds in place of the divergences.
  *
- *  `sides` are two objects with `model`, `options` (the request's fields), `promptIds`, `ids`, `entries`, `text` and
- *  `reason` of an answer. `scores` are the `prompt_logprobs` of A's tokens, by both models. */
+ *  `sides` are two objects with `model`, `options` (the request's fields), and an answer's `promptIds`, `ids`,
+ *  `entries`, `text` and `reason`. `scores` has the `prompt_logprobs` of A's answer after each side's prompt. */
 export function liveReport({ sides, scores, prompt, alternatives, version, date }) {
   const [a, b] = sides;
   const texts = pieces(a.entries);

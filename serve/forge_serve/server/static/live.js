@@ -19,7 +19,7 @@ const SAME =
 
 let sides = []; // made when the dialog is first opened
 let running = null; // AbortController of the current run
-let report = null; // of the last run
+let report = null; // result of the last run, which can be saved
 
 // ---- the form --------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Answer {
     this.options = side.options;
     this.promptIds = null;
     this.ids = [];
-    this.entries = []; // of `logprobs.content`, one per ID
+    this.entries = []; // entries of `logprobs.content`, one per ID
     this._fields = side.numbers;
     this._system = side.system;
     this._meter = new Meter();
