@@ -100,7 +100,7 @@ function load() {
   try {
     saved = JSON.parse(localStorage.getItem(SAVED)) ?? {};
   } catch {
-    // no settings of this page
+    // The stored settings cannot be read, so keep the defaults.
   }
   for (const control of controls()) {
     if (Object.hasOwn(saved, control.id)) setValue(control, saved[control.id]);
