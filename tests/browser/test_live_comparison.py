@@ -261,6 +261,10 @@ def test_both_sides_start_with_the_current_settings_and_can_send_the_open_chat(a
     assert chats[ADAPTER]["seed"] == "12345678901234567890"
     scored = [each for each in sent if "prompt_logprobs" in each]
     assert {each["model"] for each in scored} == {"forge-tiny", ADAPTER}
+    page.get_by_role("button", name="Use current settings").click()
+    values = ("system", "Be kind."), ("top_k", ""), ("model", "forge-tiny")
+    for name, value in values:
+        expect(page.locator(f"#live-b-{name}")).to_have_value(value)
 
 
 def test_stop_ends_both_requests(slow_server, visit):
