@@ -115,6 +115,11 @@ def _weight_map(model: Model, stored: Mapping[str, TensorSource]) -> WeightMap:
         tensors_by_piece(layout(model.spec), model.matrices)
         for layout in architecture.layouts(model.spec)
     ]
+    if model.stage is not None:
+        layouts = [
+            {leaf: parts for leaf, parts in layout.items() if model.stage.owns(leaf)}
+            for layout in layouts
+        ]
     others = {beside(leaf, each) for leaf in model.pieces for each in BESIDE}
     unmapped = (set(layouts[0]) ^ set(model.names)) - others
     assert not unmapped, f"no map: {unmapped}"
@@ -263,6 +268,8 @@ def _check_tied_head(model: Model, folder: Path, checked: Checked) -> None:
     transformers compares the two, and uses the head if they differ.
     """
     if not isinstance(checked, TensorReader) or not model.spec.tie_word_embeddings:
+        return
+    if "head.weight" not in checked.tensors.parts:  # another stage checks it
         return
     stored = checked.tensors.stored
     (part,) = checked.tensors.parts["head.weight"]

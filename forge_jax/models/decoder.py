@@ -15,9 +15,10 @@ V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ from forge_jax.models.linear import (
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.probe import Probe
 from forge_jax.models.spec import Activation, ExpertSpec, ModelSpec, RopeSpec
+from forge_jax.models.stages import Stage
 from forge_jax.models.summary import summarize
 from forge_jax.weights.formats import (
     MatrixSpec,
@@ -667,20 +669,40 @@ class Decoder(nnx.Module):
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """Return (kv, dtype[T, d] after the final norm, the residual stream, L + 1 arrays)."""
         ragged = ragged._replace(axis=self.axis)
+        x = self.first_stream(tokens, ragged)
+        kv, stream = self.run_layers(range(len(self.layers)), x, kv, ragged, lora)
+        return kv, self.last_hidden(stream[-1], ragged), stream
+
+    def first_stream(self, tokens: jax.Array, ragged: Ragged) -> jax.Array:
+        """Return the residual stream before the first layer, dtype[T, d], for i32[T]."""
         with jax.named_scope("embed"):
-            x = ragged.tap("embed", self.embed(tokens, ragged))
+            return ragged.tap("embed", self.embed(tokens, ragged))
+
+    def run_layers(
+        self,
+        layers: range,
+        x: jax.Array,  # dtype[T, d], the residual stream before them
+        kv: KV,  # theirs
+        ragged: Ragged,
+        lora: Callable[[int], LayerLora] | None = None,  # by layer
+    ) -> tuple[KV, tuple[jax.Array, ...]]:
+        """Run some layers. Return (kv, the residual stream): x and each layer's output."""
         stream, new_kv = [x], []
-        for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
+        for i, layer_kv in zip(layers, kv, strict=True):
             with jax.named_scope(f"layer_{i}"):
                 ragged = ragged.in_layer(i)
                 if lora is not None:
                     ragged = ragged._replace(lora=lora(i))
-                layer_kv, x = layer(x, layer_kv, ragged)
+                layer_kv, x = self.layers[i](x, layer_kv, ragged)
             x = ragged.tap("resid", x)
             new_kv.append(layer_kv)
             stream.append(x)
+        return tuple(new_kv), tuple(stream)
+
+    def last_hidden(self, x: jax.Array, ragged: Ragged) -> jax.Array:
+        """Return dtype[T, d] after the final norm, for the residual stream after all layers."""
         with jax.named_scope("final_norm"):
-            return tuple(new_kv), ragged.tap("final_norm", self.norm(x)), tuple(stream)
+            return ragged.tap("final_norm", self.norm(x))
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """Return f32[B, V] for hidden: dtype[B, d]."""
@@ -790,6 +812,9 @@ class Model:
     If `shards` is above 1, this is one shard of the model of the whole `spec`. `leaves`,
     `param_bytes` and `packings` are the shard's, and the functions run inside `shard_map`, see
     `forge_jax.step.mesh`.
+
+    If `stage` is not None, this is one stage of pipeline parallelism, see `of_stage`. `spec` still
+    describes all layers.
     """
 
     spec: ModelSpec
@@ -800,6 +825,8 @@ class Model:
     graphdef: Any
     treedef: Any
     shards: int = 1
+    stage: Stage | None = None  # whose leaves these are; None: all of the model
+    whole: Model | None = None  # with the leaves of all stages; None: this one
 
     @classmethod
     def build(
@@ -825,6 +852,27 @@ class Model:
             graphdef=graphdef,
             treedef=treedef,
             shards=shards,
+        )
+
+    @property
+    def has_stages(self) -> bool:
+        """True if the decoder computes its layers one after another, as `Decoder` does."""
+        return type(self.decoder(self.leaves)).hidden is Decoder.hidden
+
+    def of_stage(self, stage: Stage) -> Model:
+        """Return one stage of this model, which has the names and leaves that the stage owns.
+
+        Its `forward` takes the residual stream of the stage before, and returns its own, unless it
+        is the first or the last stage.
+        """
+        own = [stage.owns(name) for name in self.names]
+        return replace(
+            self,
+            names=tuple(compress(self.names, own)),
+            leaves=tuple(compress(self.leaves, own)),
+            matrices={leaf: each for leaf, each in self.matrices.items() if stage.owns(leaf)},
+            stage=stage,
+            whole=self,
         )
 
     @cached_property
@@ -885,6 +933,7 @@ class Model:
         state_slots: jax.Array | None = None,
         probe: Probe | None = None,
         skip_padding: bool = False,
+        stream: jax.Array | None = None,
     ) -> Any:
         """Run one step over ragged rows: write their keys and values, then attend.
 
@@ -910,11 +959,14 @@ class Model:
           probe: returns and replaces activations, for research. Its caller calls `finish`.
           skip_padding: do not compute rows that belong to no sequence. The CPU kernels leave them
             undefined, and a sum over all rows, such as a weight's gradient, could become NaN.
+          stream: for a stage other than the first, dtype[T, d], the residual stream before its
+            layers. `kv` has only the stage's layers, and `tokens` is ignored.
 
         Returns:
-          (kv, hidden): hidden is dtype[T, d] after the final norm; rows that belong to no sequence
-          have no meaning. If `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays
-          dtype[T, d], the embedding and each layer's output.
+          (kv, hidden): hidden is dtype[T, d] after the final norm, or after the layers of a stage
+          other than the last. Rows that belong to no sequence have no meaning. If
+          `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays dtype[T, d], the
+          embedding and each layer's output.
 
         Gradients are those of `forge_kernels.attention.rotate_write_attend`.
 
@@ -941,9 +993,16 @@ class Model:
         )
         if skip_padding:
             ragged = ragged._replace(num_rows=ragged.num_tokens)
+        decoder, stage = self.decoder(leaves), self.stage
         by_layer = None if lora is None else partial(lora.layer, self.spec)
-        kv, hidden, stream = self.decoder(leaves).hidden(tokens, kv, ragged, by_layer)
-        return (kv, hidden, stream) if return_hidden_states else (kv, hidden)
+        if stage is None:
+            kv, hidden, states = decoder.hidden(tokens, kv, ragged, by_layer)
+            return (kv, hidden, states) if return_hidden_states else (kv, hidden)
+        assert isinstance(decoder, Decoder)
+        ragged = ragged._replace(axis=decoder.axis)
+        x = decoder.first_stream(tokens, ragged) if stream is None else stream
+        kv, states = decoder.run_layers(stage.layers, x, kv, ragged, by_layer)
+        return kv, decoder.last_hidden(states[-1], ragged) if stage.is_last else states[-1]
 
     def _ropes(self, positions: jax.Array) -> tuple[RopeTables, ...]:
         with jax.named_scope("rope_tables"):
@@ -977,8 +1036,15 @@ class Model:
             )
         return decoder.embed_tokens(tokens)
 
-    def decoder(self, leaves: Leaves) -> DecoderModule:
-        """Return the modules with these weights: an instance of the class given to `build`."""
+    def decoder(self, leaves: Sequence[Any]) -> DecoderModule:
+        """Return the modules with these weights: an instance of the class given to `build`.
+
+        Leaves that a stage does not own are shapes.
+        """
+        if self.whole is not None:
+            own = dict(zip(self.names, leaves, strict=True))
+            others = zip(self.whole.names, self.whole.leaves, strict=True)
+            leaves = [own.get(name, shape) for name, shape in others]
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     def leaves_of(self, module: DecoderModule) -> Leaves:

@@ -73,6 +73,7 @@ class ConvertedReader:
         stored = {
             name: jax.ShapeDtypeStruct(stored_shape(held, name), leaf.dtype)
             for name, leaf in expected.items()
+            if model.stage is None or model.stage.owns(name)
         }
         return cls(model, orbax.open_arrays(folder / WEIGHTS, stored), held)
 
@@ -206,7 +207,7 @@ def _held_model(model: Model, folder: Path, record: Record) -> Model:
     record.check_shards(model.shards, expert_parallel=model.spec.expert_parallel)
     if record.shards == model.shards:
         native = any(leaf.dtype == jnp.int4 for leaf in model.leaves)
-        return _stored_model(model, record, model.shards) if native else model
+        return _stored_model(model, record, model.shards) if native else model.whole or model
     if model.in_format(GGMLFormat):
         raise CheckpointError(
             f"--tensor-parallel {model.shards}: {folder} has matrices in blocks for one device: "
