@@ -142,6 +142,8 @@ ALIASES = (
     Alias("model_path", "model"),
     Alias("tensor_parallel_size", "tensor_parallel", short="-tp"),
     Alias("tp_size", "tensor_parallel"),
+    Alias("pipeline_parallel_size", "pipeline_parallel", short="-pp"),
+    Alias("pp_size", "pipeline_parallel"),
     Alias("enable_expert_parallel", "expert_parallel"),
     Alias("gpu_memory_utilization", "memory_fraction"),
     Alias("device_memory_utilization", "memory_fraction"),
@@ -200,23 +202,23 @@ IMPLIED = (
     ),
 )
 
-_ONE_HOST = "only tensor parallelism on one host is implemented: use --tensor-parallel"
+_OTHER_PARALLELISM = "use --tensor-parallel or --pipeline-parallel"
+_HOSTS = "use --num-hosts, --host-rank and --coordinator"
 _OF_SERVE = "several engines need a server: use --data-parallel of forge-jax serve"
 _CHECKPOINT_FILES = "the files in the model's folder determine it"
 _TEXT_ONLY = "models are text only"
 REFUSED: Mapping[str, str] = {
-    "pipeline_parallel_size": _ONE_HOST,
     "data_parallel": _OF_SERVE,
     "data_parallel_size": _OF_SERVE,
     "dp_size": _OF_SERVE,
     "data_parallel_size_local": "set --data-parallel of forge-jax serve on each host",
-    "data_parallel_address": _ONE_HOST,
-    "prefill_context_parallel_size": _ONE_HOST,
-    "decode_context_parallel_size": _ONE_HOST,
-    "nnodes": _ONE_HOST,
-    "node_rank": _ONE_HOST,
+    "data_parallel_address": "run separate servers behind a router",
+    "prefill_context_parallel_size": _OTHER_PARALLELISM,
+    "decode_context_parallel_size": _OTHER_PARALLELISM,
+    "nnodes": _HOSTS,
+    "node_rank": _HOSTS,
     "ep_size": "the devices of --tensor-parallel divide the experts: use --expert-parallel",
-    "distributed_executor_backend": _ONE_HOST,
+    "distributed_executor_backend": _HOSTS,
     "swap_space": "preempted sequences are recomputed, never swapped: omit this flag",
     "cpu_offload_gb": "weights are never offloaded: use --quantization to save memory",
     "kv_cache_memory_bytes": "the size of the KV cache is set in blocks: use --num-blocks",

@@ -301,10 +301,16 @@ class ParallelConfig:
         "give each device of --tensor-parallel whole experts, instead of a part of every expert. "
         "The number of devices must divide the number of experts",
     )
+    pipeline_parallel: int = option(
+        1,
+        "number of stages, which divide the layers of the model. Each stage has --tensor-parallel "
+        "devices",
+    )
     num_hosts: int = option(
         1,
-        "number of hosts that share the model, at least 1; it must divide --tensor-parallel. Each "
-        "runs forge-jax serve with the same options and its own --host-rank",
+        "number of hosts that share the model, at least 1; it must divide the number of devices, "
+        "--tensor-parallel times --pipeline-parallel. Each host runs forge-jax serve with the same "
+        "options and its own --host-rank",
     )
     host_rank: int = option(
         0,
@@ -342,6 +348,11 @@ class ParallelConfig:
         flag="--engine-timeout",
     )
 
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that share the model, on all hosts together."""
+        return self.tensor_parallel * self.pipeline_parallel
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -370,6 +381,7 @@ class EngineConfig:
             ("--max-draft-tokens", self.speculation.max_draft_tokens),
             ("--draft-layers", self.speculation.draft_layers),
             ("--tensor-parallel", self.parallel.tensor_parallel),
+            ("--pipeline-parallel", self.parallel.pipeline_parallel),
             ("--num-hosts", self.parallel.num_hosts),
         )
         for flag, value in positive:
@@ -402,6 +414,7 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
         _check_parallel(self.parallel)
         _check_hosts(self)
+        _check_pipeline(self)
         if not 0.0 < self.cache.memory_fraction <= 1.0:
             raise ConfigError(
                 f"--memory-fraction must be in (0, 1], not {self.cache.memory_fraction}"
@@ -574,13 +587,36 @@ def _check_hosts(config: EngineConfig) -> None:
             f"--num-hosts {hosts} needs --coordinator HOST:PORT, an address of host 0"
         )
     split_address(parallel.coordinator)
-    if parallel.tensor_parallel % hosts:
+    stages = parallel.pipeline_parallel
+    if parallel.num_devices % hosts:
+        times = f" times --pipeline-parallel {stages}" if stages > 1 else ""
         raise ConfigError(
-            f"--tensor-parallel {parallel.tensor_parallel} is the number of devices of all "
+            f"--tensor-parallel {parallel.tensor_parallel}{times} is the number of devices of all "
             f"{hosts} hosts, and must be a multiple of --num-hosts"
         )
     if config.speculation.draft_model is not None:
         raise ConfigError("--draft-model does not work with --num-hosts: use --speculation ngram")
+
+
+def _check_pipeline(config: EngineConfig) -> None:
+    """Reject options that do not work with several stages."""
+    if config.parallel.pipeline_parallel == 1:
+        return
+    model = config.model
+    conflicts = (
+        ("--draft-model", config.speculation.draft_model is not None),
+        ("--lora", bool(model.lora)),
+        ("--max-loras", bool(model.max_loras)),
+        ("--steering-vectors", bool(model.steering_vectors)),
+        ("--activations", bool(model.activations)),
+        ("--host-kv-gib", bool(config.cache.host_kv_gib)),
+    )
+    for flag, is_set in conflicts:
+        if is_set:
+            raise ConfigError(
+                f"{flag} does not work with --pipeline-parallel: omit one of them, or use "
+                "--tensor-parallel"
+            )
 
 
 def _check_host_kv(config: EngineConfig) -> None:

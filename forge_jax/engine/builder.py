@@ -56,6 +56,7 @@ from forge_jax.models.activations import ServedActivations, served_activations
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
 from forge_jax.models.registry import build_model, decoded, resolve_dtype
+from forge_jax.models.stages import split_stages
 from forge_jax.schedule.host_tier import HostTier
 from forge_jax.schedule.request import LoraRef
 from forge_jax.schedule.token_budget import TokenBudget
@@ -65,8 +66,9 @@ from forge_jax.speculate.draft_step import draft_shapes
 from forge_jax.step.draft_probs import DraftProbs
 from forge_jax.step.host_blocks import BATCH, SAVING
 from forge_jax.step.kv_cache import GIB, keeps_state, kv_shape
-from forge_jax.step.mesh import TensorMesh, choose_mesh
-from forge_jax.step.options import RunnerOptions
+from forge_jax.step.mesh import cache_layouts
+from forge_jax.step.options import PipelineStage, RunnerOptions
+from forge_jax.step.placement import choose_placements
 from forge_jax.step.runner import Runner
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
@@ -96,6 +98,8 @@ if TYPE_CHECKING:
     from forge_jax.step.bundle import Bundle
     from forge_jax.step.executables import BackgroundCompile
     from forge_jax.step.inputs import StepShape
+    from forge_jax.step.mesh import TensorMesh
+    from forge_jax.step.placement import Placement
     from forge_jax.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -110,6 +114,10 @@ class Design:
     """All choices and checks before the first executable compiles.
 
     Attributes:
+      model: one shard of all layers.
+      stages: the stages of pipeline parallelism; empty without them.
+      device: the device of this process with the least memory.
+      mesh: the mesh of `device`; None: there is no other device.
       bundle: holds executables that are loaded instead of compiled.
       select: returns the shapes of steps to compile. None: all.
     """
@@ -128,12 +136,18 @@ class Design:
     draft_probs: DraftProbs | None
     memory_limit: int
     sizes: Sizes
+    stages: tuple[PipelineStage, ...] = ()
     bundle: Bundle | None = None
     select: Select | None = None
 
     @property
     def shards(self) -> int:
         return 1 if self.mesh is None else self.mesh.shards
+
+    @property
+    def own_stages(self) -> list[PipelineStage]:
+        """The stages of pipeline parallelism that this process has devices of."""
+        return [stage for stage in self.stages if stage.placement.own_devices]
 
     @property
     def place(self) -> jax.Device | jax.sharding.Sharding:
@@ -282,13 +296,12 @@ def make_design(
         folder = folder or resolve(config.model.model, config.model.revision)
         spec = read_model_spec(config, folder)
         device = device or choose_device(config)
-        mesh = choose_mesh(config, device)
-        shards = 1 if mesh is None else mesh.shards
+        placements = choose_placements(config, device)
+        shards = len(placements[0].devices)
         if config.parallel.expert_parallel:
             spec = with_whole_experts(spec)
         check_shards(spec, shards)
-        if mesh is not None:  # sizes that fit the device with the least memory fit all
-            device = min((own for _, own in mesh.own), key=lambda own: free_bytes(own, shards))
+        placement, device = _least_memory(placements, shards)
         record = read_converted(config, folder)
     with startup.phase("kernels"):  # C++ kernels are compiled at the first start
         kernels = choose_kernels(config, spec, device, record)
@@ -299,6 +312,7 @@ def make_design(
         model = build_model(spec, config.model.dtype, formats, shards)
         check_weights(model, folder)  # before anything slow
         config = _without_prefix_cache(config, model)
+        stages = _stages(model, placements)
         if lora is not None:
             _check_adapters(config, model, lora)
         steering = _read_steering(config, spec)
@@ -313,7 +327,7 @@ def make_design(
             steering=None if steering is None else steering.shape,
             activations=activations,
         )
-        sizes = Sizes.choose(residents)
+        sizes = _choose_sizes(residents, stages)
         use_compilation_cache(config)
     return Design(
         config=config,
@@ -322,15 +336,46 @@ def make_design(
         model=model,
         kernels=kernels,
         device=device,
-        mesh=mesh,
+        mesh=placement.mesh,
+        stages=stages,
         lora=lora,
         steering=steering,
         activations=activations,
         draft=draft,
         memory_limit=free_bytes(device, shards),  # before the arrays below use some of it
-        draft_probs=_make_draft_probs(config, draft, device if mesh is None else mesh.whole),
+        draft_probs=_make_draft_probs(config, draft, device, placement.mesh),
         sizes=sizes,
     )
+
+
+def _least_memory(placements: Sequence[Placement], shards: int) -> tuple[Placement, jax.Device]:
+    """Return this process's device with the least free memory, and its placement.
+
+    Sizes that fit this device fit all.
+    """
+    own = [(each, device) for each in placements for device in each.own_devices]
+    return min(own, key=lambda pair: free_bytes(pair[1], shards)) if len(own) > 1 else own[0]
+
+
+def _stages(model: Model, placements: Sequence[Placement]) -> tuple[PipelineStage, ...]:
+    """Divide the model among the placements; nothing if there is only one."""
+    if len(placements) == 1:
+        return ()
+    stages = split_stages(model, cache_layouts(model), len(placements))
+    models = map(model.of_stage, stages)
+    return tuple(map(PipelineStage, models, placements))
+
+
+def _choose_sizes(residents: Residents, stages: Sequence[PipelineStage]) -> Sizes:
+    """Return sizes that fit each stage of this process.
+
+    The memory of CPU devices is the host's, which all stages share.
+    """
+    own = [stage.model for stage in stages if stage.placement.own_devices]
+    if not own or residents.on_cpu:
+        return Sizes.choose(residents)
+    sizes = [Sizes.choose(dataclasses.replace(residents, model=model)) for model in own]
+    return min(sizes, key=lambda each: each.kv.num_blocks)
 
 
 def _without_prefix_cache(config: EngineConfig, model: Model) -> EngineConfig:
@@ -369,12 +414,21 @@ def _with_bundle(design: Design) -> Design:
 
 
 def _load_weights(design: Design) -> tuple[Leaves, Leaves]:
+    mapped = may_map(design.config, design.device)
+    if design.stages:
+        parts = [
+            load_weights(
+                stage.model,
+                design.folder,
+                device=stage.placement.device,
+                mesh=stage.placement.mesh,
+                mapped=mapped,
+            )
+            for stage in design.own_stages
+        ]
+        return tuple(leaf for part in parts for leaf in part), ()
     leaves = load_weights(
-        design.model,
-        design.folder,
-        device=design.device,
-        mesh=design.mesh,
-        mapped=may_map(design.config, design.device),
+        design.model, design.folder, device=design.device, mesh=design.mesh, mapped=mapped
     )
     if design.draft is None:
         return leaves, ()
@@ -426,6 +480,18 @@ def _log_sizes(design: Design) -> None:
         design.device,
         "" if design.mesh is None else f" and {design.shards - 1} more with the same sizes on each",
     )
+    for stage in design.own_stages:
+        assert stage.model.stage is not None
+        layers, count = stage.model.stage.layers, stage.model.stage.count
+        log.info(
+            "stage %d of %d: layers %d to %d, %s of weights, on %s",
+            stage.model.stage.index,
+            count,
+            layers[0],
+            layers[-1],
+            bytes_text(stage.model.param_bytes),
+            ", ".join(map(str, stage.placement.devices)),
+        )
     log_if_small(config, sizes)
     if sizes.host_blocks:
         log.info(
@@ -474,7 +540,7 @@ def _make_core(
         speculator=make_speculator(config, draft_model),
         # Other hosts may have failed at another point, or not at all.
         unrecoverable=() if runner.mirror is None else (Exception,),
-        research=ResearchLimits(_steering(design), _activations(design)),
+        research=ResearchLimits(_steering(design), _activations(design), pools=not design.stages),
     )
     if runner.host is not None:
         core.keep_evicted(runner.host)
@@ -621,7 +687,7 @@ def _load_adapters(design: Design, shape: LoraShape, runner: Runner) -> Adapters
 
 
 def _make_draft_probs(
-    config: EngineConfig, draft: Draft | None, device: jax.Device | jax.sharding.Sharding
+    config: EngineConfig, draft: Draft | None, device: jax.Device, mesh: TensorMesh | None
 ) -> DraftProbs | None:
     """Return the buffer for a draft model's distributions; None if no step needs them."""
     if draft is None or config.speculation.draft_verification == "coupled":
@@ -630,7 +696,7 @@ def _make_draft_probs(
         num_slots=config.batch.max_num_seqs,
         max_drafts=config.speculation.max_draft_tokens,
         vocab_size=draft.model.spec.vocab_size,
-        device=device,
+        device=device if mesh is None else mesh.whole,
     )
 
 
@@ -640,7 +706,9 @@ def _make_runner(design: Design) -> Runner:
     if design.select is not None:
         shapes = design.select(options.shapes)
         first = first_shapes(shapes, design.device.platform)
-        options = dataclasses.replace(options, shapes=shapes, first=first)
+        options = dataclasses.replace(
+            options, shapes=shapes, first=None if options.stages else first
+        )
     runner = Runner(design.model, options)
     runner.compile()
     return runner
@@ -659,7 +727,8 @@ def runner_options(design: Design) -> RunnerOptions:
     )
     return RunnerOptions(
         shapes=shapes,
-        first=first_shapes(shapes, design.device.platform),
+        # The stages have several executables for each shape, which are activated together.
+        first=None if design.stages else first_shapes(shapes, design.device.platform),
         kv_shape=sizes.kv,
         num_slots=config.batch.max_num_seqs,
         max_blocks=sizes.blocks_per_sequence,
@@ -677,6 +746,7 @@ def runner_options(design: Design) -> RunnerOptions:
         memory_limit=design.memory_limit - sizes.draft_bytes - sizes.staging_bytes,
         mesh=design.mesh,
         bundle=design.bundle,
+        stages=design.stages,
     )
 
 

@@ -77,6 +77,7 @@ def identity(design: Design, options: RunnerOptions) -> dict[str, Any]:
     return {
         **_environment(design.device),
         "--tensor-parallel": design.shards,
+        "--pipeline-parallel": config.parallel.pipeline_parallel,
         "--expert-parallel": config.parallel.expert_parallel,
         "--dtype": model.dtype.name,
         "--kv-dtype": str(sizes.kv.storage),

@@ -134,7 +134,8 @@ class EngineCore:
       one_step_ahead: dispatch a step while the previous one runs. Otherwise a tick waits for the
         step that it has dispatched.
       unrecoverable: exceptions of the device that `tick` raises instead of recovering.
-      research: the steering vectors and activations of the device. None: it has none.
+      research: the steering vectors and activations of the device, and whether it pools. None: it
+        has no vectors and no activations, and pools.
     """
 
     def __init__(
@@ -208,6 +209,7 @@ class EngineCore:
             kv_tokens=pool.num_blocks * pool.block_size,
             steering=self._research.steering,
             activations=self._research.activations,
+            pools=self._research.pools,
         )
 
     def check(self, request: Request) -> None:

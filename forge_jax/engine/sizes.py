@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -26,6 +25,7 @@ from forge_jax.step.kv_cache import (
     fit_num_blocks,
     kv_shape,
 )
+from forge_jax.step.mesh import cache_layouts
 from forge_jax.telemetry.memory import available_host_bytes, device_bytes, share_of_device
 from forge_jax.weights.partition import shard_spec
 
@@ -68,7 +68,7 @@ class Residents:
         # A draft model's cache is small and uses the model's own dtype.
         kv_dtype = self.config.cache.kv_dtype if model is self.model else "auto"
         drafts = max_drafts(self.config)
-        return kv_shape(
+        whole = kv_shape(
             shard_spec(model.spec, model.shards),
             num_blocks=num_blocks,
             block_size=block_size,
@@ -77,6 +77,7 @@ class Residents:
             num_slots=self.config.batch.max_num_seqs,
             num_pending=drafts + 1 if drafts else 0,
         )
+        return whole if model.stage is None else replace(whole, layouts=cache_layouts(model))
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block in the KV caches of all models."""
@@ -234,11 +235,11 @@ class Sizes:
     def with_blocks(self, config: EngineConfig, blocks: int) -> Sizes:
         """Return sizes with a KV cache of so many blocks, and a context that fits into it."""
         room = blocks * self.kv.block_size
-        return dataclasses.replace(
+        return replace(
             self,
             max_model_len=_fit_context(config.model.max_model_len, self.max_model_len, room),
-            kv=dataclasses.replace(self.kv, num_blocks=blocks),
-            draft_kv=self.draft_kv and dataclasses.replace(self.draft_kv, num_blocks=blocks),
+            kv=replace(self.kv, num_blocks=blocks),
+            draft_kv=self.draft_kv and replace(self.draft_kv, num_blocks=blocks),
             draft_bytes=self.draft_bytes - (self.kv.num_blocks - blocks) * self._draft_block_bytes,
         )
 

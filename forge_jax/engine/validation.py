@@ -54,10 +54,11 @@ class ActivationLimits(NamedTuple):
 
 
 class ResearchLimits(NamedTuple):
-    """The steering vectors and activations that requests can use."""
+    """The steering vectors, activations and pooling that requests can use."""
 
     steering: Steering | None = None  # None: no steering vectors are loaded
     activations: ActivationLimits | None = None  # None: the engine returns none
+    pools: bool = True
 
 
 class Limits(NamedTuple):
@@ -68,6 +69,7 @@ class Limits(NamedTuple):
     kv_tokens: int  # capacity of the engine's KV cache
     steering: Steering | None = None  # None: no steering vectors are loaded
     activations: ActivationLimits | None = None  # None: the engine returns none
+    pools: bool = True  # the device can pool hidden states
 
 
 def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> None:
@@ -78,7 +80,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     """
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
-    _check_pooling(request)
+    _check_pooling(request, limits)
     _check_steering(request.params, limits.steering)
     if request.params.constrained and tokenizer is None:
         raise refused("the model has no tokenizer")
@@ -107,10 +109,16 @@ def token_filter(
     return TokenFilter.of(params, tokenizer, vocab_size)
 
 
-def _check_pooling(request: Request) -> None:
+def _check_pooling(request: Request, limits: Limits) -> None:
     params = request.params
     if request.pooling is None:
         return
+    if not limits.pools:
+        raise RequestError(
+            "embeddings do not work with --pipeline-parallel: serve the model with "
+            "--tensor-parallel instead",
+            param="pooling",
+        )
     if request.pooling not in get_args(Pooling):
         raise RequestError("pooling must be last or mean", param="pooling")
     if params.max_tokens != 0 or params.n != 1 or params.constrained:

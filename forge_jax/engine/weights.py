@@ -48,7 +48,7 @@ class EngineWeights:
 
     @property
     def leaves(self) -> Leaves:
-        """The current weights, in the order of `model.names`."""
+        """The current weights, in the order of `model.names`; of stages, one after another."""
         return self._runner.leaves
 
     def chunked_logits(self, max_len: int, place: int = 0) -> ChunkedLogits:
@@ -59,9 +59,10 @@ class EngineWeights:
           place: the slot of a LoRA adapter; 0: none.
 
         Raises:
-          ModelError: if the engine is not deterministic.
+          ModelError: if the engine is not deterministic, or has stages.
           ValueError: if `max_len` exceeds the context length.
         """
+        self._reject_stages("score texts")
         adapters = self._runner.adapters if place else ()
         options = self.score_options
         return ChunkedLogits(self.model, self.leaves, options, max_len, adapters, place)
@@ -71,8 +72,9 @@ class EngineWeights:
         """The options with which `score` returns the bits of this engine.
 
         Raises:
-          ModelError: if the engine is not deterministic.
+          ModelError: if the engine is not deterministic, or has stages.
         """
+        self._reject_stages("score texts")
         return ScoreOptions.of_engine(self._runner.options)
 
     def prepare(self, weights: NewWeights) -> Leaves:
@@ -84,6 +86,7 @@ class EngineWeights:
           ModelError: if a leaf or tensor is missing or unknown, or has the wrong shape or type. The
             message names it. Also if the weights do not fit into the memory of the device.
         """
+        self._reject_stages("update weights")
         if isinstance(weights, str | Path):
             return self._fitting(lambda: self._loaded(Path(weights)))
         if not isinstance(weights, Mapping | Sequence):
@@ -95,6 +98,12 @@ class EngineWeights:
             weights = {name: _array(name, array) for name, array in weights.items()}
             self._reject_floats(weights)
         return self._fitting(lambda: self._prepared(weights))
+
+    def _reject_stages(self, purpose: str) -> None:
+        if self._runner.options.stages:
+            raise ModelError(
+                f"an engine with pipeline_parallel cannot {purpose}: use tensor_parallel instead"
+            )
 
     def _fitting(self, prepare: Callable[[], Leaves]) -> Leaves:
         try:

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from forge_jax.errors import ConfigError
 from forge_jax.models.kv import LayerLayout, PagedLayout, StateArray, StateLayout
 from forge_jax.models.lora import LoraShape, lora_targets, set_adapter
 from forge_jax.models.plugins import find_architecture
@@ -36,7 +35,6 @@ from forge_jax.weights.partition import (
 )
 
 if TYPE_CHECKING:
-    from forge_jax.config import EngineConfig
     from forge_jax.models.decoder import Model
     from forge_jax.models.spec import ModelSpec
     from forge_jax.step.kv_cache import KVShape
@@ -212,8 +210,10 @@ def kv_specs(model: Model) -> Any:
 
 
 def cache_layouts(model: Model) -> tuple[LayerLayout, ...]:
-    """Return the layouts of the layers' caches on one shard."""
-    return find_architecture(model.spec.architecture).cache(shard_spec(model.spec, model.shards))
+    """Return the layouts of the caches of a model's own layers, on one shard."""
+    spec, stage = shard_spec(model.spec, model.shards), model.stage
+    layouts = find_architecture(spec.architecture).cache(spec)
+    return layouts if stage is None else tuple(layouts[layer] for layer in stage.layers)
 
 
 def _with_empty(layout: LayerLayout, layer: Any) -> Any:
@@ -314,41 +314,3 @@ def _joined(described: jax.ShapeDtypeStruct, shards: Sequence[jax.Array]) -> jax
     shape, sharding = described.shape, described.sharding
     assert sharding is not None
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
-
-
-def choose_mesh(config: EngineConfig, device: jax.Device) -> TensorMesh | None:
-    """Return a mesh of `--tensor-parallel` devices, starting at `device`. None for one device.
-
-    Raises:
-      ConfigError: if there are too few devices, or the other hosts are not connected.
-    """
-    count = config.parallel.tensor_parallel
-    if count == 1:
-        return None
-    hosts = config.parallel.num_hosts
-    if hosts > 1 and jax.process_count() == 1:
-        raise ConfigError(
-            "--num-hosts works with forge-jax serve only, whose engine process can be replaced if "
-            "a host is lost"
-        )
-    devices = jax.local_devices(backend=device.platform)
-    first, count = devices.index(device), count // hosts
-    if first + count > len(devices):
-        more = (
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={first + count} makes that many "
-            "of a CPU, for tests"
-            if device.platform == "cpu"
-            else f"use at most --tensor-parallel {hosts * (len(devices) - first)}, or a lower "
-            "--device"
-        )
-        raise ConfigError(
-            f"--tensor-parallel {hosts * count}: from device {first} on there are "
-            f"{len(devices) - first}"
-            + ("" if hosts == 1 else f" on this host, which needs {count}")
-            + f": {more}"
-        )
-    of_hosts = [
-        [each for each in jax.devices(device.platform) if each.process_index == host]
-        for host in range(hosts)
-    ]
-    return TensorMesh.of([each for own in of_hosts for each in own[first : first + count]])

@@ -35,6 +35,12 @@ class Run(msgspec.Struct, array_like=True, frozen=True, tag=True):
         return cls(shape.name, WireArray.of(packed), None if masks is None else WireArray.of(masks))
 
 
+class Complete(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Move a micro-batch through the remaining stages of the pipeline."""
+
+    number: int
+
+
 class Activate(msgspec.Struct, array_like=True, frozen=True, tag=True):
     shape: str
 
@@ -52,7 +58,9 @@ class ActivatePooling(msgspec.Struct, array_like=True, frozen=True, tag=True):
     pass
 
 
-type Operation = UpdateSlots | Run | Activate | SetAdapter | CompilePooling | ActivatePooling
+type Operation = (
+    UpdateSlots | Run | Complete | Activate | SetAdapter | CompilePooling | ActivatePooling
+)
 
 
 class Mirror(Protocol):
@@ -70,6 +78,8 @@ def replay(runner: Runner, operation: Operation) -> None:
             runner.state.update_slots(name, packed.array())
         case Run(shape, packed, masks):
             runner.run(shape, packed.array(), None if masks is None else masks.array())
+        case Complete(number):
+            runner.complete(number)
         case Activate(shape):
             runner.activate(shape)
         case CompilePooling():

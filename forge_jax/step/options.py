@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import jax
 
 from forge_jax.config import Verification
+from forge_jax.step.mesh import cache_layouts
 from forge_jax.step.placement import Placement
 from forge_jax.step.step import Sampler
 from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
+    from forge_jax.models.decoder import Model
     from forge_jax.models.lora import LoraShape
     from forge_jax.models.steering import SteeringShape
     from forge_jax.step.bundle import Bundle
@@ -49,9 +51,22 @@ SHARED_COMMAND_BUFFERS = ",".join(
 
 
 def compiler_options(
-    platform: str, *, command_buffers: bool, deterministic: bool, shards: int = 1
+    platform: str,
+    *,
+    command_buffers: bool,
+    deterministic: bool,
+    shards: int = 1,
+    stages: int = 0,
 ) -> CompilerOptions:
-    """Return XLA's options for executables that `shards` devices run together."""
+    """Return XLA's options for executables that `shards` devices run together.
+
+    Args:
+      platform: JAX's name of it.
+      command_buffers: as in `RunnerOptions`.
+      deterministic: as in `RunnerOptions`.
+      shards: number of devices.
+      stages: number of stages, each with its own executables; 0 without stages.
+    """
     if platform == "cpu":
         return {}
     options = dict(GPU_OPTIONS)
@@ -61,7 +76,17 @@ def compiler_options(
         options["xla_gpu_enable_command_buffer"] = SHARED_COMMAND_BUFFERS
     if deterministic:
         options |= DETERMINISTIC_GPU_OPTIONS
+    if stages:  # otherwise each process waits for the others' results of the same executable
+        options["xla_gpu_shard_autotuning"] = False
     return options
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A stage of pipeline parallelism, and its devices."""
+
+    model: Model
+    placement: Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +113,8 @@ class RunnerOptions:
       host_copies: copy blocks of the KV cache to host memory and back.
       memory_limit: bytes of the device that all of this may take. None: no limit.
       bundle: holds executables that are loaded instead of compiled, if they have these shapes.
+      stages: all stages of the model. `kv_shape`, `device` and `mesh` are then those of one stage
+        of this process. Empty: the devices share all layers.
     """
 
     shapes: Sequence[StepShape]
@@ -109,6 +136,17 @@ class RunnerOptions:
     host_copies: bool = False
     memory_limit: int | None = None
     bundle: Bundle | None = None
+    stages: tuple[PipelineStage, ...] = ()
+
+    def of_stage(self, stage: PipelineStage) -> RunnerOptions:
+        """Return the options of one of the stages."""
+        return replace(
+            self,
+            kv_shape=replace(self.kv_shape, layouts=cache_layouts(stage.model)),
+            device=stage.placement.device,
+            mesh=stage.placement.mesh,
+            stages=(),
+        )
 
     @property
     def first_shapes(self) -> list[StepShape]:
@@ -134,4 +172,5 @@ class RunnerOptions:
             command_buffers=self.command_buffers,
             deterministic=self.deterministic,
             shards=1 if self.mesh is None else self.mesh.shards,
+            stages=len(self.stages),
         )

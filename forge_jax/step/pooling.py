@@ -56,5 +56,5 @@ class Pooling:
         assert self._executables is not None
         state.new_sums()
         for shape in self._shapes:
-            state.activate(shape, self._executables[shape.name])
+            state.activate(shape, self._executables)
         self.ready = self._shapes

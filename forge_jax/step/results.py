@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import numpy as np
 
 from forge_jax.schedule.plan import (
@@ -20,6 +24,28 @@ if TYPE_CHECKING:
     from forge_jax.sampling_params import SamplingParams
     from forge_jax.step.inputs import StepShape
     from forge_jax.step.step import Pooled, StepOut
+
+
+# Results of the latest steps of all runners, including runners that no longer exist.
+_latest: deque[jax.Array] = deque(maxlen=8)
+
+
+@atexit.register
+def _finish_steps() -> None:
+    """Wait for results that no caller reads, such as those of the step ahead of the last one.
+
+    JAX copies results to the host in its own threads. Such a thread aborts the process if it needs
+    the interpreter after its end ("terminate called without an active exception").
+    """
+    while _latest:
+        with contextlib.suppress(Exception):  # errors of a step that has failed
+            np.asarray(_latest.popleft())
+
+
+def begin_copy(packed: jax.Array) -> None:
+    """Start to copy the result of a step to the host."""
+    packed.copy_to_host_async()
+    _latest.append(packed)
 
 
 class Pending(NamedTuple):

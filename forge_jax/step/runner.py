@@ -8,34 +8,32 @@ starts the copy of the result. `read` waits for it.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from forge_jax.models.kv import KV
+from forge_jax.schedule.plan import StepResult
 from forge_jax.schedule.wire_array import WireArray
 from forge_jax.step.executables import PATIENCE_S, BackgroundCompile, Executables
 from forge_jax.step.host_blocks import HostBlocks
+from forge_jax.step.micro_batches import MicroBatch, joined_results, split_plan
 from forge_jax.step.mirror import (
     Activate,
     ActivatePooling,
     CompilePooling,
+    Complete,
     Mirror,
     Operation,
     Run,
     SetAdapter,
     UpdateSlots,
 )
+from forge_jax.step.pipeline import Batch, Pipeline, PipelineBuilder
 from forge_jax.step.pooling import Pooling
-from forge_jax.step.results import Pending, read_result
-from forge_jax.step.slots import Slots
+from forge_jax.step.results import Pending, begin_copy, read_result
 from forge_jax.step.state import StepState
 from forge_jax.step.step_builder import StepBuilder
 from forge_jax.step.step_shapes import StepLimits, step_limits
@@ -43,25 +41,18 @@ from forge_jax.step.uploads import Uploads
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
-    from forge_jax.schedule.plan import StepPlan, StepResult
+    from forge_jax.sampling_params import SamplingParams
+    from forge_jax.schedule.plan import StepPlan
     from forge_jax.step.inputs import StepShape
     from forge_jax.step.options import RunnerOptions
 
 
-# Results of the latest steps of all runners, including runners that no longer exist.
-_latest: deque[jax.Array] = deque(maxlen=8)
+class PendingBatches(NamedTuple):
+    """A step of a pipeline that has been dispatched."""
 
-
-@atexit.register
-def _finish_steps() -> None:
-    """Wait for results that no caller reads, such as those of the step ahead of the last one.
-
-    JAX copies results to the host in its own threads. Such a thread aborts the process if it needs
-    the interpreter after its end ("terminate called without an active exception").
-    """
-    while _latest:
-        with contextlib.suppress(Exception):  # errors of a step that has failed
-            np.asarray(_latest.popleft())
+    plan: StepPlan
+    # Each micro-batch, with the parameters of its sequences, or None if no logprobs are needed.
+    batches: list[tuple[MicroBatch, tuple[SamplingParams, ...] | None, Batch]]
 
 
 class Runner:
@@ -88,14 +79,25 @@ class Runner:
         self.options = options
         self.mirror: Mirror | None = None
         self.background = BackgroundCompile() if background is None else background
-        self._builder = StepBuilder(model, options)
-        self.state = StepState(self._builder, options)
-        self.host = _host_blocks(self.state, options) if options.host_copies else None
+        self._builder: StepBuilder
+        self.state: StepState | Pipeline
+        if options.stages:
+            builder = self._builder = PipelineBuilder(model, options)
+            self.state = Pipeline.of(builder, options)
+        else:
+            self._builder = StepBuilder(model, options)
+            self.state = StepState(self._builder, options)
+        self.host = _host_blocks(self._whole, options) if options.host_copies else None
         self._uploads = Uploads(options, model.spec.vocab_size)
         self._executables = Executables(options.compiler_options, bundle=options.bundle)
         self._ready: list[StepShape] = []  # active, smallest first
         self._pooling = Pooling(options)
-        self._new_state: Future[tuple[KV, Slots]] | None = None
+
+    @property
+    def _whole(self) -> StepState:
+        """The state of a model without stages."""
+        assert isinstance(self.state, StepState)
+        return self.state
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Runner:
         """Start to lower and compile everything in threads, the first shapes first."""
         executables, options = self._executables, self.options
         self._builder.add_new_state(executables)
-        self._new_state = executables.call("new_state")  # it may touch all of the cache's pages
+        self.state.create(executables)
         for shape in options.first_shapes:
             self._builder.add_step(executables, shape)
         self._builder.add_slot_updates(executables)
@@ -146,7 +148,9 @@ class Runner:
 
         The value is XLA's own analysis of the buffers; 0 if it has none.
         """
-        return max(self._executables.memory_bytes(s.name) for s in self.options.first_shapes)
+        shapes = self.options.first_shapes
+        names = [name for shape in shapes for name in self._builder.names(shape)]
+        return max(map(self._executables.memory_bytes, names))
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
         """Set the weights, and run each of the first executables once."""
@@ -154,29 +158,27 @@ class Runner:
         self.allocate()
         updates = ("admit", "set_history", *(["set_adapter"] if self.options.lora else []))
         for name in updates:
-            self.state.compiled[name] = self._executables[name]
+            self.state.use(name, self._executables)
         for shape in self.options.first_shapes:
             self._activate(shape)
         if self.host is not None:
             for name in ("save_blocks", "load_blocks"):
-                self.state.compiled[name] = self._executables[name]
+                self.state.use(name, self._executables)
             self.host.warm_up()
         self._executables.resume()
 
     def allocate(self) -> None:
         """Wait for the KV cache and slots, whose allocation `compile` has started."""
-        if self._new_state is not None:
-            (self.state.kv, self.state.slots), self._new_state = self._new_state.result(), None
+        self.state.allocate()
 
     def release(self) -> None:
         """Release the KV cache and slots, so that another runner can use the memory."""
-        self.allocate()
         self.state.release()
 
     def reset(self) -> None:
         assert self.mirror is None, "a failed step ends all processes of a mesh"
         self._uploads.reset()
-        self.state.renew(self._executables["new_state"])
+        self.state.renew(self._executables)
 
     def set_adapter(self, place: int, arrays: tuple[np.ndarray, ...]) -> None:
         """Write an adapter (see `LoraShape.adapter`) to a slot that no sequence uses.
@@ -188,11 +190,11 @@ class Runner:
         assert lora is not None and 1 <= place <= lora.places
         self._tell(lambda: SetAdapter(place, tuple(map(WireArray.of, arrays))))
         adapter = arrays if mesh is None else mesh.cut_adapter(self.model, arrays)
-        self.state.set_adapter(place, adapter)
+        self._whole.set_adapter(place, adapter)
 
     def set_steering(self, stack: np.ndarray) -> None:
         """Set the values of all steering vectors, f32[n, L, d], before the first sequence."""
-        self.state.set_steering(stack)
+        self._whole.set_steering(stack)
 
     def replace_weights(self, leaves: tuple[jax.Array, ...]) -> None:
         """Use other weights from the next step on. LoRA adapters and steering vectors stay.
@@ -211,7 +213,7 @@ class Runner:
 
     def activate_pooling(self) -> None:
         self._tell(ActivatePooling)
-        self._pooling.activate(self.state)
+        self._pooling.activate(self._whole)
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         return self.state.compiled.copy()
@@ -223,20 +225,49 @@ class Runner:
     def command_buffers(self) -> bool:
         return self.options.command_buffers and self.options.device.platform != "cpu"
 
-    def dispatch(self, plan: StepPlan) -> Pending:
+    def dispatch(self, plan: StepPlan) -> Pending | PendingBatches:
         for name, packed in self._uploads.admissions(plan.admissions):
             self._tell(lambda name=name, packed=packed: UpdateSlots(name, WireArray.of(packed)))
             self.state.update_slots(name, packed)
+        if isinstance(self.state, Pipeline):
+            return self._dispatch_batches(self.state, plan)
         shape = self._choose(plan)
         packed, masks, params, returned = self._uploads.step(plan, shape)
         self._tell(lambda: Run.of(shape, packed, masks))
         out, pooled = self.state.run(shape, packed, masks)
-        out.packed.copy_to_host_async()
-        _latest.append(out.packed)
+        begin_copy(out.packed)
         return Pending(plan, shape, out, params, pooled, returned)
 
-    def read(self, pending: Pending) -> StepResult:
-        return read_result(pending)
+    def _dispatch_batches(self, pipeline: Pipeline, plan: StepPlan) -> PendingBatches:
+        """Compute the micro-batches of a plan, one after the other, in the first stage."""
+        pending = []
+        for part in split_plan(plan, len(self.options.stages)):
+            shape = self._choose(part.plan)
+            packed, masks, params, _ = self._uploads.step(part.plan, shape)
+            self._tell(lambda shape=shape, packed=packed, masks=masks: Run.of(shape, packed, masks))
+            pending.append((part, params, pipeline.run(shape, packed, masks)))
+        return PendingBatches(plan, pending)
+
+    def read(self, pending: Pending | PendingBatches) -> StepResult:
+        if isinstance(pending, Pending):
+            return read_result(pending)
+        results = []
+        for part, params, batch in pending.batches:
+            self._complete(batch)
+            assert batch.out is not None, "only the process of the first stage reads"
+            result = read_result(Pending(part.plan, batch.shape, batch.out, params))
+            results.append((part, result.sequences))
+        return StepResult(pending.plan.step, joined_results(results))
+
+    def _complete(self, batch: Batch) -> None:
+        if not batch.done:
+            self._tell(lambda: Complete(batch.number))
+            self.complete(batch.number)
+
+    def complete(self, number: int) -> None:
+        """Move a micro-batch through the remaining stages of the pipeline."""
+        assert isinstance(self.state, Pipeline)
+        self.state.complete(number)
 
     def _choose(self, plan: StepPlan) -> StepShape:
         for shape in self._pooling.ready if plan.pools else self._ready:
@@ -264,7 +295,7 @@ class Runner:
 
     def _activate(self, shape: StepShape) -> None:
         self._tell(lambda: Activate(shape.name))
-        self.state.activate(shape, self._executables[shape.name])
+        self.state.activate(shape, self._executables)
         self._ready = [s for s in self.options.shapes if s in self._ready or s == shape]
 
 

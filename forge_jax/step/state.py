@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,10 +11,12 @@ import numpy as np
 from forge_jax.models.kv import KV
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.mesh import placed
+from forge_jax.step.slots import Slots
 from forge_jax.step.step import Pooled, StepOut
 from forge_jax.step.uploads import pad_masks
 
 if TYPE_CHECKING:
+    from forge_jax.step.executables import Executables
     from forge_jax.step.options import RunnerOptions
     from forge_jax.step.step_builder import StepBuilder
 
@@ -29,6 +32,7 @@ class StepState:
         self.leaves: tuple[jax.Array, ...] = ()  # weights, adapters, steering vectors
         self.kv: KV = ()
         self.slots: Any = None
+        self._creating: Future[tuple[KV, Slots]] | None = None
         self._num_weights = 0
         self._sums: Any = None  # f32[num_slots, d], None until a step pools
         self._no_masks: dict[str, jax.Array] = {}  # dummies for steps without masks, never read
@@ -76,23 +80,43 @@ class StepState:
         zeros = np.zeros(self._builder.sums.shape, np.float32)
         self._sums = placed(zeros, self._sharding)
 
+    def create(self, executables: Executables) -> None:
+        """Start to allocate the KV cache and slots, which may touch all of the cache's pages."""
+        self._creating = executables.call(self._builder.name("new_state"))
+
+    def allocate(self) -> None:
+        """Wait for the KV cache and slots."""
+        if self._creating is not None:
+            (self.kv, self.slots), self._creating = self._creating.result(), None
+
     def release(self) -> None:
+        """Drop the KV cache and slots, whose memory is then free."""
+        self.allocate()
         self.kv, self.slots = (), None
 
-    def renew(self, new_state: jax.stages.Compiled) -> None:
+    def renew(self, executables: Executables) -> None:
         """Recreate the KV cache and slots after a step has raised: its donated arrays are lost."""
         self.release()  # first, or there would be no memory for the new ones
+        new_state = executables[self._builder.name("new_state")]
         self.kv, self.slots = jax.block_until_ready(new_state())
         if self._sums is not None:
             self.new_sums()
 
-    def activate(self, shape: StepShape, step: jax.stages.Compiled) -> None:
+    def use(self, name: str, executables: Executables) -> None:
+        """Wait for an executable, and use it from now on."""
+        self.compiled[name] = executables[self._builder.name(name)]
+
+    def activate(self, shape: StepShape, executables: Executables) -> None:
         """Run the real step without sequences. It writes nothing: every index is padding."""
-        self.compiled[shape.name] = step
+        self.prepare(shape, executables)
+        self.run(shape, self._builder.pack_empty(shape), None)[0].packed.block_until_ready()
+
+    def prepare(self, shape: StepShape, executables: Executables) -> None:
+        """Wait for the step of a shape. `run` and `run_stage` then accept the shape."""
+        self.use(shape.name, executables)
         num_rows, width = self._builder.masks_shape(shape)
         no_masks = pad_masks(np.empty((0, width), np.int32), num_rows)
         self._no_masks[shape.name] = placed(no_masks, self._sharding)
-        self.run(shape, self._builder.pack_empty(shape), None)[0].packed.block_until_ready()
 
     def update_slots(self, name: str, packed: np.ndarray) -> None:
         """Run `admit` or `set_history`."""
@@ -113,3 +137,36 @@ class StepState:
         self.kv, self.slots, out, pooled = step(self.leaves, self.kv, self.slots, *inputs)
         self._sums = pooled.sums
         return out, pooled
+
+    def run_stage(
+        self,
+        shape: StepShape,
+        packed: np.ndarray,
+        masks: np.ndarray | None,
+        stream: jax.Array | None,
+    ) -> Any:
+        """Run the step of a stage of pipeline parallelism.
+
+        Args:
+          shape: an active shape.
+          packed, masks: as in `run`.
+          stream: dtype[T, d], from the stage before; None for the first stage.
+
+        Returns:
+          The stage's stream, or the `StepOut` of the last stage.
+        """
+        inputs = (packed, self._no_masks[shape.name] if masks is None else masks)
+        given = () if stream is None else (None, None, stream)
+        step = self.compiled[shape.name]
+        self.kv, self.slots, out = step(self.leaves, self.kv, self.slots, *inputs, *given)
+        return out
+
+    def take_tokens(self, shape: StepShape, packed: np.ndarray, out: jax.Array) -> None:
+        """Feed the tokens of a step back, if this is the first of several stages.
+
+        Args:
+          shape: an active shape.
+          packed: the input of the step.
+          out: its `StepOut.packed`, from the last stage.
+        """
+        self.slots = self.compiled[f"take[{shape.name}]"](self.slots, packed, out)

@@ -75,6 +75,9 @@ def make_step(
     If the slots have adapters, their stacks follow the weights in `leaves`. The stack of steering
     vectors is the last leaf.
 
+    If `model` is a stage other than the last, the step returns `(kv, slots, stream)`. `stream`,
+    dtype[T, d], is the last argument of the next stage's step.
+
     Args:
       implementation: the attention implementation.
       sampler: the sampling implementation.
@@ -94,13 +97,13 @@ def make_step(
         masks: jax.Array,  # i32[R, mask_width(V)], read only if the MASKS flag is set
         proposed: Proposed | None = None,
         sums: jax.Array | None = None,  # f32[num_slots, d]*, only if the shape pools
+        stream: jax.Array | None = None,  # dtype[T, d], from the stage before
     ) -> Any:
         m: StepInputs = shape.split(packed)
         with jax.named_scope("inputs"):
             slots = _take_blocks(slots, m)
             batch = _batch(shape, m, slots, block_size, first_paged(kv).shape[0] * block_size)
-            leaves, probe = _split_steering(leaves, slots, shape, m, steering)
-            probe = _with_taps(probe, activations)
+            leaves, probe = _split_steering(leaves, slots, shape, m, steering, activations)
             leaves, lora = _split_adapters(leaves, slots, batch, len(model.leaves))
         kv, hidden = model.forward(
             leaves,
@@ -119,20 +122,36 @@ def make_step(
             state_slots=m.slot,
             probe=probe,
             skip_padding=True,
+            stream=stream,
         )
+        if model.stage is not None and not model.stage.is_last:
+            return kv, slots, hidden
         pooled = None if sums is None else _pool(shape, m, hidden, sums)
-        with jax.named_scope("rows"):
-            hidden = embed(hidden, m.row_token)
+        hidden = jax.named_scope("rows")(embed)(hidden, m.row_token)
         rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
-        rejects = verification == "rejection" and shape.max_drafts
-        drafts = _drafts(shape, m, batch.tokens, proposed) if rejects else None
-        with jax.named_scope("sample"):
-            slots, out = _sample_rows(shape, slots, m, rows, masks, batch, sampler, drafts)
+        drafts = _drafts(shape, m, batch.tokens, proposed, verification)
+        slots, out = _sample_rows(shape, slots, m, rows, masks, batch, sampler, drafts)
         out = _with_activations(out, probe, model, activations)
         return (kv, slots, out) if pooled is None else (kv, slots, out, pooled)
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
     return step
+
+
+def make_take_tokens(shape: StepShape) -> Callable[[Slots, jax.Array, jax.Array], Slots]:
+    """Return the function by which the first of several stages feeds sampled tokens back.
+
+    Its arguments are the slots, which it returns with the last tokens of sequences that sampled,
+    the step's input, and its `StepOut.packed`.
+    """
+
+    def take_tokens(slots: Slots, packed: jax.Array, out: jax.Array) -> Slots:
+        sampled, accepted = out[: shape.num_rows], out[2 * shape.num_rows :]
+        return slots._replace(
+            last_token=_last_tokens(shape, slots, shape.split(packed), sampled, accepted)
+        )
+
+    return take_tokens
 
 
 class _Batch(NamedTuple):
@@ -188,11 +207,14 @@ def _split_steering(
     shape: StepShape,
     m: StepInputs,
     steering: SteeringShape | None,
+    activations: tuple[str, ...],
 ) -> tuple[tuple[jax.Array, ...], Probe | None]:
+    """Return the other leaves, and the probe that steers and takes activations, if any."""
     if steering is None or slots.steering is None:
-        return leaves, None
+        return leaves, _with_taps(None, activations)
     seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
-    return leaves[:-1], steering.probe(leaves[-1], slots.steering[m.slot], seq)
+    probe = steering.probe(leaves[-1], slots.steering[m.slot], seq)
+    return leaves[:-1], _with_taps(probe, activations)
 
 
 def _split_adapters(
@@ -243,6 +265,7 @@ class _Rows(NamedTuple):
     in_seq: jax.Array  # index among its sequence's rows
 
 
+@jax.named_scope("sample")
 def _sample_rows(
     shape: StepShape,
     slots: Slots,
@@ -375,14 +398,26 @@ def _feed_back(
 ) -> Slots:
     """Store each sequence's last token for the next step, and count its output tokens."""
     samples = m.samples > 0
-    last = sampled[jnp.minimum(m.cu_rows[:-1] + accepted, shape.num_rows - 1)]
-    last_token = slots.last_token.at[jnp.where(samples, m.slot, PADDING)].set(last, mode="drop")
+    last_token = _last_tokens(shape, slots, m, sampled, accepted)
     is_last = rows.in_seq == (m.cu_rows[1:] - m.cu_rows[:-1])[rows.seq] - 1
     emitted = rows.valid & samples[rows.seq] & (rows.in_seq <= accepted[rows.seq])
     emitted &= (m.scoring[rows.seq] == 0) | is_last
     at = jnp.where(emitted, rows.slot, PADDING)
     counts = slots.counts.at[at, sampled].add(1, mode="drop")
     return slots._replace(last_token=last_token, counts=counts)
+
+
+def _last_tokens(
+    shape: StepShape,
+    slots: Slots,
+    m: StepInputs,
+    sampled: jax.Array,  # i32[R]
+    accepted: jax.Array,  # i32[S]
+) -> jax.Array:
+    """Return `Slots.last_token` after the step."""
+    last = sampled[jnp.minimum(m.cu_rows[:-1] + accepted, shape.num_rows - 1)]
+    at = jnp.where(m.samples > 0, m.slot, PADDING)
+    return slots.last_token.at[at].set(last, mode="drop")
 
 
 def _logprobs(given: _Given, sampled: jax.Array) -> tuple[jax.Array, ...]:
@@ -423,8 +458,14 @@ def _drafts(
     m: StepInputs,
     tokens: jax.Array,  # i32[T]
     proposed: Proposed | None,
-) -> sampling.Drafts:
-    """Return the draft token that each row verifies: the next token, except for last rows."""
+    verification: Verification,
+) -> sampling.Drafts | None:
+    """Return the draft token that each row verifies: the next token, except for last rows.
+
+    None if the step has no drafts, or their verification needs no probabilities.
+    """
+    if verification != "rejection" or not shape.max_drafts:
+        return None
     seq = jnp.minimum(m.row_seq, shape.num_seqs - 1)
     token = tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
     verified = jnp.arange(shape.num_rows) + 1 < m.cu_rows[seq + 1]

@@ -29,7 +29,7 @@ from forge_jax.step.slots import (
     set_history,
     slots_shape,
 )
-from forge_jax.step.step import make_step
+from forge_jax.step.step import make_step, make_take_tokens
 from forge_jax.weights.partition import shard_spec
 from forge_kernels import cpu
 
@@ -41,12 +41,29 @@ if TYPE_CHECKING:
 
 
 class StepBuilder:
-    """A builder that adds a model's steps and slot updates to `Executables`."""
+    """A builder that adds a model's steps and slot updates to `Executables`.
+
+    The executables of a stage of pipeline parallelism have its index in their names.
+    """
 
     def __init__(self, model: Model, options: RunnerOptions):
         self._model = model
         self._options = options
         self._placement = options.placement
+
+    def name(self, name: str) -> str:
+        """Return the name of an executable, such as "admit" or a shape's name."""
+        stage = self._model.stage
+        return name if stage is None else f"{name}@{stage.index}"
+
+    def names(self, shape: StepShape) -> list[str]:
+        """Return the names of the executables that compute a step."""
+        return [self.name(shape.name)]
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of the model's weights."""
+        return len(self._model.leaves)
 
     def add_step(self, executables: Executables, shape: StepShape) -> None:
         """Add a shape's step. It donates KV cache, slots, and the sums if the shape pools.
@@ -71,7 +88,8 @@ class StepBuilder:
             steering=self._options.steering is not None,
         )
         donated = (1, 2, 6) if shape.pools else (1, 2)
-        executables.add(shape.name, step, *self._step_inputs(shape), donate_argnums=donated)
+        inputs = self._step_inputs(shape)
+        executables.add(self.name(shape.name), step, *inputs, donate_argnums=donated)
 
     def _step_inputs(self, shape: StepShape) -> list[Any]:
         place = self._placement
@@ -82,6 +100,9 @@ class StepBuilder:
             place.i32(shape.width),
             place.i32(*self.masks_shape(shape)),
         ]
+        stage = self._model.stage
+        if stage is not None:
+            return inputs if stage.is_first else [*inputs, None, None, self.stream(shape)]
         probs = self._options.draft_probs
         if probs is not None and shape.max_drafts:
             inputs.append(place.put(probs.shapes))
@@ -89,10 +110,18 @@ class StepBuilder:
             inputs.append(None)
         return [*inputs, self.sums] if shape.pools else inputs
 
+    def add_take_tokens(self, executables: Executables, shape: StepShape) -> None:
+        """Add `take[SHAPE]` of a first stage, see `forge_jax.step.step.make_take_tokens`."""
+        place = self._placement
+        whole = {} if self._options.mesh is None else {"out_shardings": place.sharding}
+        inputs = place.i32(shape.width), place.i32(2 * shape.num_rows + shape.num_seqs)
+        name, take = self.name(f"take[{shape.name}]"), make_take_tokens(shape)
+        executables.add(name, take, place.put(self._slots), *inputs, donate_argnums=0, **whole)
+
     def add_new_state(self, executables: Executables) -> None:
         """Add `new_state() -> (kv, slots)`."""
         shardings = self._placement.kv_sharding(self._model), self._placement.sharding
-        executables.add("new_state", self._new_state, out_shardings=shardings)
+        executables.add(self.name("new_state"), self._new_state, out_shardings=shardings)
 
     def _new_state(self) -> tuple[KV, Slots]:
         slots = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots)
@@ -111,16 +140,18 @@ class StepBuilder:
             self._options.max_blocks, lora=lora is not None, steering=self._options.steering
         )
         rows = place.i32(ADMISSIONS, width)
-        executables.add("admit", admit, slots, rows, donate_argnums=0, **whole)
+        executables.add(self.name("admit"), admit, slots, rows, donate_argnums=0, **whole)
         history = place.i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
-        executables.add("set_history", set_history, slots, history, donate_argnums=0, **whole)
+        executables.add(
+            self.name("set_history"), set_history, slots, history, donate_argnums=0, **whole
+        )
         if lora is None:
             return
         if mesh is None:
             put, adapter = set_adapter, place.put(lora.adapter(self._model.spec, self._model.dtype))
         else:
             put, adapter = mesh.set_adapter(self._model), mesh.adapter(self._model, lora)
-        executables.add("set_adapter", put, self.stacks, place.i32(), adapter)
+        executables.add(self.name("set_adapter"), put, self.stacks, place.i32(), adapter)
 
     def add_block_copies(self, executables: Executables) -> None:
         """Add `save_blocks` and `load_blocks`, which donates the KV cache."""
@@ -148,6 +179,11 @@ class StepBuilder:
         """The shape of the stack of steering vectors, or nothing without them."""
         shape = self._options.steering
         return () if shape is None else (self._placement.put(shape.stack),)
+
+    def stream(self, shape: StepShape) -> jax.ShapeDtypeStruct:
+        """Return dtype[T, d], the residual stream of a step, on the devices of this model."""
+        size = shape.num_tokens, self._model.spec.hidden_size
+        return self._placement.put(jax.ShapeDtypeStruct(size, self._model.dtype))
 
     @property
     def sums(self) -> jax.ShapeDtypeStruct:
@@ -210,6 +246,9 @@ class StepBuilder:
             **({} if options.steering is None else {"steering": options.steering.digest}),
             **({"activations": options.activations} if options.activations else {}),
         }
+        if options.stages:
+            layers = [stage.model.stage.layers for stage in options.stages if stage.model.stage]
+            settings["stages"] = [each.stop for each in layers]
         if options.mesh is None:
             return settings
         # The number of shards, and the experts that each has, change the order of sums.

@@ -114,11 +114,16 @@ def _check_output(folder: Path) -> None:
 
 
 def _check_devices(config: EngineConfig) -> None:
-    if config.parallel.tensor_parallel > 1:
-        raise ConfigError(
-            f"--tensor-parallel {config.parallel.tensor_parallel}: a bundle holds executables for "
-            "one device. For several, use a compile cache on a persistent disk"
-        )
+    parallel = config.parallel
+    for flag, count in (
+        ("--tensor-parallel", parallel.tensor_parallel),
+        ("--pipeline-parallel", parallel.pipeline_parallel),
+    ):
+        if count > 1:
+            raise ConfigError(
+                f"{flag} {count}: a bundle holds executables for one device. For several, use a "
+                "compile cache on a persistent disk"
+            )
 
 
 @contextlib.contextmanager

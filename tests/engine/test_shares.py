@@ -37,7 +37,7 @@ def test_each_engine_gets_the_next_gpus(gpus, monkeypatch):
 
 
 def test_too_few_gpus_are_an_error(gpus):
-    with pytest.raises(ConfigError, match=r"needs 8 GPUs with --tensor-parallel 2.*there are 6"):
+    with pytest.raises(ConfigError, match=r"with 2 GPUs each.*needs 8 GPUs, but there are 6"):
         share_of(0, 4, TWO)
 
 

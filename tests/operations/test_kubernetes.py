@@ -37,7 +37,7 @@ EVERYTHING = {
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     "priorityClassName": "high",
 }
-SEVERAL_HOSTS = {"hosts": 2, "tensorParallel": 16}
+SEVERAL_HOSTS = {"hosts": 2, "tensorParallel": 8, "pipelineParallel": 2}
 CASES = {
     "defaults": {},
     "everything": EVERYTHING,
@@ -188,7 +188,7 @@ def test_parts_of_the_chart_reference_each_other(values):
         ({"replica": 2}, "additional properties 'replica' not allowed"),
         ({"hosts": 0}, "/hosts"),
         ({"args": ["--port=1"]}, "/args/0"),
-        ({"hosts": 3, "tensorParallel": 16}, "must be a multiple of hosts"),
+        ({"hosts": 3, "tensorParallel": 8, "pipelineParallel": 2}, "must be a multiple of hosts"),
     ],
 )
 def test_invalid_values_are_rejected(values, message):

@@ -14,7 +14,7 @@ from forge_jax.engine.builder import choose_device
 from forge_jax.errors import ConfigError
 from forge_jax.models import build_model
 from forge_jax.models.plugins import find_architecture
-from forge_jax.step.mesh import choose_mesh
+from forge_jax.step.placement import choose_placements
 from forge_jax.weights.partition import (
     check_shards,
     partition_of,
@@ -276,11 +276,43 @@ def test_key_heads_that_do_not_divide_evenly_are_rejected():
 def test_more_devices_than_available_are_rejected():
     asked = config(tensor_parallel=len(jax.devices("cpu")) + 1)
     with pytest.raises(ConfigError, match="there are 1: XLA_FLAGS=--xla_force_host_platform_dev"):
-        choose_mesh(asked, choose_device(asked))
+        choose_placements(asked, choose_device(asked))
 
 
 def test_one_device_needs_no_mesh():
-    assert choose_mesh(config(), choose_device(config())) is None
+    [placement] = choose_placements(config(), choose_device(config()))
+    assert placement.mesh is None
+
+
+def test_more_stages_than_devices_are_rejected():
+    asked = config(pipeline_parallel=len(jax.devices("cpu")) + 1)
+    with pytest.raises(ConfigError, match="--tensor-parallel 1 and --pipeline-parallel 2: from"):
+        choose_placements(asked, choose_device(asked))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "flag"),
+    [
+        ("draft_model", "self", "draft_model"),
+        ("lora", ("a=b",), "lora"),
+        ("max_loras", 2, "max_loras"),
+        ("steering_vectors", ("a=b",), "steering_vectors"),
+        ("activations", ("embed",), "activations"),
+        ("host_kv_gib", 1.0, "host_kv_gib"),
+    ],
+)
+def test_options_without_stages_are_rejected(option, value, flag):
+    more = {"draft_layers": 1, "speculation": "draft"} if option == "draft_model" else {}
+    config(**{option: value}, **more)
+    with pytest.raises(ConfigError, match=f"^{flag} does not work with pipeline_parallel: omit"):
+        config(**{option: value}, **more, pipeline_parallel=2)
+
+
+def test_hosts_must_divide_all_devices():
+    asked = {"num_hosts": 2, "coordinator": "127.0.0.1:5005"}
+    config(**asked, pipeline_parallel=2)
+    with pytest.raises(ConfigError, match="tensor_parallel=1 times pipeline_parallel=3 is the"):
+        config(**asked, pipeline_parallel=3)
 
 
 def test_tensor_parallel_below_one_is_rejected():

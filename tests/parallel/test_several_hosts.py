@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import aiohttp
 import psutil
@@ -64,10 +65,10 @@ async def answers(url, during=None):
 
 
 @contextlib.contextmanager
-def group_of(health_ports, folder):
+def group_of(health_ports, folder, parallel="--tensor-parallel"):
     """Run host 0, and another host for each port. Yield its URL, and the processes in order."""
     count = 1 + len(health_ports)
-    flags = (*MODEL, "--tensor-parallel", str(count), "--num-hosts", str(count))
+    flags = (*MODEL, parallel, str(count), "--num-hosts", str(count))
     flags += ("--coordinator", f"127.0.0.1:{free_port()}")
     command = [sys.executable, "-m", "forge_serve", "serve", *flags]
     with contextlib.ExitStack() as stack:
@@ -111,6 +112,18 @@ async def test_four_processes_give_the_same_bytes_in_any_batch(tmp_path, expecte
     assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
 
 
+async def test_stages_on_two_hosts_survive_the_death_of_either(tmp_path):
+    """The stages of one model on one device have the bits of the whole model."""
+    with serving(sys.executable, *MODEL) as (url, _, _):
+        expected = await answers(url)
+    with group_of([0], tmp_path, "--pipeline-parallel") as (url, *processes):
+        assert await answers(url) == expected
+        for process in processes:
+            worker = engine_process(process)
+            assert await answers(url, partial(kill_while_running, url, worker)) == expected
+            assert engine_process(process).pid != worker.pid
+
+
 def engine_process(server):
     """Return the process of a server's engine. Grammars have another one."""
     children = psutil.Process(server.pid).children()
@@ -118,20 +131,21 @@ def engine_process(server):
     return found
 
 
+async def kill_while_running(url, worker, session):
+    """Kill a process once some tokens have been sent."""
+    while True:
+        async with session.get(f"{url}/stats") as response:
+            if (await response.json())["num_running"]:
+                break
+        await asyncio.sleep(0.02)
+    worker.send_signal(signal.SIGKILL)
+
+
 @pytest.mark.parametrize("rank", [1, 0])
 async def test_streams_survive_the_death_of_either_host(hosts, expected, rank):
     url, *processes = hosts
     worker = engine_process(processes[rank])
-
-    async def kill(session):
-        while True:  # some tokens have been sent
-            async with session.get(f"{url}/stats") as response:
-                if (await response.json())["num_running"]:
-                    break
-            await asyncio.sleep(0.02)
-        worker.send_signal(signal.SIGKILL)
-
-    assert await answers(url, kill) == expected
+    assert await answers(url, partial(kill_while_running, url, worker)) == expected
     assert engine_process(processes[rank]).pid != worker.pid
 
 

@@ -17,6 +17,7 @@ from forge_jax.step.mirror import (
     Activate,
     ActivatePooling,
     CompilePooling,
+    Complete,
     Operation,
     Run,
     SetAdapter,
@@ -74,6 +75,7 @@ _decoder = msgspec.msgpack.Decoder(
     | Identity
     | UpdateSlots
     | Run
+    | Complete
     | Activate
     | SetAdapter
     | CompilePooling

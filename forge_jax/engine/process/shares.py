@@ -32,8 +32,8 @@ class Share:
 def share_of(engine: int, num_engines: int, parallel: ParallelConfig) -> Share:
     """Return the share of an engine.
 
-    Engine i gets the GPUs [i * tp, (i + 1) * tp) after `--device`. On a CPU, it gets an equal part
-    of the CPUs. If there are fewer CPUs than engines, the engines share all of them.
+    If each engine needs n GPUs, engine i gets the GPUs [i * n, (i + 1) * n) after `--device`. On a
+    CPU, it gets an equal part of the CPUs. If there are too few CPUs, the engines share all.
 
     Args:
       engine: the engine's index.
@@ -51,12 +51,13 @@ def share_of(engine: int, num_engines: int, parallel: ParallelConfig) -> Share:
             return Share()
         begin, end = (len(cpus) * each // num_engines for each in (engine, engine + 1))
         return Share(cpus=tuple(cpus[begin:end]))
-    size = parallel.tensor_parallel
+    size = parallel.num_devices
     needed = parallel.device + num_engines * size
     if needed > len(gpus):
         raise ConfigError(
-            f"--data-parallel {num_engines} needs {needed} GPUs with --tensor-parallel {size} and "
-            f"--device {parallel.device}, but there are {len(gpus)}: lower one of them"
+            f"--data-parallel {num_engines} with {size} GPUs each (--tensor-parallel times "
+            f"--pipeline-parallel) and --device {parallel.device} needs {needed} GPUs, but there "
+            f"are {len(gpus)}: lower one of them"
         )
     first = parallel.device + engine * size
     return Share(environment={_VISIBLE: ",".join(gpus[first : first + size])}, device=0)

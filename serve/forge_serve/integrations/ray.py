@@ -231,8 +231,8 @@ def build_app(
 
     Args:
       model: a model folder or Hugging Face ID that every node can read.
-      hosts: hosts of each replica, at least 1. It must divide `tensor_parallel`, the devices of all
-        of them. Each host needs a separate node.
+      hosts: hosts of each replica, at least 1. It must divide the number of devices, which is
+        `tensor_parallel` times `pipeline_parallel`. Each host needs a separate node.
       deployment: options of the deployment of the replicas, as for `ray.serve.deployment`. The
         default is one to four replicas by load, each with as many GPUs as the model uses.
       options: flags of `forge-jax serve` with underscores, such as `max_num_seqs=64`. A switch is
@@ -246,12 +246,13 @@ def build_app(
 
     flags = _flags(model, options)
     parsed = _parsed(flags)
-    if hosts < 1 or parsed.tensor_parallel % hosts:
+    devices = parsed.tensor_parallel * parsed.pipeline_parallel
+    if hosts < 1 or devices % hosts:
         raise ConfigError(
-            f"hosts must be at least 1 and divide tensor_parallel ({parsed.tensor_parallel}), the "
-            f"devices of all hosts, not {hosts}"
+            f"hosts must be at least 1 and divide the {devices} devices (tensor_parallel times "
+            f"pipeline_parallel), not {hosts}"
         )
-    devices = 0 if parsed.backend == "cpu" else parsed.tensor_parallel * parsed.data_parallel
+    devices = 0 if parsed.backend == "cpu" else devices * parsed.data_parallel
     num_gpus = devices // hosts
     settings = {
         "autoscaling_config": {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 32},
@@ -330,7 +331,8 @@ def generate(
 
     if num_gpus is None:
         has_gpus = ray.cluster_resources().get("GPU") and options.get("backend") != "cpu"
-        num_gpus = options.get("tensor_parallel", 1) if has_gpus else 0
+        devices = options.get("tensor_parallel", 1) * options.get("pipeline_parallel", 1)
+        num_gpus = devices if has_gpus else 0
     return dataset.map_batches(
         _Generate,
         fn_constructor_args=(model, sampling_params, options),

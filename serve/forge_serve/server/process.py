@@ -76,6 +76,10 @@ def serve(
     raise_file_limit()
     if engine_config.parallel.num_hosts > 1:
         _check_hosts(server_config)
+    if engine_config.parallel.pipeline_parallel > 1 and server_config.weight_sync_dir is not None:
+        raise ConfigError(
+            "--weight-sync-dir does not work with --pipeline-parallel: omit one of them"
+        )
     if engine_config.parallel.host_rank:
         return _follow(engine_config, server_config)
     with bind(server_config.host, server_config.port) as sock:

@@ -67,6 +67,7 @@ spec:
         - {{ .Values.model | quote }}
         - --engine-process
         - --tensor-parallel={{ .Values.tensorParallel }}
+        - --pipeline-parallel={{ .Values.pipelineParallel }}
         - --drain-timeout={{ .Values.drainTimeoutSeconds }}
         {{- if .Values.apiKeys.existingSecret }}
         - --api-key-file=/etc/forge-jax/{{ .Values.apiKeys.key }}
@@ -118,7 +119,7 @@ spec:
         {{- if .Values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: /etc/forge-jax, readOnly: true}
         {{- end }}
-        {{- if gt (int .Values.tensorParallel) 1 }}
+        {{- if gt (mul .Values.tensorParallel .Values.pipelineParallel) 1 }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
   volumes:
@@ -133,7 +134,7 @@ spec:
     - name: api-keys
       secret: {secretName: {{ .Values.apiKeys.existingSecret }}}
     {{- end }}
-    {{- if gt (int .Values.tensorParallel) 1 }}
+    {{- if gt (mul .Values.tensorParallel .Values.pipelineParallel) 1 }}
     - name: shared-memory  # for NCCL
       emptyDir: {medium: Memory}
     {{- end }}
