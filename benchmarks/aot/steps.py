@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.aot.deviceless import Compiler, Program
 from forge_jax.config.hf_config import HFConfig
@@ -14,9 +16,11 @@ from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.models.stages import Stage
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import KVShape, kv_shape
-from forge_jax.step.mesh import TensorMesh
+from forge_jax.step.links import STAGE, sender
+from forge_jax.step.mesh import TensorMesh, cache_layouts
 from forge_jax.step.options import CompilerOptions
 from forge_jax.step.placement import Placement
 from forge_jax.step.slots import slots_shape
@@ -183,6 +187,35 @@ def compile_shared_step(
     return _compile(compiler, mesh.shard_step(model, step), arrays, shape, spec, options)
 
 
+def compile_stage(
+    compiler: Compiler, shape: StepShape, spec: ModelSpec, options: StepOptions, stage: Stage
+) -> Program:
+    """Compile the step of a stage that all devices of `compiler` share."""
+    mesh = TensorMesh.of(compiler.devices)
+    whole = build_model(spec, formats=options.formats, shards=mesh.shards)
+    model = whole.of_stage(stage)
+    step = make_step(model, shape, BLOCK_SIZE, implementation="mosaic", uniform=options.uniform)
+    shard = replace(
+        options.cache.shape(shard_spec(spec, mesh.shards)), layouts=cache_layouts(model)
+    )
+    place = Placement(mesh.devices[0], mesh)
+    arrays = (mesh.leaves(model), place.kv(model, shard))
+    stream = jax.ShapeDtypeStruct((shape.num_tokens, spec.hidden_size), model.dtype)
+    more = () if stage.is_first else (None, None, place.put(stream))
+    return _compile(compiler, mesh.shard_step(model, step), arrays, shape, spec, options, *more)
+
+
+def compile_link(compiler: Compiler, shape: StepShape, spec: ModelSpec) -> Program:
+    """Compile the transfer of a residual stream between two devices, whose axis is `STAGE`."""
+    mesh = Mesh(np.array(compiler.devices), (STAGE,))
+    ends = jax.ShapeDtypeStruct(
+        (2 * shape.num_tokens, spec.hidden_size),
+        jnp.dtype(spec.dtype),
+        sharding=NamedSharding(mesh, PartitionSpec(STAGE)),
+    )
+    return compiler(lambda stream: sender(mesh)(stream), ends)  # made while `jax` is replaced
+
+
 def _compile(
     compiler: Compiler,
     step: Any,
@@ -190,6 +223,7 @@ def _compile(
     shape: StepShape,
     spec: ModelSpec,
     options: StepOptions,
+    *more: Any,
 ) -> Program:
     cache = options.cache
     return compiler(
@@ -198,6 +232,7 @@ def _compile(
         slots_shape(cache.seqs, cache.max_blocks, spec.vocab_size),
         jax.ShapeDtypeStruct((shape.width,), jnp.int32),
         jax.ShapeDtypeStruct((shape.num_rows, mask_width(spec.vocab_size)), jnp.int32),
+        *more,
         donate_argnums=options.donated,
         options=options.compiler,
     )

@@ -39,14 +39,18 @@ from benchmarks.aot.steps import (
     SEQS,
     Cache,
     StepOptions,
+    compile_link,
     compile_shared_step,
+    compile_stage,
     compile_step,
     llama,
 )
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.plugins import find_architecture
 from forge_jax.models.spec import ModelSpec
+from forge_jax.models.stages import Stage
 from forge_jax.step.inputs import StepShape
+from forge_jax.step.links import STAGE
 from forge_jax.step.options import compiler_options
 from forge_jax.step.targets import TARGETS
 from forge_jax.weights.partition import AXIS, shard_spec, with_whole_experts
@@ -93,7 +97,7 @@ class Result:
             self.name,
             " / ".join(str(registers[name]) for name in sorted(registers)),
             str(sum(kernel.spilled for kernel in program.kernels)),
-            str(max(program.shared_bytes)),
+            str(max(program.shared_bytes, default=0)),
             " + ".join((str(program.command_buffers), *program.outside)),
             f"{program.temp_bytes / 1e6:.1f}",
             f"{self.seconds:.1f}",
@@ -203,21 +207,27 @@ def qwen_3_30b_a3b(layers: int, quantized: str | None) -> ModelSpec:
 
 
 def shared_step_faults(
-    program: deviceless.Program, spec: ModelSpec, shards: int, quantized: str | None = None
+    program: deviceless.Program,
+    spec: ModelSpec,
+    shards: int,
+    quantized: str | None = None,
+    stage: Stage | None = None,
 ) -> Iterator[str]:
     """Return one device's faults."""
-    layers = spec.num_hidden_layers
+    layers = spec.num_hidden_layers if stage is None else len(stage.layers)
     yield from kernel_faults(program)
     yield from command_buffer_faults(program)
     kv_bytes = Cache().shape(shard_spec(spec, shards)).total_bytes
+    kv_bytes = kv_bytes * layers // spec.num_hidden_layers
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     found = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program.hlo))
-    expected = Counter({"all-reduce": 2 * layers + 1, "all-gather": 1})
+    embeds, samples = (True, True) if stage is None else (stage.is_first, stage.is_last)
+    expected = Counter({"all-reduce": 2 * layers + embeds, "all-gather": int(samples)})
     if quantized in BEFORE_SUMS:
         expected[BEFORE_SUMS[quantized]] += 2 * layers
-    if found != expected:
+    if found != +expected:
         yield f"in {layers} layers the devices say to each other: {dict(found)}"
     of_experts = len(expert_calls(program))
     attention = attention_calls(program)
@@ -411,6 +421,26 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += shared_step_faults(program, llama(1), 16)
             yield result
+    for index, shards in product((0, 1), SHARDS):
+        name = f"step {decode.name} of llama-3.1-8b, stage {index} of 2, on {shards} devices each"
+        if wanted(name) and not (quick and shards != SHARDS[0]):
+            start = time.perf_counter()
+            several = deviceless.Compiler(shards, AXIS)
+            layers = range(index, index + 1)
+            stage = Stage(index=index, count=2, layers=layers, tied=False)
+            program = compile_stage(several, decode, llama(2), shared_options, stage)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += shared_step_faults(program, llama(2), shards, stage=stage)
+            yield result
+    name = "stream of llama-3.1-8b between stages on 2 hosts"
+    if wanted(name) and not quick:
+        start = time.perf_counter()
+        program = compile_link(deviceless.Compiler(2, STAGE, hosts=2), mixed, llama(1))
+        result = Result(name, program, time.perf_counter() - start)
+        permutes = len(re.findall(r" collective-permute(?:-start)?\(", program.hlo))
+        if permutes != 1:
+            result.faults.append(f"{permutes} collective-permutes")
+        yield result
     for quantized in QUANTIZED:
         name = f"quantized ({quantized}): step {decode.name}, 1 layer, on 2 devices"
         if wanted(name):
