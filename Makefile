@@ -109,7 +109,7 @@ clean: ## remove the environments, the test cache and the site
 
 .venv/.serve: .venv/.python pyproject.toml constraints.txt
 	@echo "installing forge-jax and its dependencies into .venv (about a minute)"
-	@$(PIP) -e .
+	@$(PIP) -e ".[pdf]"
 	@touch $@
 
 .venv/.dev: .venv/.serve pyproject.toml constraints.txt

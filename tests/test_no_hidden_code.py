@@ -33,6 +33,7 @@ ALLOWED = {
     ): "Python, with a module of this package",
     ("forge_jax/tools/doctor/machine.py", "subprocess"): "nvidia-smi, by a list of words",
     ("forge_jax/grammar/probe.py", "subprocess"): "Python, with a module of this package",
+    ("serve/forge_serve/generation/pdf.py", "subprocess"): "Python, with a module of this package",
     ("forge_jax/engine/process/launcher.py", "subprocess"): "Python, with a module of this package",
     ("forge_jax/engine/hosts/service.py", "subprocess"): "Python, with a module of this package",
     ("forge_jax/checkpoint/torch_bin.py", "pickletools"): "the names of opcodes, for messages",

@@ -33,7 +33,7 @@ image = (
         copy=True,
         ignore=["**/.venv*", "**/.git", "tests", "benchmarks", "docs"],
     )
-    .run_commands("pip install -c /src/constraints.txt '/src[cuda13,otel]'")
+    .run_commands("pip install -c /src/constraints.txt '/src[cuda13,otel,pdf]'")
     .env({"HF_HOME": f"{STATE}/huggingface", "XDG_CACHE_HOME": f"{STATE}/cache"})
 )
 

@@ -72,6 +72,7 @@ class Limits:
     )
     prompts: int = _row(1024, "prompts per request", low=1, high=64 * KIB, flag="--max-prompts")
     messages: int = _row(4096, "messages per chat", low=1, high=32 * KIB, flag="--max-messages")
+    files: int = _row(32, "files per chat", low=1)
     n: int = _row(32, "samples per prompt", low=1, high=MAX_N, flag="--max-n")
     choices: int = _row(
         4096, "choices per request: prompts times samples", low=1, high=64 * KIB,

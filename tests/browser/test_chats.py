@@ -277,7 +277,9 @@ def test_text_files_are_sent_with_the_question(server, visit, tmp_path):
     expect(page.locator("#attachments li")).to_have_count(2)
     page.get_by_role("button", name="Remove more.py").click()
     page.locator("#files").set_input_files(tmp_path / "image.bin")
-    expect(page.locator("#notice")).to_contain_text("image.bin is not a text file in UTF-8")
+    expect(page.locator("#notice")).to_contain_text(
+        "image.bin is neither a PDF nor a text file in UTF-8"
+    )
     asked = bodies(page)
     say(visit, "Summarize.", "Done")
     assert asked[0]["messages"][0]["content"] == "File notes.txt:\n\nalpha\nbeta\n\nSummarize."

@@ -246,10 +246,24 @@ def test_payloads_in_chat_names_do_nothing(open_page):
 def test_payloads_in_file_names_do_nothing(open_page):
     page = open_page.page
     names = [each.replace("/", "\u2215").replace("\0", "") for each in VECTORS]
-    files = [{"name": each, "mimeType": "text/plain", "buffer": b"x"} for each in names]
-    page.locator("#files").set_input_files(files)
-    expect(page.locator("#attachments li")).to_have_count(len(files))
+    for content in (b"x", b"%PDF-1.7"):
+        files = [{"name": each, "mimeType": "text/plain", "buffer": content} for each in names]
+        page.locator("#files").set_input_files(files)
+    expect(page.locator("#attachments li")).to_have_count(2 * len(names))
     inspect(page, "#attachments")
+    open_page.refusals = 1
+    param = f"messages[0].content[{len(names)}].file.file_data"
+    error = {"message": f"{param}: bad {VECTORS[3]}", "param": param}
+    answer_with(page, json.dumps({"error": error}), 400)
+    open_page.ask("x")
+    expect(page.locator(".error")).to_contain_text("onerror")
+    inspect(page)
+    page.unroute("**/v1/chat/completions")
+    answer_with(page, events({"content": "x"}))
+    page.keyboard.press("Enter")
+    open_page.answered()
+    expect(page.locator(".file")).to_have_count(2 * len(names))
+    inspect(page)
     broken = {"name": names[3], "mimeType": "text/plain", "buffer": b"\xff"}
     page.locator("#files").set_input_files(broken)
     expect(page.locator("#notice")).to_contain_text("onerror")

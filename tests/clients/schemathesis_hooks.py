@@ -37,7 +37,11 @@ EXCUSES = re.compile(
             r"leave none of the allowed tokens|leave no token|has no tokens",
             # Sizes in bytes and tokens.
             r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",
-            r"together they must be at most|has \d+ texts; at most",
+            r"together they must be at most|has \d+ (texts|files); at most",
+            # Contents of files.
+            r"send the file in base64|a data URL must contain base64",
+            r"the file is (not a|neither a) PDF",
+            r"the PDF (is|has|takes|needs) ",
             r"nested deeper than",
             r"the prompt is empty|token ID .* outside the model's vocabulary",
             # Invalid grammars and schemas, and those that cannot be enforced.

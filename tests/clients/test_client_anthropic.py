@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 
@@ -12,6 +13,7 @@ from anthropic.types import message_create_params, message_param
 from anthropic.types.beta import message_create_params as beta_params
 from conftest import KEY
 
+from tests import pdfs
 from tests.server_process import ROOT
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
@@ -208,6 +210,23 @@ def test_block_content_counts_as_its_text(client, server):
     text, blocks = "You are a poet.", [{"type": "text", "text": "You are a poet."}]
     assert count(text, text) == count(blocks, blocks) > count(text, "a")
     assert count(text, text, tools=[WEATHER]) > count(text, text)
+
+
+def test_document_counts_as_its_text(client, server):
+    data = base64.b64encode(pdfs.text_pdf("The dog ran home.")).decode()
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": data}
+    text = {"type": "text", "media_type": "text/plain", "data": "The dog ran home."}
+    counts = {
+        client.messages.count_tokens(
+            model=server.model, messages=[{"role": "user", "content": content}]
+        ).input_tokens
+        for content in (
+            "File a:\n\nThe dog ran home.",
+            [{"type": "document", "title": "a", "source": pdf}],
+            [{"type": "document", "title": "a", "source": text}],
+        )
+    }
+    assert len(counts) == 1
 
 
 def test_assistant_prefill_is_continued(client, server):

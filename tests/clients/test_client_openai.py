@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
+
+from tests import pdfs
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
 WEATHER = {
@@ -161,6 +164,32 @@ def test_prompt_is_scored(client, server):
     lengths = {len(scored.tokens), len(scored.token_logprobs), len(scored.text_offset)}
     assert len(lengths) == 1 and len(scored.tokens) == answer.usage.total_tokens
     assert answer.choices[0].text.startswith("Once upon a time")
+
+
+def test_files_are_sent_in_chats_and_responses(client, server):
+    data = base64.b64encode(pdfs.text_pdf("The dog ran home.")).decode()
+    url = f"data:application/pdf;base64,{data}"
+    question = "File a.pdf:\n\nThe dog ran home.\n\nGo on."
+    file = {"type": "file", "file": {"filename": "a.pdf", "file_data": url}}
+    found = [
+        client.chat.completions.create(
+            model=server.model, messages=[{"role": "user", "content": content}], max_tokens=8,
+            temperature=0,
+        )
+        for content in (question, [file, {"type": "text", "text": "Go on."}])
+    ]  # fmt: skip
+    assert found[0].choices == found[1].choices
+    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
+
+    file = {"type": "input_file", "filename": "a.pdf", "file_data": url}
+    parts = [file, {"type": "input_text", "text": "Go on."}]
+    answer = client.responses.create(
+        model=server.model, input=[{"role": "user", "content": parts}], max_output_tokens=8,
+        temperature=0,
+    )  # fmt: skip
+    assert answer.output_text == found[0].choices[0].message.content
+    [item] = client.responses.input_items.list(answer.id).data
+    assert item.content[0].type == "input_file" and item.content[0].file_data == url
 
 
 def test_errors_map_to_the_clients_exceptions(client, server, closed_server):

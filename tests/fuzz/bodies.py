@@ -7,6 +7,8 @@ texts contain `SENTINEL`, so that an answer which repeats part of a body is dete
 
 from __future__ import annotations
 
+import base64
+import copy
 import functools
 import json
 import random
@@ -22,18 +24,20 @@ from msgspec.structs import FieldInfo
 from forge_serve.anthropic.requests import (
     Block,
     Choice,
+    ContentBlock,
     MessagesRequest,
     OutputConfig,
+    Source,
     Thinking,
     Tool,
     Turn,
 )
+from forge_serve.openai.content import ContentPart, FileContent
 from forge_serve.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from forge_serve.openai.requests import (
     ActivationsRequest,
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     DetokenizeRequest,
     FunctionCall,
     GenerateRequest,
@@ -49,6 +53,7 @@ from forge_serve.responses_api.items import Item, Part
 from forge_serve.responses_api.requests import Format, Reasoning, ResponsesRequest
 
 SENTINEL = "zq7331"
+ENCODED = base64.b64encode(SENTINEL.encode()).decode()
 ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": MessagesRequest,
@@ -107,9 +112,24 @@ VALID: dict[type, dict[str, Any]] = {
     ToolCall: {"function": {"name": "bark"}},
     Message: {"role": "user", "content": f"the dog {SENTINEL}"},
     ContentPart: {"type": "text", "text": f"the dog {SENTINEL}"},
+    FileContent: {"filename": SENTINEL, "file_data": f"data:text/plain;base64,{ENCODED}"},
+    ContentBlock: {"type": "text", "text": f"the dog {SENTINEL}"},
+    Source: {"type": "base64", "data": ENCODED},
     StreamOptions: {"include_usage": True},
     SteeringRequest: {"name": "calm"},
     ActivationsRequest: {"names": ["layers.0.resid"]},
+}
+_DOCUMENT = {"type": "document", "source": {"type": "base64", "data": ENCODED}}
+_INPUT_FILE = {"type": "input_file", "file_data": ENCODED}
+# Other fields of an object that has a field of a file.
+OF_FILES: dict[tuple[type, str], dict[str, Any]] = {
+    (ContentPart, "file"): {"type": "file"},
+    **{
+        (kind, name): _DOCUMENT
+        for kind in (ContentBlock, Block)
+        for name in ("source", "title", "context", "citations")
+    },
+    **{(Part, name): _INPUT_FILE for name in ("filename", "file_data", "file_id", "file_url")},
 }
 
 
@@ -215,6 +235,7 @@ def put(kind: type[msgspec.Struct], path: tuple[str | int, ...], value: Any) -> 
         if isinstance(step, int):
             here = here[0]
             continue
+        here.update(copy.deepcopy(OF_FILES.get((inside, step), {})))
         hints = {field.encode_name: field.type for field in _fields(inside)}
         [(inside, in_list)] = _structs(hints[step])
         if not isinstance(here.get(step), list if in_list else dict):
@@ -224,6 +245,7 @@ def put(kind: type[msgspec.Struct], path: tuple[str | int, ...], value: Any) -> 
                 body["stream"] = True
         here = here[step]
         assert i < len(path)
+    here.update(copy.deepcopy(OF_FILES.get((inside, path[-1]), {})))
     here[path[-1]] = value
     return body
 

@@ -23,6 +23,7 @@ from forge_serve.anthropic.translation import chat_request
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits
 from forge_serve.openai import validation as validate
+from forge_serve.openai.content import attachments, inline
 from forge_serve.openai.embeddings import PoolingRequest
 from forge_serve.openai.requests import (
     ChatRequest,
@@ -102,6 +103,7 @@ def refusal(case: Case) -> RequestError | None:
             assert isinstance(asked, CompletionRequest) and asked.prompts()
             return None
         if isinstance(request, ChatRequest):
+            inline(request.messages, dict.fromkeys(attachments(request.messages), ""))
             request.template_messages()
         if isinstance(request, CompletionRequest | GenerateRequest):
             whole = isinstance(request, GenerateRequest)

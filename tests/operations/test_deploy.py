@@ -206,7 +206,8 @@ def test_image_has_the_packages_of_the_wheel():
     extras = project["project"]["optional-dependencies"]
     for extra in re.findall(r"EXTRA=(\w+)", DOCKERFILE):
         assert extra in extras
-    assert "otel" in extras and '".[otel' in DOCKERFILE
+    (installed,) = re.findall(r'"\.\[([a-z,]+)', DOCKERFILE)
+    assert installed.split(",") == ["otel", "pdf"] and {"otel", "pdf"} <= extras.keys()
 
 
 def test_image_runs_an_existing_command_on_its_exposed_port():

@@ -169,15 +169,19 @@ async def test_error_names_the_type_of_a_rejected_part(server, kind):
     status, answer = await server.post("/v1/chat/completions", messages)
     assert (status, answer["error"]["message"]) == (
         400,
-        f"messages[0].content[1]: only text parts are supported, not {kind!r}: send the message "
-        "without it",
+        "messages[0].content[1]: only text and file parts are supported, not "
+        f"{kind!r}: send the message without it",
     )
 
 
 @pytest.mark.parametrize(
     ("part", "message", "param"),
     [
-        ({"type": "\0secret"}, "[1]: only text parts are supported, not this type: send", "[1]"),
+        (
+            {"type": "\0secret"},
+            "[1]: only text and file parts are supported, not this type: send",
+            "[1]",
+        ),
         ({"type": "text"}, "[1].text is required", "[1].text"),
     ],
 )

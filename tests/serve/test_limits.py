@@ -26,6 +26,7 @@ from forge_serve.openai.validation import check_logprob_values
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROWS = {row.name: row for row in rows()}
 USER = {"role": "user", "content": "a"}
+FILE = {"type": "file", "file": {"filename": "a.txt", "file_data": "YQ=="}}
 UNSUPPORTED = "not supported yet"
 OUTSIDE = "outside the model's vocabulary"
 NO_VECTORS = "no steering vectors are loaded"
@@ -140,6 +141,7 @@ CASES = [
          lambda k: {"prompt": ["a" * 2048] * (k // 2048) + ["a"] * (k % 2048)}, "prompt"),
     completion("prompts", "prompt", lambda k: ["a"] * k),
     chat("messages", "messages", lambda k: [USER] * k),
+    chat("files", "messages", lambda k: [{"role": "user", "content": [FILE] * k}]),
     completion("n", "n", lambda k: k),
     chat("n", "n", lambda k: k),
     completion("choices", "prompt", lambda k: ["a"] * k, "n", more={"prompts": 2**16}),

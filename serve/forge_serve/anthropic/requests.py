@@ -11,11 +11,12 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_serve.errors import UnsupportedThreadError
+from forge_serve.generation.files import MAX_NAME_CHARS
+from forge_serve.openai.content import FILE_RULE, ContentPart
 from forge_serve.openai.requests import (
     CHOICE_RULE,
     MESSAGES_RULE,
     TOOLS_RULE,
-    ContentPart,
     GenerationRequest,
     NoActivations,
     NoPromptLogprobs,
@@ -38,34 +39,75 @@ from forge_serve.openapi.schema import (
 
 PATH = "/v1/messages"
 
+SOURCES = ("base64", "text")  # supported types of sources
 _NO_THREADS = "the server stores no conversations; send all messages, system and tools"
 
 
-class Block(msgspec.Struct):
-    """Content block of any type."""
+class Source(msgspec.Struct):
+    """The data of a document."""
+
+    type: str
+    data: str | None = None
+    media_type: str | None = None
+
+
+class ContentBlock(msgspec.Struct):
+    """Content block that a tool result may contain: text or a document."""
 
     type: str
     text: str | None = None
+    source: Source | None = None
+    title: str | None = None
+    context: Any = None  # rejected in documents
+    citations: Any = None  # rejected in documents, if enabled
+
+
+class Block(ContentBlock):
+    """Content block of any type."""
+
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentBlock] | None = None
 
 
 TurnRole = Literal["user", "assistant", "system"]
 
 
+def _document() -> Schema:
+    source = {
+        "type": "object",
+        "required": ["type", "data"],
+        "properties": {
+            "type": {"enum": list(SOURCES)},
+            "data": {"type": "string", "description": FILE_RULE},
+            "media_type": {"type": ["string", "null"]},
+        },
+    }
+    title = nullable({"type": "string", "maxLength": MAX_NAME_CHARS})
+    enabled = {"required": ["enabled"], "properties": {"enabled": {"not": NOTHING}}}
+    citations = {"not": {"type": "object", **enabled}}
+    fields = {"source": source, "title": title, "context": NOTHING, "citations": citations}
+    block = tagged("document")
+    return {
+        "required": [*block["required"], "source"],
+        "properties": block["properties"] | fields,
+    }
+
+
 def _tool_result() -> Schema:
     block = tagged("tool_result", "tool_use_id")
-    block["properties"]["content"] = TEXT_OR_PARTS
+    items = {"type": "object", "anyOf": [tagged("text", "text"), _document()]}
+    parts = {"type": "array", "items": items}
+    block["properties"]["content"] = {"anyOf": [{"type": ["string", "null"]}, parts]}
     return block
 
 
 # The block types that each role may have.
 _BLOCKS = {
-    "user": [tagged("text", "text"), _tool_result()],
+    "user": [tagged("text", "text"), _document(), _tool_result()],
     "assistant": [
         tagged("text", "text"),
         tagged("thinking"),

@@ -6,14 +6,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forge_jax.errors import RequestError
-from forge_serve.anthropic.requests import Block, Choice, MessagesRequest, OutputConfig, Tool, Turn
+from forge_serve.anthropic.requests import (
+    SOURCES,
+    Block,
+    Choice,
+    ContentBlock,
+    MessagesRequest,
+    OutputConfig,
+    Tool,
+    Turn,
+)
+from forge_serve.generation.files import Attachment
+from forge_serve.openai.content import ContentPart, FilePart
 from forge_serve.openai.requests import (
     ChatRequest,
-    ContentPart,
     FunctionCall,
     GenerationRequest,
     Message,
-    Role,
     ToolCall,
     thinking_variables,
 )
@@ -22,6 +31,9 @@ from forge_serve.openai.structured import asks_for_something
 # The prefix of call ids in Anthropic's protocol. Templates get the ids without it.
 TOOL_ID_PREFIX = "toolu_"
 _TEXT = ("text",)
+_GIVEN = ("text", "document")  # blocks that users and tools may send
+_REMEDY = f"send a source of the type {' or '.join(SOURCES)}"
+_REFUSED_SOURCES = {"url": "the server downloads no files", "file": "the server stores no files"}
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
@@ -98,22 +110,67 @@ def _turn(path: str, turn: Turn) -> Iterator[Message]:
     if turn.role == "assistant":
         yield _assistant(path, turn.content)
         return
-    texts: list[Block] = []
+    parts: list[ContentPart] = []
     for j, block in enumerate(turn.content):
         at = f"{path}.content[{j}]"
         if block.type != "tool_result":
-            _known(at, block, _TEXT)
-            texts.append(block)
+            parts.append(_part(at, block))
             continue
         if block.tool_use_id is None:
             raise RequestError(f"{at}.tool_use_id is required", param=f"{at}.tool_use_id")
-        if texts:
-            yield _message("user", path, texts)
-            texts = []
-        result = _text(f"{at}.content", block.content or "")
+        if parts:
+            yield Message("user", _content(parts))
+            parts = []
+        result = _result(f"{at}.content", block.content or "")
         yield Message("tool", result, tool_call_id=block.tool_use_id.removeprefix(TOOL_ID_PREFIX))
-    if texts or not turn.content:
-        yield _message("user", path, texts)
+    if parts or not turn.content:
+        yield Message("user", _content(parts))
+
+
+def _result(path: str, content: str | Sequence[ContentBlock]) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    return _content([_part(f"{path}[{j}]", block) for j, block in enumerate(content)])
+
+
+def _content(parts: list[ContentPart]) -> str | list[ContentPart]:
+    """Return the parts as one text, unless a file is among them."""
+    if any(part.type == "file" for part in parts):
+        return parts
+    return "".join(part.text or "" for part in parts)
+
+
+def _part(path: str, block: ContentBlock) -> ContentPart:
+    _known(path, block, _GIVEN)
+    if block.type == "text":
+        return ContentPart("text", block.text)
+    return FilePart("file", given=_attachment(path, block))
+
+
+def _attachment(path: str, block: ContentBlock) -> Attachment:
+    """Return the file of a document."""
+    source = block.source
+    if source is None:
+        raise RequestError(f"{path}.source is required", param=f"{path}.source")
+    if source.type not in SOURCES:
+        reason = _REFUSED_SOURCES.get(source.type, "this type is not supported")
+        raise RequestError(f"{path}.source.type: {reason}; {_REMEDY}", param=f"{path}.source.type")
+    if source.data is None:
+        raise RequestError(f"{path}.source.data is required", param=f"{path}.source.data")
+    citations = block.citations if isinstance(block.citations, dict) else {}
+    for name, value, why in (
+        ("context", block.context, "not supported; send it in a text block"),
+        ("citations.enabled", citations.get("enabled"), "not supported; omit it"),
+    ):
+        if asks_for_something(value):
+            raise RequestError(f"{path}.{name}: {why}", param=f"{path}.{name}")
+    return Attachment(
+        f"{path}.source.data",
+        block.title,
+        source.data,
+        media_type=source.media_type or "",
+        plain=source.type == "text",
+    )
 
 
 def _assistant(path: str, blocks: list[Block]) -> Message:
@@ -132,17 +189,13 @@ def _assistant(path: str, blocks: list[Block]) -> Message:
                 function = FunctionCall(block.name, block.input or {})
                 id = None if block.id is None else block.id.removeprefix(TOOL_ID_PREFIX)
                 calls.append(ToolCall(id=id, type="function", function=function))
-    message = _message("assistant", path, texts)
+    message = Message("assistant", _text(f"{path}.content", texts))
     message.tool_calls = calls or None
     message.reasoning_content = "".join(thoughts) or None
     return message
 
 
-def _message(role: Role, path: str, texts: list[Block]) -> Message:
-    return Message(role, _text(f"{path}.content", texts))
-
-
-def _text(path: str, content: str | Sequence[Block | ContentPart]) -> str:
+def _text(path: str, content: str | Sequence[ContentBlock | ContentPart]) -> str:
     if isinstance(content, str):
         return content
     for j, block in enumerate(content):
@@ -150,7 +203,7 @@ def _text(path: str, content: str | Sequence[Block | ContentPart]) -> str:
     return "".join(block.text or "" for block in content)
 
 
-def _known(path: str, block: Block | ContentPart, types: tuple[str, ...]) -> None:
+def _known(path: str, block: ContentBlock | ContentPart, types: tuple[str, ...]) -> None:
     if block.type not in types:
         raise RequestError(
             f"{path}: unsupported type; the supported types are {', '.join(types)}",

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from forge_jax.errors import OverloadedError
+from forge_serve.generation.pdf import MAX_PROCESSES, PdfReader
 from forge_serve.limits import KIB, MIB
 
 SHORT_BYTES = 64 * KIB  # requests with more text use the lane of long texts
@@ -127,16 +128,18 @@ class Lane:
 
 
 class Workers:
-    """The lanes of one server."""
+    """The lanes of one server, and its reader of PDFs."""
 
     def __init__(self) -> None:
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self.bodies = Lane("body", 1, MAX_BODY_BYTES)
         self.short_texts = Lane("text", num_threads)
         self.long_texts = Lane("long-text", num_threads)
+        self._pdfs = Lane("pdf", MAX_PROCESSES)
+        self.pdfs = PdfReader(self._pdfs)
 
     def close(self) -> None:
-        for lane in (self.bodies, self.short_texts, self.long_texts):
+        for lane in (self.bodies, self.short_texts, self.long_texts, self._pdfs):
             lane.close()
 
 

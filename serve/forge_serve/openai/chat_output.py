@@ -13,7 +13,8 @@ from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.openai.call_grammar import call_grammar, reasoning_lead
-from forge_serve.openai.requests import ChatRequest, text_of, thinking_variables
+from forge_serve.openai.content import text_of
+from forge_serve.openai.requests import ChatRequest, thinking_variables
 from forge_serve.openai.structured import demand
 from forge_serve.openai.tools import ToolChoice
 from forge_serve.parsers.answer import AnswerParser

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forge_jax.errors import RequestError
+from forge_serve.generation.files import read_files
 from forge_serve.generation.prompts import (
     THREAD_FROM_CHARS,
     Kept,
@@ -15,12 +16,12 @@ from forge_serve.generation.prompts import (
     check_total,
     encode_texts,
 )
+from forge_serve.openai.content import attachments, inline, text_of
 from forge_serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
-    text_of,
 )
 
 if TYPE_CHECKING:
@@ -36,15 +37,16 @@ async def encode_prompts(
 ) -> list[Prompt]:
     """Return the prompts of a request as token IDs, truncated if requested.
 
-    Long texts are tokenized in a thread.
+    Long texts are tokenized in a thread. The files of a chat become text in its messages.
 
     Args:
       max_tokens: the limit of each output; None: the context's room.
 
     Raises:
       ContextLengthError: a text is too long to fit the context under any tokenization.
-      RequestError: the model lacks a tokenizer or a chat template, or the text cannot be encoded.
-      OverloadedError: too much text waits to be tokenized.
+      RequestError: the model lacks a tokenizer or a chat template, the text cannot be encoded, or
+        a file has no usable text.
+      OverloadedError: too much text waits to be tokenized, or too many files to be read.
     """
     kept = kept_tokens(engine, request, max_tokens)
     if isinstance(request, ChatRequest):
@@ -92,6 +94,9 @@ async def _encode_chat(
             "--chat-template FILE",
             param="messages",
         )
+    files = attachments(request.messages)
+    if files:
+        inline(request.messages, await read_files(files, work))
     messages = request.template_messages()
     options = request.template_options()
     options["add_special_tokens"] = bool(request.add_special_tokens)

@@ -31,11 +31,11 @@ from forge_jax.sampling_params import (
     SamplingParams,
     SteeringVector,
 )
+from forge_serve.openai.content import CONTENT, ContentPart, attachments, check_parts
 from forge_serve.openai.structured import FIELD_SCHEMAS, asks_for_something, demand
 from forge_serve.openai.tools import CHOICE_SCHEMA, TOOL_SCHEMA, ToolChoice, tool_choice
 from forge_serve.openapi.schema import (
     MAX_COUNT,
-    TEXT_OR_PARTS,
     About,
     Schema,
     nullable,
@@ -572,11 +572,6 @@ class GenerateRequest(GenerationRequest, kw_only=True):
         return self._sampling_params(max_tokens=max_tokens)
 
 
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
 class FunctionCall(msgspec.Struct, omit_defaults=True):
     name: str
     arguments: str | dict[str, Any] | None = None  # JSON, or the object that it encodes
@@ -590,7 +585,7 @@ class ToolCall(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 class Message(msgspec.Struct, omit_defaults=True):
     role: Role
-    content: Annotated[str | list[ContentPart] | None, rule(schema=TEXT_OR_PARTS)] = None
+    content: Annotated[str | list[ContentPart] | None, rule(schema=CONTENT)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, rule(most=("tools", "calls"))] = None
     tool_call_id: str | None = None
@@ -671,6 +666,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     def _check_messages(self) -> None:
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
+        attachments(self.messages)
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise RequestError(
@@ -699,7 +695,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages as plain dictionaries for the chat template.
 
-        A message's content is a text or a list of text parts.
+        A message's content is a text or a list of text parts. `content.inline` has replaced files.
 
         Raises:
           RequestError: a content part is not text, or a call is not of a function.
@@ -836,32 +832,10 @@ def prompts_of(
     return prompt  # type: ignore[return-value]
 
 
-# Other content parts of OpenAI's API. Errors quote no other type, because it is a client's text.
-OTHER_PARTS = frozenset(
-    ("image_url", "input_audio", "audio_url", "video_url", "file", "image", "refusal")
-)
-
-
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return the whole text of a message from `template_messages`."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 def _template_message(i: int, message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
-        for j, part in enumerate(content):
-            path = f"messages[{i}].content[{j}]"
-            if part.type != "text":
-                kind = repr(part.type) if part.type in OTHER_PARTS else "this type"
-                raise RequestError(
-                    f"{path}: only text parts are supported, not {kind}: send the message "
-                    "without it",
-                    param=path,
-                )
-            if part.text is None:
-                raise RequestError(f"{path}.text is required", param=f"{path}.text")
+        check_parts(f"messages[{i}].content", content)
         content = [{"type": "text", "text": part.text} for part in content]
     if content is None and message.role != "assistant":
         raise RequestError(

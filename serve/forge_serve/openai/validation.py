@@ -40,6 +40,7 @@ from forge_jax.engine.validation import check_activations
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.limits import KIB, Limits
+from forge_serve.openai.content import attachments
 from forge_serve.openai.embeddings import PoolingRequest
 from forge_serve.openai.ignored_fields import IgnoredFields
 from forge_serve.openai.requests import (
@@ -281,6 +282,7 @@ def _check_chat(request: ChatRequest, limits: Limits) -> None:
     for i, message in enumerate(request.messages):
         if message.tool_calls:
             _count(f"messages[{i}].tool_calls", message.tool_calls, "calls", limits.tools)
+    _count("messages", list(attachments(request.messages)), "files", limits.files)
     if request.num_samples > limits.choices:
         raise RequestError(f"n must be at most {limits.choices}", param="n")
     _between("top_logprobs", request.top_logprobs, limits.logprobs)

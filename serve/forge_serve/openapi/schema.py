@@ -178,7 +178,8 @@ def tagged(kind: str, *required: str) -> Schema:
     return {"required": ["type", *required], "properties": {"type": {"const": kind}, **given}}
 
 
-TEXT_PARTS: Schema = {"type": "array", "items": {"type": "object", **tagged("text", "text")}}
+TEXT_PART: Schema = {"type": "object", **tagged("text", "text")}
+TEXT_PARTS: Schema = {"type": "array", "items": TEXT_PART}
 TEXT_OR_PARTS: Schema = {"anyOf": [{"type": ["string", "null"]}, TEXT_PARTS]}
 
 

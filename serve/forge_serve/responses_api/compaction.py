@@ -13,6 +13,7 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_serve.generation.generation import Usage
+from forge_serve.openai.content import ContentPart
 from forge_serve.openai.requests import Message
 from forge_serve.openapi.schema import About, Schema, rule
 from forge_serve.responses_api.events import ResponsesSerializer, usage_of
@@ -57,11 +58,14 @@ class CompactRequest(ResponsesRequest, kw_only=True):
         made = ResponsesRequest.chat(self, previous, kept=False)
         made.tools = made.tool_choice = None
         last = made.messages[-1] if made.messages else None
-        if last is not None and last.role == "user" and isinstance(last.content, str):
-            # Some templates reject consecutive user messages.
-            last.content = f"{last.content}\n\n{ASKS_FOR_SUMMARY}"
-        else:
+        if last is None or last.role != "user":
             made.messages.append(Message("user", ASKS_FOR_SUMMARY))
+        # Some templates reject consecutive user messages.
+        elif isinstance(last.content, list):
+            between = "" if last.content[-1].type == "file" else "\n\n"
+            last.content.append(ContentPart("text", between + ASKS_FOR_SUMMARY))
+        else:
+            last.content = f"{last.content}\n\n{ASKS_FOR_SUMMARY}"
         return made
 
 

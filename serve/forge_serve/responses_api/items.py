@@ -13,10 +13,18 @@ from typing import Any
 import msgspec
 
 from forge_jax.errors import RequestError
+from forge_serve.generation.files import Attachment
+from forge_serve.openai.content import (
+    FILE_FIELDS,
+    ContentPart,
+    FilePart,
+    openai_file,
+)
 from forge_serve.openai.requests import FunctionCall, Message, Role, ToolCall
-from forge_serve.openapi.schema import About, Schema, nullable, tagged
+from forge_serve.openapi.schema import NOTHING, About, Schema, nullable, tagged
 from forge_serve.responses_api.response_types import (
     Compaction,
+    InputFile,
     InputText,
     Listed,
     ListedCallOutput,
@@ -29,6 +37,7 @@ from forge_serve.responses_api.response_types import (
     SummaryText,
 )
 
+FILE = "input_file"
 TEXTS = ("input_text", "output_text", "text")
 ROLES: dict[str, Role] = {
     "user": "user",
@@ -53,6 +62,20 @@ class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    filename: str | None = None
+    file_data: str | None = None  # a data URL, or only its base64
+    file_id: Any = None  # rejected in files, as is `file_url`
+    file_url: Any = None
+
+    def attachment(self, path: str) -> Attachment:
+        """Return the file of an `input_file`.
+
+        Raises:
+          RequestError: a field is missing or not supported.
+        """
+        return openai_file(
+            path, self.filename, self.file_data, file_id=self.file_id, file_url=self.file_url
+        )
 
 
 class Item(msgspec.Struct):
@@ -76,7 +99,7 @@ class Item(msgspec.Struct):
         compacted["description"] = "Must come from /v1/responses/compact of this server."
         call = tagged("function_call", "call_id", "name", "arguments")
         result = tagged("function_call_output", "call_id", "output")
-        result["properties"]["output"] = _parts_schema(*TEXTS)
+        result["properties"]["output"] = _parts_schema(*TEXTS, FILE)
         summarized = tagged("compaction", "encrypted_content")
         summarized["properties"]["encrypted_content"] = compacted
         thought = tagged("reasoning")
@@ -88,6 +111,14 @@ class Item(msgspec.Struct):
             {
                 "required": ["role", "content"],
                 "properties": {**message, "content": _parts_schema(*TEXTS, "refusal")},
+            },
+            {
+                "required": ["role", "content"],
+                "properties": {
+                    **message,
+                    "role": {"const": "user"},
+                    "content": _parts_schema(*TEXTS, "refusal", FILE),
+                },
             },
             call,
             result,
@@ -106,10 +137,16 @@ def _parts_schema(*types: str) -> Schema:
 
 def _part_schema(*types: str) -> Schema:
     """Return the schema of a part with one of the types, and the text that it requires."""
-    names = [name for name in types if name != "refusal"]
+    others = {"refusal": tagged("refusal", "refusal"), FILE: _file_schema()}
     text = tagged("", "text")
-    text["properties"]["type"] = {"enum": names}
-    return {"anyOf": [text, tagged("refusal", "refusal")]} if len(names) < len(types) else text
+    text["properties"]["type"] = {"enum": [name for name in types if name not in others]}
+    return {"anyOf": [text, *(others[name] for name in types if name in others)]}
+
+
+def _file_schema() -> Schema:
+    part = tagged(FILE, "file_data")
+    part["properties"] |= {**FILE_FIELDS, "file_url": NOTHING}
+    return part
 
 
 def check_item(path: str, item: Item) -> None:
@@ -125,7 +162,8 @@ def check_item(path: str, item: Item) -> None:
                     f"{path}.role must be one of {', '.join(ROLES)}", param=f"{path}.role"
                 )
             _required(path, "content", item.content)
-            _check_parts(f"{path}.content", item.content, (*TEXTS, "refusal"))
+            files = (FILE,) if item.role == "user" else ()
+            _check_parts(f"{path}.content", item.content, (*TEXTS, "refusal", *files))
         case "function_call":
             _required(path, "call_id", item.call_id)
             _required(path, "name", item.name)
@@ -133,7 +171,7 @@ def check_item(path: str, item: Item) -> None:
         case "function_call_output":
             _required(path, "call_id", item.call_id)
             _required(path, "output", item.output)
-            _check_parts(f"{path}.output", item.output, TEXTS)
+            _check_parts(f"{path}.output", item.output, (*TEXTS, FILE))
         case "compaction":
             _required(path, "encrypted_content", item.encrypted_content)
             if _summary(item) is None:
@@ -184,13 +222,20 @@ def _check_parts(path: str, parts: str | Sequence[Part] | None, types: tuple[str
                 f"{path}[{j}]: unsupported type; the supported types are {', '.join(types)}",
                 param=f"{path}[{j}]",
             )
+        if part.type == FILE:
+            part.attachment(f"{path}[{j}]")
+            continue
         name = "refusal" if part.type == "refusal" else "text"
         if getattr(part, name) is None:
             raise RequestError(f"{path}[{j}].{name} is required", param=f"{path}[{j}].{name}")
 
 
-def messages(items: Iterable[Item]) -> list[Message]:
+def messages(before: Sequence[Item], given: Sequence[Item]) -> list[Message]:
     """Return checked items as chat messages.
+
+    Args:
+      before: the items of the previous responses.
+      given: the input of the request.
 
     Consecutive reasoning, text and calls of the model form one assistant message. A second text or
     reasoning begins a new message, unless calls precede it whose outputs have not followed yet.
@@ -198,9 +243,10 @@ def messages(items: Iterable[Item]) -> list[Message]:
     """
     found: list[Message] = []
     own: Message | None = None  # the assistant message that may get further items
-    for item in items:
+    paths = ["previous_response_id"] * len(before) + [f"input[{i}]" for i in range(len(given))]
+    for path, item in zip(paths, [*before, *given], strict=True):
         if item.kind == "function_call_output":
-            content = _text(item.output)
+            content = _content(f"{path}.output", item.output)
             found.append(Message("tool", content, name=item.name, tool_call_id=item.call_id))
             own = None
             continue
@@ -210,7 +256,7 @@ def messages(items: Iterable[Item]) -> list[Message]:
             continue
         if item.kind == "message" and item.role != "assistant":
             assert item.role is not None
-            found.append(Message(ROLES[item.role], _text(item.content)))
+            found.append(Message(ROLES[item.role], _content(f"{path}.content", item.content)))
             own = None
             continue
         if own is None or not _takes(own, item):
@@ -240,6 +286,18 @@ def _add(own: Message, item: Item) -> None:
             function = FunctionCall(item.name, item.arguments)
             call = ToolCall(id=item.call_id, type="function", function=function)
             own.tool_calls = [*(own.tool_calls or ()), call]
+
+
+def _content(path: str, parts: str | Sequence[Part] | None) -> str | list[ContentPart]:
+    """Return the parts as one text, unless a file is among them."""
+    if parts is None or isinstance(parts, str) or all(part.type != FILE for part in parts):
+        return _text(parts)
+    return [
+        FilePart("file", given=part.attachment(f"{path}[{j}]"))
+        if part.type == FILE
+        else ContentPart("text", _text([part]))
+        for j, part in enumerate(parts)
+    ]
 
 
 def _text(parts: str | Sequence[Part] | None) -> str:
@@ -272,7 +330,12 @@ def _listed(item: Item, item_id: str) -> Listed:
             call = (item.call_id or "", item.name or "", item.arguments or "")
             return OutputCall(item_id, *call, status="completed")
         case "function_call_output":
-            return ListedCallOutput(item_id, item.call_id or "", _text(item.output))
+            output = item.output or ""
+            if not isinstance(output, str) and any(part.type == FILE for part in output):
+                output = [_input_part(part) for part in output]
+            else:
+                output = _text(output)
+            return ListedCallOutput(item_id, item.call_id or "", output)
         case "compaction":
             return Compaction(item_id, item.encrypted_content or "")
         case _:
@@ -303,9 +366,15 @@ def _parts(content: str | list[Part] | None) -> list[Part]:
     return [Part("text", content)] if isinstance(content, str) else content or []
 
 
-def _message_part(item: Item, part: Part) -> InputText | OutputText | RefusalText:
+def _input_part(part: Part) -> InputText | InputFile:
+    if part.type == FILE:
+        return InputFile(filename=part.filename, file_data=part.file_data or "")
+    return InputText(part.text or "")
+
+
+def _message_part(item: Item, part: Part) -> InputText | InputFile | OutputText | RefusalText:
     if part.type == "refusal":
         return RefusalText(part.refusal or "")
     if item.role == "assistant":
         return OutputText(part.text or "")
-    return InputText(part.text or "")
+    return _input_part(part)

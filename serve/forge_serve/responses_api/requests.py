@@ -318,7 +318,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         given = self.given
         asked = [Item(role="user", content=given)] if isinstance(given, str) else given
         check_outputs(before, asked)
-        found = messages([*before, *asked])
+        found = messages(before, asked)
         if not self.instructions:
             return found
         texts = [self.instructions]

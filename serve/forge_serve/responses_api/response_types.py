@@ -58,6 +58,11 @@ class InputText(Payload, tag="input_text"):
     text: str
 
 
+class InputFile(Payload, tag="input_file", kw_only=True):
+    filename: str | None
+    file_data: str
+
+
 class RefusalText(Payload, tag="refusal"):
     refusal: str
 
@@ -70,7 +75,7 @@ class ListedMessage(Payload, tag="message", kw_only=True):
     id: str
     role: Literal["user", "assistant", "system", "developer"]
     status: ItemStatus = "completed"
-    content: list[InputText | OutputText | RefusalText]
+    content: list[InputText | InputFile | OutputText | RefusalText]
 
 
 class ListedReasoning(Payload, tag="reasoning"):
@@ -84,7 +89,7 @@ class ListedReasoning(Payload, tag="reasoning"):
 class ListedCallOutput(Payload, tag="function_call_output"):
     id: str
     call_id: str
-    output: str
+    output: str | list[InputText | InputFile]
     status: ItemStatus = "completed"
 
 

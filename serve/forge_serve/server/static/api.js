@@ -15,8 +15,11 @@ export class ServerError extends Error {
   }
 }
 
-/** Return an error's message with the name of the field. */
-export function errorText({ message, param }) {
+/** Return an error's message with the name of the field. A file of `messages` is named by its file name. */
+export function errorText({ message, param }, messages = []) {
+  const at = /^messages\[(\d+)\]\.content\[(\d+)\]\.file\./.exec(param ?? "");
+  const file = at && messages[at[1]]?.content?.[at[2]]?.file;
+  if (file) return message.replace(param, () => file.filename);
   return !param || message.includes(param) ? message : `${message} (${param})`;
 }
 

@@ -1,10 +1,14 @@
-// Text files that are sent with the next message.
+// Files that are sent with the next message: texts, and PDFs, whose text the server extracts.
 
+import { sizeOf } from "./conversation.js";
 import { by, element, iconButton, say } from "./dom.js";
 
-const MOST_BYTES = 1_000_000; // per file
+const MOST_TEXT_MB = 1; // per file
+const MOST_PDF_MB = 5; // per file; its base64 fits the server's default limit on a body
+const PDF_START = "%PDF-";
+const START_BYTES = 1024; // PDF readers search for the start in this part of a file
 
-let attached = []; // {name, text}
+let attached = []; // {name, text}, or {name, data} with a PDF in base64
 
 function show() {
   by("attachments").replaceChildren(...attached.map(chip));
@@ -16,7 +20,8 @@ function chip(file) {
     show();
     by("prompt").focus();
   });
-  return element("li", "chip", element("span", "", file.name), remove);
+  const size = element("small", "note", sizeOf(file));
+  return element("li", "chip", element("span", "", file.name), size, remove);
 }
 
 export function setAttachments(files) {
@@ -34,9 +39,9 @@ export function takeAttachments() {
 export const anyAttached = () => attached.length > 0;
 
 export async function attach(files) {
-  for (const file of files) {
+  for (const file of [...files]) { // a copy, because the browser empties the list
     try {
-      attached.push({ name: file.name, text: await textOf(file) });
+      attached.push({ name: file.name, ...(await contentOf(file)) });
     } catch (error) {
       say("failed", error.message);
     }
@@ -44,8 +49,24 @@ export async function attach(files) {
   show();
 }
 
+async function contentOf(file) {
+  const start = new TextDecoder("latin1").decode(await file.slice(0, START_BYTES).arrayBuffer());
+  const pdf = start.includes(PDF_START);
+  const most = pdf ? MOST_PDF_MB : MOST_TEXT_MB;
+  if (file.size > most * 1e6) throw new Error(`${file.name} is larger than ${most} MB. Attach a smaller file.`);
+  return pdf ? { data: await base64Of(file) } : { text: await textOf(file) };
+}
+
+function base64Of(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result.split(",")[1]));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+}
+
 async function textOf(file) {
-  if (file.size > MOST_BYTES) throw new Error(`${file.name} is larger than 1 MB. Attach a smaller file.`);
   const bytes = await file.arrayBuffer();
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
@@ -53,14 +74,14 @@ async function textOf(file) {
   } catch {
     // The file is not UTF-8.
   }
-  throw new Error(`${file.name} is not a text file in UTF-8. Attach its text.`);
+  throw new Error(`${file.name} is neither a PDF nor a text file in UTF-8. Attach its text.`);
 }
 
 export function beginAttachments() {
   const input = by("files");
   by("attach").addEventListener("click", () => input.click());
-  input.addEventListener("change", async () => {
-    await attach(input.files);
+  input.addEventListener("change", () => {
+    attach(input.files);
     input.value = ""; // so that the same file can be attached again
   });
   const chat = by("chat");

@@ -185,7 +185,7 @@ async function answer(continued = null) {
     view.busy = false;
   }
   if (error && error.name !== "AbortError") {
-    if (conversation === told) showError(errorText(error));
+    if (conversation === told) showError(errorText(error, messages));
     if (error.status === 401) say("needs-key", error.message);
   }
   if (conversation === told) toEnd();

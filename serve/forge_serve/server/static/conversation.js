@@ -2,6 +2,7 @@
 // sibling. This module has no elements and no storage.
 
 const ROLES = ["user", "assistant", "tool"];
+const PDF_URL = "data:application/pdf;base64,";
 const TITLE_CHARS = 60;
 export const UNTITLED = "New chat";
 
@@ -90,9 +91,28 @@ export function requestMessages(path, system) {
   return system.trim() ? [{ role: "system", content: system }, ...messages] : messages;
 }
 
+/** Return the content of a question: one text, or parts if PDFs are attached. The server gives PDFs the same form
+ *  as text files have here. */
 function withAttachments({ content, attachments = [] }) {
-  const files = attachments.map(({ name, text }) => `File ${name}:\n\n${text}`);
-  return [...files, content].filter((part) => part !== "").join("\n\n");
+  const parts = [];
+  const addText = (text) => {
+    const last = parts.at(-1);
+    if (last?.type === "text") last.text += `\n\n${text}`;
+    else parts.push({ type: "text", text });
+  };
+  for (const { name, text, data } of attachments) {
+    if (data === undefined) addText(`File ${name.split(/\s+/).join(" ").trim()}:\n\n${text}`);
+    else parts.push({ type: "file", file: { filename: name, file_data: `${PDF_URL}${data}` } });
+  }
+  if (content !== "") addText(content);
+  return parts.every((part) => part.type === "text") ? (parts[0]?.text ?? "") : parts;
+}
+
+/** Return the size of an attachment as a text. */
+export function sizeOf({ text, data }) {
+  if (data === undefined) return `${text.length.toLocaleString("en")} characters`;
+  const kilobytes = Math.ceil((data.length * 3) / 4 / 1000);
+  return `PDF, ${kilobytes < 1000 ? `${kilobytes} kB` : `${(kilobytes / 1000).toFixed(1)} MB`}`;
 }
 
 // ---- reading conversations from a file ----------------------------------------------------------
@@ -145,7 +165,10 @@ export function readConversation(value, where) {
     }
     const read = (names) => (each) => Object.fromEntries(names.map((name) => [name, each.text(name)]));
     const calls = of.list("calls", read(["id", "name", "arguments"]));
-    const attachments = of.list("attachments", read(["name", "text"]));
+    const attachments = of.list("attachments", (file) => {
+      const data = file.text("data", "");
+      return data ? { name: file.text("name"), data } : read(["name", "text"])(file);
+    });
     return { ...message, ...(calls.length ? { calls } : {}), ...(attachments.length ? { attachments } : {}) };
   });
   const created = reader.number("created", Date.now());

@@ -1,5 +1,6 @@
 // One message of the conversation: its text, reasoning, tool calls, files and actions.
 
+import { sizeOf } from "./conversation.js";
 import { copyFrom, element, iconButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { AnswerText } from "./tokens.js";
@@ -188,8 +189,8 @@ function tokenBox() {
   return box;
 }
 
-function fileView({ name, text }) {
-  const size = `${text.length.toLocaleString("en")} characters`;
-  const title = element("summary", "", element("span", "file-name", name), element("span", "note", size));
-  return element("details", "file", title, element("pre", "", text));
+function fileView(file) {
+  const title = [element("span", "file-name", file.name), element("span", "note", sizeOf(file))];
+  if (file.data !== undefined) return element("p", "file", ...title);
+  return element("details", "file", element("summary", "", ...title), element("pre", "", file.text));
 }
