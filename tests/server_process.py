@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,15 @@ from typing import IO
 
 ROOT = Path(__file__).parent.parent
 END_S = 10.0  # from the request to end until it is killed
+
+
+def virtual_devices(count: int) -> str:
+    """Return this process's XLA_FLAGS with a number of CPU devices.
+
+    Compilation takes 1.6 times as long without the flags of `make test`.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    return f"{flags} --xla_force_host_platform_device_count={count}".lstrip()
 
 
 @contextmanager

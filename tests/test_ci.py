@@ -22,15 +22,20 @@ CHECKS = {
 
 @pytest.fixture
 def run_ci(tmp_path):
-    """Run `.ci/run` with a `make` that records its arguments and fails for one target."""
+    """Run `.ci/run` with a `make` that records its arguments and fails for some targets.
 
-    def run(*checks: str, failing: str = "-") -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    `before` is shell code that each target runs before it ends.
+    """
+
+    def run(
+        *checks: str, failing: str = "-", before: str = ""
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log = tmp_path / "log"
         log.write_text("")
         make = tmp_path / "make"
         make.write_text(
-            f'#!/bin/sh\necho "$*" >> {log}\n'
-            f'[ "$1" != "{failing}" ] || {{ echo "ERROR: no network"; exit 1; }}\n'
+            f'#!/bin/sh\necho "$*" >> {log}\necho "output of $1"\n'
+            f'case " {failing} " in *" $1 "*) echo "ERROR: no network"; exit 1;; esac\n{before}\n'
         )
         make.chmod(0o755)
         env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
@@ -41,10 +46,43 @@ def run_ci(tmp_path):
     return run
 
 
-def test_ci_runs_every_check_in_order_by_default(run_ci):
+def targets_of(*checks):
+    return [target for check in checks for target in CHECKS[check]]
+
+
+def test_ci_runs_every_check_by_default(run_ci):
     done, targets = run_ci()
     assert done.returncode == 0
-    assert targets == [target for check in CHECKS.values() for target in check]
+    assert targets[:2] == ["lint", "test-all"]
+    # `cuda-compile` runs at the same time as the other three, which keep their order.
+    compiled = [target for target in targets if target in CHECKS["cuda-compile"]]
+    assert compiled == CHECKS["cuda-compile"]
+    others = [target for target in targets[2:] if target not in compiled]
+    assert others == targets_of("kubernetes", "site", "browser")
+
+
+def test_ci_compiles_for_gpus_during_other_checks(run_ci, tmp_path):
+    # Each of the two ends only once the other one has begun.
+    both = (
+        f'touch {tmp_path}/began-"$1"; case "$1" in site) other=test-cuda-compile;; '
+        "test-cuda-compile) other=site;; *) exit 0;; esac\n"
+        f"for i in $(seq 200); do [ ! -e {tmp_path}/began-$other ] || exit 0; sleep 0.1; done\n"
+        "exit 1"
+    )
+    done, targets = run_ci("cuda-compile", "site", before=both)
+    assert done.returncode == 0, done.stderr
+    assert sorted(targets) == sorted(targets_of("cuda-compile", "site"))
+    # Its output is in one piece.
+    assert done.stdout.splitlines() == ["output of site", "output of test-cuda-compile"]
+
+
+@pytest.mark.parametrize("failing", ["site", "test-cuda-compile", "site test-cuda-compile"])
+def test_ci_reports_checks_that_run_during_a_failed_one(run_ci, failing):
+    done, targets = run_ci("cuda-compile", "site", "browser", failing=failing)
+    assert done.returncode == 1
+    assert sorted(targets) == sorted(targets_of("cuda-compile", "site", "browser"))
+    assert all(f"output of {name}" in done.stdout for name in ("site", "test-cuda-compile"))
+    assert done.stderr == f"failed: {failing.replace('test-', '')}\n"
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -14,12 +14,14 @@ from benchmarks.aot import deviceless  # first, because jax reads its settings a
 
 import argparse
 import math
+import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -578,17 +580,25 @@ def main() -> None:
 
 
 def run_all_targets(output: Path | None) -> int:
-    """Run this script for each target, and return the exit code: 1 without any program."""
+    """Run this script for each target, one per processor at a time.
+
+    Returns:
+      The exit code: 1 if any program has a fault, or if there is no program.
+    """
+
+    def run_target(target: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, __file__, *sys.argv[1:], "--target", target]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+
     code, text = 0, table([])
     print(text, flush=True)
-    for target in TARGETS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--target", target]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                print(line, end="", flush=True)
-                text += f"\n{line.strip()}" if line.startswith("|") else ""
-        code = code or child.returncode
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for done in pool.map(run_target, TARGETS):
+            print(done.stdout, end="", flush=True)
+            text += "".join(
+                f"\n{line.strip()}" for line in done.stdout.splitlines() if line.startswith("|")
+            )
+            code = code or done.returncode
     if output is not None:
         output.write_text(text + "\n")
     return code or int(text == table([]))

@@ -32,6 +32,7 @@ from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.tools.compile import compile_bundle
 from forge_kernels.attention import QuantizedKV
 from forge_serve.cli import main as cli
+from tests.server_process import virtual_devices
 
 pytestmark = pytest.mark.quick_compile
 
@@ -466,7 +467,7 @@ llm = LLM(sys.argv[1], compile_cache_dir=sys.argv[2], device=1, **options)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), progress=False)
 print(llm._core.device.state.slots.last_token.devices())
 """
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {"XLA_FLAGS": virtual_devices(2)}
     command = [sys.executable, "-c", code, str(short_stories), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip() == "{CpuDevice(id=1)}", done.stderr

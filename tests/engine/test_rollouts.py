@@ -27,6 +27,7 @@ import pytest
 from forge_jax import LLM, ModelError, RequestOutput, SamplingParams, load, score
 from forge_jax.scoring import ScoreOptions, served_logits
 from forge_jax.testing import core_of, drafts_always_pay
+from tests.server_process import virtual_devices
 
 pytestmark = [pytest.mark.full_compile, pytest.mark.slow]
 
@@ -206,7 +207,7 @@ with LLM(sys.argv[1], **SIZES, dtype=sys.argv[2], tensor_parallel=2) as llm:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_score_has_the_bits_of_two_devices(short_stories, dtype):
     command = [sys.executable, "-c", TWO_DEVICES, str(short_stories), dtype]
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {"XLA_FLAGS": virtual_devices(2)}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")])
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from server_process import virtual_devices
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
-FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+FLAGS = f"{virtual_devices(2)} --xla_backend_optimization_level=0"
 
 
 def test_steering_and_activations_match_one_device():

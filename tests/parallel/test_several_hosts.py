@@ -15,7 +15,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.server_process import running, serving
+from tests.server_process import running, serving, virtual_devices
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -84,7 +84,7 @@ def group_of(health_ports, folder, parallel="--tensor-parallel"):
 @pytest.fixture(scope="module")
 def expected():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+        patch.setenv("XLA_FLAGS", virtual_devices(2))
         with serving(sys.executable, *MODEL, "--tensor-parallel", "2") as (url, _, _):
             return asyncio.run(answers(url))
 

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from server_process import virtual_devices
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+FLAGS = f"{virtual_devices(4)} --xla_backend_optimization_level=0"
 
 
 def run_child(*parts, child="child.py"):
