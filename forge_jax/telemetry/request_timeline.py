@@ -60,7 +60,7 @@ class Timeline:
     seen_s: float  # an admitted sequence is known from this time on; 0: from its arrival on
     spans: list[Span] = field(default_factory=list[Span])
     num_loads: int = 0  # loads from host memory that have a span
-    waits: bool = False  # True if it had no slot when it was last asked for
+    waits: bool = False  # True if it had no slot in the latest snapshot
     ttft_s: float | None = None  # None: no output token yet, or it came before `seen_s`
 
     def add(self, span: Span) -> None:
@@ -88,7 +88,7 @@ class Timeline:
 
 
 class Timelines:
-    """The timelines of the unfinished sequences that have been recorded or asked for."""
+    """The timelines of the unfinished sequences that have been in a step or a snapshot."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
@@ -122,7 +122,7 @@ class Timelines:
                 self._add_row(seq, row, got, begin_s, end_s)
 
     def take_finished(self, now_s: float) -> Iterator[tuple[Sequence, Timeline]]:
-        """Forget the finished sequences, and yield them with their timelines."""
+        """Remove the finished sequences, and yield them with their timelines."""
         ended = [seq for seq in self._by_sequence if seq.status is _FINISHED]
         for seq in ended:
             timeline = self._by_sequence.pop(seq)

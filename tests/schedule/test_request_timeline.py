@@ -198,7 +198,7 @@ def test_spans_and_finished_requests_are_bounded(monkeypatch):
     assert not loop.watcher._timelines._by_sequence
 
 
-def test_unwatched_engine_forgets_timelines():
+def test_unwatched_engine_drops_timelines():
     loop = preempted()
     assert state(loop).finished
     loop.now_s += engine_state.WATCHED_S + 1
