@@ -2,7 +2,7 @@
 
 A snapshot takes two calls. `Watcher.capture` runs between two steps in the engine thread and only
 copies. `Capture.state` derives the rest in any thread. Steps are recorded only while snapshots are
-taken. Snapshots contain no prompts, outputs or tokens.
+taken, and so are the timelines of sequences. Snapshots contain no prompts, outputs or tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Literal
 import numpy as np
 
 from forge_jax.schedule.plan import StepPlan, StepResult
+from forge_jax.schedule.request import FinishReason
 from forge_jax.schedule.request import Sequence as ScheduledSequence
 from forge_jax.schedule.scheduler import Scheduler
+from forge_jax.telemetry.request_timeline import Span, Timelines
 
 MAX_RUNNING, MAX_WAITING = 128, 64  # sequences that are listed
 MAX_CELLS = 2048  # cells of the block map
 MAX_STEPS = 512
+MAX_FINISHED = 32  # recently finished sequences
 WATCHED_S = 30.0  # steps are recorded for this long after a snapshot
 
 # The state of a block, or the index of the listed sequence that is its only holder.
@@ -39,7 +42,7 @@ class SequenceState:
     request_id: str
     index: int  # the sample's index in its request
     cache_salt: str
-    status: Literal["running", "waiting"]
+    status: Literal["running", "waiting", "finished"]
     prompt_tokens: int
     output_tokens: int
     computed_tokens: int  # tokens with KV written or in flight, without drafts being verified
@@ -49,6 +52,12 @@ class SequenceState:
     preemptions: int
     draft_tokens: int  # verified draft tokens
     accepted_tokens: int
+    arrival_s: float  # on the clock of `EngineState.time_s`
+    queue_s: float | None  # from arrival to first admission; None: not admitted yet
+    ttft_s: float | None  # time to first token; None: none yet, or before the recording began
+    spans: list[Span]  # at most `MAX_SPANS`, and the current wait, in order of time
+    finish_reason: FinishReason | None
+    finished_s: float | None  # when the end was seen: at most one step or snapshot later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +100,8 @@ class StepRecord:
 class EngineState:
     """A snapshot of an engine.
 
-    It has at most `MAX_RUNNING` + `MAX_WAITING` sequences, `MAX_CELLS` runs and `MAX_STEPS` steps.
+    It has at most `MAX_RUNNING` + `MAX_WAITING` sequences, `MAX_FINISHED` finished ones,
+    `MAX_CELLS` runs and `MAX_STEPS` steps.
     """
 
     time_s: float  # on a monotonic clock
@@ -99,6 +109,7 @@ class EngineState:
     num_running: int
     num_waiting: int
     sequences: list[SequenceState]  # running ones by rank, then waiting ones by arrival
+    finished: list[SequenceState]  # since the first of the recent snapshots, oldest first
     blocks: BlockMap
     steps: list[StepRecord]  # recorded since the first of the recent snapshots, oldest first
 
@@ -115,6 +126,7 @@ class Capture:
     refs: list[int]  # reference count of each block
     cached: list[int]  # numbers of the cached blocks
     sequences: list[tuple[SequenceState, list[int]]]  # each with the numbers of its blocks
+    finished: list[SequenceState]
     steps: list[StepRecord]
 
     def state(self) -> EngineState:
@@ -141,6 +153,7 @@ class Capture:
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             sequences=sequences,
+            finished=self.finished,
             blocks=BlockMap(
                 block_size=self.block_size,
                 num_blocks=len(refs),
@@ -166,6 +179,8 @@ class Watcher:
         self._scheduler = scheduler
         self._clock = clock
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self._timelines = Timelines(scheduler)
+        self._finished: deque[SequenceState] = deque(maxlen=MAX_FINISHED)
         self._looked_s = 0.0
 
     def record(self, plan: StepPlan, result: StepResult, begin_s: float, end_s: float) -> None:
@@ -173,7 +188,11 @@ class Watcher:
         if end_s - self._looked_s > WATCHED_S:
             self.watches = False
             self._steps.clear()
+            self._timelines.clear()
+            self._finished.clear()
             return
+        self._take_finished(begin_s)
+        self._timelines.record(plan, result, begin_s, end_s)
         of_chunks = result.sequences[len(plan.decodes) :]
         accepted = sum(
             max(len(got.token_ids) - 1, 0)
@@ -197,8 +216,9 @@ class Watcher:
         begin_s = time.perf_counter()
         scheduler = self._scheduler
         self._looked_s, self.watches = self._clock(), True
-        running = [(_state_of(seq), list(seq.blocks)) for seq in scheduler.running[:MAX_RUNNING]]
-        waiting = [(_state_of(seq), []) for seq in islice(scheduler.waiting(), MAX_WAITING)]
+        self._take_finished(self._looked_s)
+        running = [(self._state(seq), list(seq.blocks)) for seq in scheduler.running[:MAX_RUNNING]]
+        waiting = [(self._state(seq), []) for seq in islice(scheduler.waiting(), MAX_WAITING)]
         refs, cached = scheduler.pool.references()
         return Capture(
             time_s=self._looked_s,
@@ -208,17 +228,33 @@ class Watcher:
             refs=refs,
             cached=cached,
             sequences=running + waiting,
+            finished=list(self._finished),
             steps=list(self._steps),
             cost_s=time.perf_counter() - begin_s,
         )
 
+    def _state(self, seq: ScheduledSequence) -> SequenceState:
+        spans, ttft_s = self._timelines.of(seq, self._looked_s)
+        return _state_of(seq, spans, ttft_s)
 
-def _state_of(seq: ScheduledSequence) -> SequenceState:
+    def _take_finished(self, now_s: float) -> None:
+        for seq, timeline in self._timelines.take_finished(now_s):
+            self._finished.append(_state_of(seq, timeline.spans, timeline.ttft_s, now_s))
+
+
+def _state_of(
+    seq: ScheduledSequence,
+    spans: list[Span],
+    ttft_s: float | None,
+    finished_s: float | None = None,
+) -> SequenceState:
+    status = "waiting" if seq.slot is None else "running"
+    admitted = seq.slot is not None or seq.epoch > 0
     return SequenceState(
         request_id=seq.request_id,
         index=seq.index,
         cache_salt=seq.request.cache_salt,
-        status="waiting" if seq.slot is None else "running",
+        status=status if finished_s is None else "finished",
         prompt_tokens=seq.prompt_len,
         output_tokens=seq.num_output,
         computed_tokens=seq.num_computed,
@@ -228,6 +264,12 @@ def _state_of(seq: ScheduledSequence) -> SequenceState:
         preemptions=seq.num_preemptions,
         draft_tokens=seq.num_drafted,
         accepted_tokens=seq.num_accepted,
+        arrival_s=seq.queued_s,
+        queue_s=seq.queue_s if admitted else None,
+        ttft_s=ttft_s,
+        spans=spans,
+        finish_reason=seq.finish_reason,
+        finished_s=finished_s,
     )
 
 

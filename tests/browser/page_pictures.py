@@ -24,7 +24,7 @@ from tests.browser.page_actions import answer_with, events, set_options, show_pa
 from tests.server_process import ROOT, serving
 
 FLAGS = ("--num-blocks", "256", "--max-num-seqs", "8", "--speculation", "suffix")
-VIEWPORT = {"width": 1280, "height": 800}
+VIEWPORT = {"width": 1280, "height": 960}
 PHONE = {"width": 390, "height": 760}
 QUESTION = "Tell me a story about a dog."
 SUBJECTS = ("a cat", "a dragon", "a boat", "the moon")

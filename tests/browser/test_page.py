@@ -321,6 +321,7 @@ def test_saved_state_is_replayed_until_resumed(slow_server, visit, tmp_path):
     show_panel(one.page, "engine")
     one.ask(STORY)
     expect(one.page.locator("#sequences")).to_contain_text("this chat")
+    expect(one.page.locator("#running")).to_have_text("1/256")  # it no longer waits
     expect(one.page.locator("#steps")).to_have_attribute("aria-label", re.compile("Step "))
     one.page.get_by_role("button", name="Pause").click()
     owned = number(one.page, "owned")
@@ -350,6 +351,7 @@ def test_copied_link_shows_the_state(slow_server, visit):
     show_panel(one.page, "engine")
     one.ask(STORY)
     expect(one.page.locator("#sequences")).to_contain_text("this chat")
+    expect(one.page.locator("#running")).to_have_text("1/256")  # it no longer waits
     one.page.get_by_role("button", name="Pause").click()
     owned = number(one.page, "owned")
     one.page.get_by_role("button", name="Copy link").click()

@@ -136,8 +136,8 @@ PAYLOADS = [
 WATCH = "window.hits = []; window.hit = () => hits.push(new Error().stack);"
 FORBIDDEN = (
     "script, img, iframe, object, embed, video, audio, form, base, meta, style, link, template, "
-    "svg:not(.icon, .katex svg, .chart svg), input:not(#state-file), select, "
-    "math:not(.katex math), marquee, image"
+    "svg:not(.icon, .katex svg, .chart svg), input:not(#state-file), "
+    "select:not(#timeline-window), math:not(.katex math), marquee, image"
 )
 
 
@@ -286,6 +286,8 @@ def test_payloads_in_streamed_answers_do_nothing(open_page):
     open_page.answered()
     inspect(page)
     expect(page.locator("#sequences")).to_contain_text("<script>")
+    page.locator("#requests").press("ArrowLeft")
+    expect(page.locator("#request-span")).to_contain_text("<script>")
     inspect(page, "#engine")
 
     page.unroute("**/v1/chat/completions")
@@ -313,7 +315,13 @@ def evil_state(route: Route) -> dict[str, Any]:
         ("prompt", "sample", "prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens",
          "blocks", "shared_blocks", "preemptions", "draft_tokens", "accepted_tokens"), 0,
     )  # fmt: skip
-    state["sequences"] = [{**seq, "request_id": each, "status": "running"} for each in VECTORS]
+    span = ["decode", 0, 1, 1, 1, 0, 0]
+    seq = {**seq, "status": "running", "spans": [span]}
+    now_s = state["time_s"]
+    state["sequences"] = [
+        {**seq, "request_id": each, "arrival_s": now_s - 2 + i / 100}
+        for i, each in enumerate(VECTORS)
+    ]
     state["blocks"]["runs"] = [[state["blocks"]["num_blocks"], 0]]
     return state
 

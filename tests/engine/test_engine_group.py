@@ -143,6 +143,8 @@ async def test_group_is_used_like_one_engine(group):
     async with asyncio.timeout(WAIT_S):
         deltas = [delta async for deltas in streams[0] for delta in deltas]
     assert deltas[-1].finish_reason == "abort"
+    (ended,) = (await group.look()).finished
+    assert (ended.request_id, ended.finish_reason) == ("r0", "abort")
     waiting = [group.submit([7], LONG, request_id=f"w{i}") for i in range(40)]
     with pytest.raises(OverloadedError, match="40 samples"):
         group.submit([7], LONG, request_id="too many")

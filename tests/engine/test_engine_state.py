@@ -177,14 +177,15 @@ async def test_engine_state_is_bounded_in_size():
     assert kinds == ["running"] * MAX_RUNNING + ["waiting"] * MAX_WAITING
     assert "other" in cells(state) and len(cells(state)) <= MAX_CELLS
     assert state.blocks.blocks_per_cell == 49 and len(state.steps) == MAX_STEPS
-    assert len(msgspec.json.encode(state)) < 200_000
+    assert len(msgspec.json.encode(state)) < 250_000
     await engine.stop()
 
 
 def capture(**changed: object) -> Capture:
     few = {
         "time_s": 0.0, "cost_s": 0.0, "num_running": 0, "num_waiting": 0, "block_size": 16,
-        "refs": [0] * 5, "cached": [], "sequences": [], "steps": [],
+        "refs": [0] * 5, "cached": [], "sequences": [], "finished": [],
+        "steps": [],
     }  # fmt: skip
     return Capture(**(few | changed))
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.drafts import Drafts
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.schedule.request import Request, Sequence
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from forge_jax.schedule.token_budget import TokenBudget
+from forge_jax.telemetry.engine_state import Watcher
 from forge_jax.testing import FakeDevice
 
 VOCAB = 1000
@@ -57,6 +59,7 @@ class Loop:
             pool=self.pool,
             fault=fault,
         )
+        self.watcher = Watcher(self.scheduler, lambda: self.now_s)
         self.updates: list[SequenceUpdate] = []  # updates of the last step
         self._in_flight: tuple[StepPlan, Any, float] | None = None
         self._num_requests = 0
@@ -82,23 +85,37 @@ class Loop:
         (seq,) = self.add(prompt, **params)
         return seq
 
-    def step(self) -> StepPlan | None:
-        """Dispatch the next step, then read the one before."""
-        plan = self.scheduler.schedule()
-        previous, self._in_flight = self._in_flight, None
+    def step(self, drafts: Drafts | None = None) -> StepPlan | None:
+        """Dispatch the next step, then read the one before.
+
+        A step with `drafts` first reads the one before.
+        """
+        if drafts is not None:
+            self._read()
+        plan = self.scheduler.schedule(drafts)
+        pending = None if plan is None else self.device.dispatch(plan)
+        dispatched_s = self.now_s
+        self._read()
         if plan is not None:
-            self._in_flight = plan, self.device.dispatch(plan), self.now_s
-        self.updates = []
-        if previous is not None:
-            before, pending, dispatched_s = previous
-            result = self.device.read(pending)
-            self._free_s = max(self._free_s, dispatched_s) + self._step_s(before)
-            self.now_s = max(self.now_s, self._free_s)
-            if self.scheduler.budget is not None:
-                self.scheduler.budget.record(before, dispatched_s, self.now_s)
-            self.updates = self.scheduler.commit(before, result)
+            self._in_flight = plan, pending, dispatched_s
         self.pool.check()
         return plan
+
+    def _read(self) -> None:
+        self.updates = []
+        previous, self._in_flight = self._in_flight, None
+        if previous is None:
+            return
+        plan, pending, dispatched_s = previous
+        result = self.device.read(pending)
+        begin_s = self.now_s
+        self._free_s = max(self._free_s, dispatched_s) + self._step_s(plan)
+        self.now_s = max(self.now_s, self._free_s)
+        if self.scheduler.budget is not None:
+            self.scheduler.budget.record(plan, dispatched_s, self.now_s)
+        if self.watcher.watches:
+            self.watcher.record(plan, result, begin_s, self.now_s)
+        self.updates = self.scheduler.commit(plan, result)
 
     def run(self, max_steps: int = 1000) -> list[StepPlan]:
         """Step until there is nothing to do, and return the plans."""

@@ -17,6 +17,7 @@ from forge_jax.schedule.host_tier import Finished, HostTier
 from forge_jax.schedule.lifecycle import Status
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.telemetry.engine_state import Watcher
 from forge_jax.testing import FakeDevice, FakeHostMemory
 
 SIZE = 4
@@ -110,6 +111,7 @@ class Engine:
         self.now_s = 0.0
         self.device = FakeDevice(num_blocks=12, block_size=SIZE, max_num_seqs=4, pool=self.pool)
         self.memory = FakeHostMemory(self.device, lambda: self.finishes)
+        self.watcher = Watcher(self.scheduler, lambda: self.now_s)
 
     def add(self, name: str, tokens: range, max_tokens: int = 1):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -126,7 +128,10 @@ class Engine:
         self.memory.start(self.scheduler.transfers())
         if plan is None:
             return []
-        self.scheduler.commit(plan, self.device.read(self.device.dispatch(plan)))
+        result = self.device.read(self.device.dispatch(plan))
+        if self.watcher.watches:
+            self.watcher.record(plan, result, self.now_s - 1, self.now_s)
+        self.scheduler.commit(plan, result)
         self.pool.check()
         return [row.seq_key[0] for row in plan.sequences]
 
@@ -172,6 +177,23 @@ def test_others_run_while_a_sequence_waits_for_its_blocks():
     engine.finishes = True
     assert engine.step() == ["A again"]
     assert waiting.num_cached == 32
+
+
+def test_timeline_shows_the_load():
+    engine = evicted_a()
+    arrival_s = engine.now_s
+    engine.add("A again", A)
+    engine.finishes = False
+    engine.step()
+    (seq,) = engine.watcher.capture().state().sequences
+    assert [span.kind for span in seq.spans] == ["queued", "loading"]
+    engine.step()
+    engine.finishes = True
+    engine.step()
+    (seq,) = engine.watcher.capture().state().finished
+    spans = [(span.kind, span.begin_s - arrival_s, span.end_s - arrival_s) for span in seq.spans]
+    assert spans == [("queued", 0, 1), ("loading", 1, 2), ("prefill", 2, 3)]
+    assert seq.cached_tokens == 32
 
 
 def test_sequences_with_the_same_prefix_share_a_load():

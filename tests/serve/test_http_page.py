@@ -249,6 +249,41 @@ async def test_tenant_does_not_see_owners_of_other_requests(start, fresh):
         assert response.status == 401
     mine.close()
     theirs.close()
+    await server.idle()
+    finished = (await state_of(server, key=KEY_A))["finished"]
+    assert {seq["request_id"] for seq in finished} == {"cmpl-of-alpha", None}
+
+
+async def test_spans_are_sent_once_and_while_they_grow(start, fresh):
+    server = await start(slow_engine(num_blocks=200, block_size=16))
+    await state_of(server)
+    response = await begin(server, request_id="my-request")
+    first = await state_of(server)
+    (seq,) = first["sequences"]
+    assert [span[0] for span in seq["spans"]] in (
+        ["queued", "prefill"], ["queued", "prefill", "decode"]
+    )  # fmt: skip
+    assert seq["spans"][0][1] == 0 and seq["spans"][0][2] == pytest.approx(seq["queue_s"], abs=0.01)
+    assert 0.004 < seq["ttft_s"] < 5 and seq["arrival_s"] < first["time_s"]
+    await asyncio.sleep(0.15)
+    step = (await state_of(server))["steps"][-1]["step"]
+    await asyncio.sleep(0.15)
+    newer = await state_of(server, f"?after_step={step}")
+    (again,) = newer["sequences"]
+    assert again["arrival_s"] == seq["arrival_s"]
+    assert "queue_s" not in again and "ttft_s" not in again
+    ((kind, begin_s, seconds, steps, tokens, *drafts),) = again["spans"]
+    assert kind == "decode" and steps == tokens > 10 and drafts == [0, 0]
+    assert begin_s + seconds == pytest.approx(
+        newer["steps"][-1]["end_s"] - seq["arrival_s"], abs=1e-3
+    )
+    response.close()
+    await server.idle()
+    step = newer["steps"][-1]["step"]
+    ended = (await state_of(server, f"?after_step={step}"))["finished"]
+    assert [(s["status"], s["finish_reason"], s["spans"][-1][0]) for s in ended] == [
+        ("finished", "abort", "decode")
+    ]  # fmt: skip
 
 
 async def test_stored_response_ids_are_not_revealed(start):

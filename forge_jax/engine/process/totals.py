@@ -12,6 +12,7 @@ from forge_jax.engine.async_engine import EngineStats
 from forge_jax.schedule.host_tier import HostKVStats
 from forge_jax.speculate.speculator import SpeculationStats
 from forge_jax.telemetry.engine_state import (
+    MAX_FINISHED,
     MAX_RUNNING,
     MAX_STEPS,
     MAX_WAITING,
@@ -127,12 +128,15 @@ class StateMerger:
         parts = list(states.values())
         sequences, places = _sequences(parts)
         self._record(states)
+        finished = [each for part in parts for each in part.finished]
+        finished.sort(key=lambda each: each.finished_s or 0.0)
         return EngineState(
             time_s=max(part.time_s for part in parts),
             cost_s=sum(part.cost_s for part in parts),
             num_running=sum(part.num_running for part in parts),
             num_waiting=sum(part.num_waiting for part in parts),
             sequences=sequences,
+            finished=finished[-MAX_FINISHED:],
             blocks=_blocks([part.blocks for part in parts], places),
             steps=list(self._steps),
         )

@@ -62,9 +62,7 @@ OPERATIONS = {
         summary="Get the sequences, the KV cache blocks and the recent steps of the engine",
         answer=EngineStateAnswer,
         errors=(400, *NOT_READY),
-        parameters=(
-            Parameter("after_step", "query", WHOLE, "return only the steps after this one"),
-        ),
+        parameters=(Parameter("after_step", "query", WHOLE, "return only news since this step"),),
     ),
     "metrics": Operation(summary="Get Prometheus metrics", content_type=METRICS_TYPE),
     "start_profile": Operation(

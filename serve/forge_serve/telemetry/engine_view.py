@@ -8,10 +8,12 @@ tenants' sequences, but not their request ids.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from forge_jax.errors import ForgeError
 from forge_jax.host import supervise
@@ -21,7 +23,8 @@ from forge_serve.telemetry.gpus import GpuAnswer, Gpus
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
-    from forge_jax.telemetry.engine_state import EngineState, SequenceState
+    from forge_jax.telemetry.engine_state import EngineState, SequenceState, StepRecord
+    from forge_jax.telemetry.request_timeline import Span
 
 LEAST_S = 0.1  # minimum time between two snapshots
 PART = 0.02  # maximum fraction of the time spent on snapshots
@@ -31,13 +34,24 @@ LONGEST_S = 5.0  # maximum wait of a snapshot for the end of a step
 SECRET_ID, SHOWN_CHARS = "resp_", 13
 
 
+SpanKind = Literal["queued", "preempted", "loading", "prefill", "decode", "draft"]
+# Kind, start since the arrival, duration, steps, tokens, verified and accepted draft tokens. Times
+# are in seconds, with a resolution of 0.1 ms.
+SpanAnswer = tuple[SpanKind, float, float, int, int, int, int]
+
+
 class SequenceAnswer(Payload, kw_only=True):
-    """Running or waiting sample. `request_id` is null if it belongs to another tenant."""
+    """Sample of a request. `request_id` is null if it belongs to another tenant.
+
+    `arrival_s`, `prompt` and `sample` identify it. `queue_s` is the time from arrival to the first
+    slot, `ttft_s` to the first token. They are absent before they are known, if they were known at
+    `after_step`, or if the recording began later.
+    """
 
     request_id: str | None
     prompt: int
     sample: int
-    status: Literal["running", "waiting"]
+    status: Literal["running", "waiting", "finished"]
     prompt_tokens: int
     output_tokens: int
     computed_tokens: int
@@ -47,6 +61,11 @@ class SequenceAnswer(Payload, kw_only=True):
     preemptions: int
     draft_tokens: int
     accepted_tokens: int
+    arrival_s: float
+    queue_s: float | UnsetType = UNSET
+    ttft_s: float | UnsetType = UNSET
+    finish_reason: Literal["stop", "length", "abort", "error"] | UnsetType = UNSET
+    spans: list[SpanAnswer]
 
 
 class BlocksAnswer(Payload):
@@ -101,6 +120,7 @@ class EngineStateAnswer(Payload, kw_only=True):
     speculation: SpeculationAnswer | None
     gpus: list[GpuAnswer]
     sequences: list[SequenceAnswer]
+    finished: list[SequenceAnswer]
     blocks: BlocksAnswer
     steps: list[StepAnswer]
 
@@ -114,7 +134,7 @@ class EngineView:
         self._next_s = 0.0  # time from which the latest snapshot is too old
 
     async def answer(self, engine: AsyncEngine, tenant: str, after_step: int) -> EngineStateAnswer:
-        """Return the state for a tenant, with the steps after `after_step`.
+        """Return the state for a tenant, with the steps, spans and ends after `after_step`.
 
         Args:
           engine: the engine to take a snapshot of.
@@ -128,6 +148,7 @@ class EngineView:
         state, stats = await self._state(engine), engine.stats()
         gpus = [] if self._gpus is None else await asyncio.to_thread(self._gpus.read)
         speculation = stats.speculation
+        after_s = _end_of(after_step, state.steps)
         return EngineStateAnswer(
             time_s=state.time_s,
             num_running=state.num_running,
@@ -140,7 +161,12 @@ class EngineView:
             prefix_cache_hits=stats.prefix_cache_hits,
             speculation=None if speculation is None else _as(SpeculationAnswer, speculation),
             gpus=gpus,
-            sequences=[_sequence(seq, tenant) for seq in state.sequences],
+            sequences=[_sequence(seq, tenant, after_s) for seq in state.sequences],
+            finished=[
+                _sequence(seq, tenant, after_s)
+                for seq in state.finished
+                if seq.finished_s is None or seq.finished_s > after_s
+            ],
             blocks=_as(BlocksAnswer, state.blocks),
             steps=[_as(StepAnswer, record) for record in state.steps if record.step > after_step],
         )
@@ -174,7 +200,23 @@ def _as[Answer: Payload](kind: type[Answer], state: object) -> Answer:
     return msgspec.convert(state, kind, from_attributes=True)
 
 
-def _sequence(seq: SequenceState, tenant: str) -> SequenceAnswer:
+def _end_of(step: int, steps: list[StepRecord]) -> float:
+    """Return the time up to which a client that has `step` has all spans.
+
+    Snapshots of several engines are up to one step apart, so the longest step is subtracted.
+    """
+    ends = [record.end_s for record in steps if record.step == step]
+    if not ends:
+        return -math.inf
+    return ends[0] - max(record.seconds for record in steps)
+
+
+def _sequence(seq: SequenceState, tenant: str, after_s: float) -> SequenceAnswer:
+    def new(seconds: float | None) -> float | UnsetType:
+        if seconds is None or seq.arrival_s + seconds <= after_s:
+            return UNSET
+        return round(seconds, 4)
+
     request_id, prompt = answer_id(seq.request_id)
     if request_id.startswith(SECRET_ID):
         request_id = request_id[:SHOWN_CHARS]
@@ -192,6 +234,23 @@ def _sequence(seq: SequenceState, tenant: str) -> SequenceAnswer:
         preemptions=seq.preemptions,
         draft_tokens=seq.draft_tokens,
         accepted_tokens=seq.accepted_tokens,
+        arrival_s=round(seq.arrival_s, 6),
+        queue_s=new(seq.queue_s),
+        ttft_s=new(seq.ttft_s),
+        finish_reason=seq.finish_reason or UNSET,
+        spans=[_span(span, seq.arrival_s) for span in seq.spans if span.end_s > after_s],
+    )
+
+
+def _span(span: Span, arrival_s: float) -> SpanAnswer:
+    return (
+        span.kind,
+        round(span.begin_s - arrival_s, 4),
+        round(span.end_s - span.begin_s, 4),
+        span.steps,
+        span.tokens,
+        span.draft_tokens,
+        span.accepted_tokens,
     )
 
 

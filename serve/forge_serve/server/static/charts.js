@@ -1,12 +1,12 @@
-// The two charts of the engine: blocks and steps. Each describes itself in its aria-label, and the cell
-// or bar under the pointer, or selected by the arrow keys, in its probe element.
+// The charts of the engine: blocks and steps. timeline.js has a third one. Each describes itself in its aria-label, and
+// the cell or bar under the pointer, or selected by the arrow keys, in its probe element.
 
 const resolved = new Map(); // name of a color -> its value in the current theme
 const probe = document.createElement("span");
 
 /** Return a color of page.css. Its custom properties have a value for each theme, which only a property of an element
  *  resolves. */
-function color(name) {
+export function color(name) {
   if (!resolved.has(name)) {
     if (!probe.isConnected) document.documentElement.append(probe);
     probe.style.color = `var(--${name})`;
@@ -19,21 +19,22 @@ const forgetColors = () => resolved.clear();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", forgetColors);
 document.addEventListener("theme-changed", forgetColors);
 
-class Chart {
+export class Chart {
   constructor(canvas, probe) {
     this.canvas = canvas;
     this._probe = probe;
     this._marked = -1;
-    this._byKey = false;
-    canvas.addEventListener("pointermove", (event) => this._mark(this.at(event.offsetX, event.offsetY)));
-    canvas.addEventListener("pointerleave", () => this._mark(-1));
+    for (const kind of ["pointermove", "pointerdown"]) {
+      canvas.addEventListener(kind, (event) => this._mark(this.at(event.offsetX, event.offsetY)));
+    }
+    canvas.addEventListener("pointerleave", (event) => {
+      if (event.pointerType !== "touch") this._mark(-1); // a finger leaves at the end of a tap
+    });
     canvas.addEventListener("blur", () => this._mark(-1));
     canvas.addEventListener("keydown", (event) => {
-      const last = this.count - 1;
       const from = this._marked;
-      const to = { ArrowRight: Math.min(from + 1, last), ArrowLeft: from < 0 ? last : Math.max(from - 1, 0),
-        Home: 0, End: last, Escape: -1 }[event.key];
-      if (to === undefined || last < 0) return;
+      const to = this.moved(event.key, from);
+      if (to === undefined || !this.count) return;
       event.preventDefault();
       if (from >= 0) event.stopPropagation();
       this._mark(to);
@@ -41,6 +42,13 @@ class Chart {
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     document.addEventListener("theme-changed", () => this.draw());
+  }
+
+  /** Return the index to which a key moves the selection; undefined for other keys. */
+  moved(key, from) {
+    const last = this.count - 1;
+    return { ArrowRight: Math.min(from + 1, last), ArrowLeft: from < 0 ? last : Math.max(from - 1, 0),
+      Home: 0, End: last, Escape: -1 }[key];
   }
 
   _mark(index) {
@@ -137,12 +145,12 @@ export class BlockChart extends Chart {
 
 const CUT = 4; // clip at this many medians, so that one slow step does not flatten all others
 
-const milliseconds = (seconds) => {
+export const milliseconds = (seconds) => {
   const ms = 1000 * seconds;
   return `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
 };
 
-const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
+export const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
 
 export class StepChart extends Chart {
   static HEIGHT = 96;

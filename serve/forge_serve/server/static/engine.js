@@ -4,6 +4,7 @@ import { request } from "./api.js";
 import { BlockChart, StepChart } from "./charts.js";
 import { by, copyFrom, download, say } from "./dom.js";
 import { LINK, linkedRecording, readRecording, recordingLink, recordingText } from "./recording.js";
+import { TimelineChart, Timelines } from "./timeline.js";
 
 const BUSY_MS = 200;
 const IDLE_MS = 1000;
@@ -26,7 +27,9 @@ let timer = null;
 let asking = false;
 let blockChart;
 let stepChart;
+let timelineChart;
 
+const timelines = new Timelines();
 const colors = new Map(); // sequence -> index of its color while the sequence is in the state
 
 function visible() {
@@ -47,8 +50,7 @@ async function look() {
       return;
     }
     if (before && state.generation_tokens < before.generation_tokens) {
-      steps = []; // the engine was restarted, so its step numbers start again
-      before = null;
+      forget(); // the engine was restarted, so its step numbers start again
     } else show(state);
     const busy = answering || state.num_running + state.num_waiting > 0;
     wait = busy && !calm.matches ? BUSY_MS : IDLE_MS;
@@ -59,6 +61,12 @@ async function look() {
   }
   asking = false;
   timer = setTimeout(look, wait);
+}
+
+function forget() {
+  steps = [];
+  before = null;
+  timelines.clear();
 }
 
 function note(text) {
@@ -81,9 +89,20 @@ function show(state) {
   table(sequences, names, tints);
   blockChart.show(blocks, tints, (place) => `owned by ${names[place]}`);
   stepChart.show(steps);
+  lives(state);
   drafts(state.speculation);
   gpus(state.gpus ?? []); // recordings of older versions have none
   before = state;
+}
+
+function lives(state) {
+  timelines.add(state);
+  const { rows } = timelines;
+  by("timeline").hidden = rows.length === 0;
+  by("no-timeline").hidden = rows.length > 0;
+  const loads = rows.some(({ spans }) => spans.some(([kind]) => kind === "loading"));
+  by("engine").classList.toggle("no-loads", !loads);
+  timelineChart.show(rows, nameOf, state.time_s);
 }
 
 function tokensPerSecond(state) {
@@ -196,6 +215,8 @@ function drafts(speculation) {
 export function beginEngine() {
   blockChart = new BlockChart(by("blocks"), by("blocks-probe"));
   stepChart = new StepChart(by("steps"), by("steps-probe"));
+  timelineChart = new TimelineChart(by("requests"), by("request-span"), by("request-figures"), by("request-live"));
+  by("timeline-window").addEventListener("change", (event) => timelineChart.zoom(Number(event.target.value)));
   document.addEventListener("answering", (event) => {
     answering = event.detail;
     look();
@@ -210,10 +231,10 @@ export function beginEngine() {
   addEventListener("resize", () => look());
   by("pause").addEventListener("click", () => setPaused(!paused));
   by("state-save").addEventListener("click", () => {
-    if (before) download(recordingText(before, steps), "engine-state.json");
+    if (before) download(recorded(), "engine-state.json");
   });
   by("state-link").addEventListener("click", async () => {
-    if (before) copyFrom(by("state-link"), await recordingLink(recordingText(before, steps)), "Copied");
+    if (before) copyFrom(by("state-link"), await recordingLink(recorded()), "Copied");
   });
   by("state-open").addEventListener("click", () => by("state-file").click());
   by("state-file").addEventListener("change", async () => {
@@ -224,6 +245,8 @@ export function beginEngine() {
   replayLink();
   look();
 }
+
+const recorded = () => recordingText(timelines.complete(before), steps);
 
 /** Show the state in the page's address, if there is one. */
 function replayLink() {
@@ -238,8 +261,7 @@ function setPaused(value) {
   if (replaying && !paused) {
     replaying = false;
     if (location.hash) history.replaceState(null, "", location.pathname);
-    steps = [];
-    before = null;
+    forget();
     note("");
   }
   look();
@@ -256,8 +278,7 @@ async function replay(name, read) {
   }
   setPaused(true);
   replaying = true;
-  steps = [];
-  before = null;
+  forget();
   rate = 0;
   show(recording.state);
   note(`Recorded ${new Date(recording.recorded).toLocaleString()}`);

@@ -1,5 +1,7 @@
 // A state of the engine in a file or a link, for example for a bug report. It has no text and no tokens.
 
+import { SPAN_KINDS } from "./timeline.js";
+
 const FORMAT = "forge-jax-engine-state";
 const VERSION = 1;
 
@@ -12,6 +14,7 @@ const STEP_COUNTS = ["step", "seconds", "sequences", "rows", "tokens", "draft_to
 const DRAFT_COUNTS = ["num_drafts", "num_draft_tokens"];
 const GPU_COUNTS = ["index", "memory_used_bytes", "memory_total_bytes"];
 const MOST_CELLS = 2048; // the server's limit
+const SPAN_NUMBERS = 6; // after the kind
 const MOST_BYTES = 4 << 20; // size of a link's recording, decompressed
 export const LINK = "#state="; // start of the address's fragment
 
@@ -58,7 +61,10 @@ export function readRecording(text) {
   numbers(state, COUNTS, "state");
   numbers(state.blocks, BLOCK_COUNTS, "state.blocks");
   for (const name of ["sequences", "steps"]) list(state, name, "state");
-  for (const [i, sequence] of state.sequences.entries()) numbers(sequence, SEQUENCE_COUNTS, `state.sequences[${i}]`);
+  if (state.finished) list(state, "finished", "state");
+  for (const name of ["sequences", "finished"]) {
+    for (const [i, each] of (state[name] ?? []).entries()) sequence(each, `state.${name}[${i}]`);
+  }
   for (const [i, step] of state.steps.entries()) numbers(step, STEP_COUNTS, `state.steps[${i}]`);
   list(state.blocks, "runs", "state.blocks");
   for (const [i, run] of state.blocks.runs.entries()) {
@@ -75,6 +81,18 @@ export function readRecording(text) {
     for (const [i, gpu] of state.gpus.entries()) numbers(gpu, GPU_COUNTS, `state.gpus[${i}]`);
   }
   return { recorded: file.recorded, state };
+}
+
+/** Check a sequence. It has no timeline in files of older versions. */
+function sequence(value, where) {
+  numbers(value, SEQUENCE_COUNTS, where);
+  if (value.spans === undefined) return;
+  numbers(value, ["arrival_s"], where);
+  list(value, "spans", where);
+  for (const [i, span] of value.spans.entries()) {
+    const numbered = Array.isArray(span) && span.length === SPAN_NUMBERS + 1 && span.slice(1).every(Number.isFinite);
+    if (!numbered || !SPAN_KINDS.includes(span[0])) throw new TypeError(`${where}.spans[${i}] must be a span`);
+  }
 }
 
 function numbers(value, names, where) {
