@@ -104,7 +104,7 @@ class EngineGroup(AsyncEngine):
         self._restarts = [0] * len(members)  # each engine's restarts when it was last used
         stats = first.stats()
         num_blocks = stats.num_blocks if config.cache.prefix_cache else 0
-        self._router = Router(len(members), stats.block_size, num_blocks)
+        self._router = Router(stats.block_size, num_blocks)
         self._merger = StateMerger()
         for engine, member in enumerate(self._members):
             member.fail_over = partial(self._fail_over, engine)
