@@ -163,9 +163,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = reports.parser("fleet", "Simulate replicas behind a load balancer, in virtual time.")
-    what = parser.add_argument_group("what is sent")
-    replay.add_trace_arguments(what, rates=(0.25, 0.5))
-    fleet = parser.add_argument_group("the fleet")
+    workload = parser.add_argument_group("workload")
+    replay.add_trace_arguments(workload, rates=(0.25, 0.5))
+    fleet = parser.add_argument_group("fleet")
     fleet.add_argument(
         "--replicas", type=int, nargs="+", default=[1, 8, 64], help="default: 1 8 64"
     )

@@ -144,9 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = reports.parser(
         "host_kv", "Replay traces with host memory for evicted KV cache blocks, in virtual time."
     )
-    what = parser.add_argument_group("what is sent")
-    replay.add_trace_arguments(what, rates=(0.25, 0.5))
-    engine = parser.add_argument_group("the engine")
+    workload = parser.add_argument_group("workload")
+    replay.add_trace_arguments(workload, rates=(0.25, 0.5))
+    engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--host-gib",
         type=float,

@@ -348,7 +348,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, engine: argparse._Argu
         help="seconds after which a waiting request precedes all prefix matches "
         f"({SchedulerConfig.aging_s:g})",
     )
-    device = parser.add_argument_group("costs of a step in the device model")
+    device = parser.add_argument_group("step costs of the device model")
     device.add_argument("--device", choices=DEVICES, default="h200-8b", help="the preset")
     for field in dataclasses.fields(StepCost):
         flag = f"--{field.name.replace('_', '-')}"
@@ -365,15 +365,15 @@ def _parser() -> argparse.ArgumentParser:
         "replay",
         "Replay request traces through the scheduler on a modeled device, in virtual time.",
     )
-    what = parser.add_argument_group("what is sent")
-    add_trace_arguments(what, rates=(1, 2, 4, 8))
-    what.add_argument(
+    workload = parser.add_argument_group("workload")
+    add_trace_arguments(workload, rates=(1, 2, 4, 8))
+    workload.add_argument(
         "--urgent-share",
         type=float,
         default=0.2,
         help="share of requests with the better priority (default 0.2)",
     )
-    engine = parser.add_argument_group("the engine")
+    engine = parser.add_argument_group("engine")
     engine.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     engine.add_argument(
         "--itl-target-ms",

@@ -27,8 +27,8 @@ namespace {
 
 struct Kernel {
   const char* name;
-  double operations;         // of one round
-  void (*spin)(long rounds);  // in one thread
+  double operations;          // operations per round
+  void (*spin)(long rounds);  // runs in one thread
 };
 
 // Accumulators are separate variables, because GCC keeps those of an array in memory. Inline

@@ -255,7 +255,7 @@ REFUSED: Mapping[str, str] = {
     "runner": "see --pooling",
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,
-    "enable_sleep_mode": "there is no sleep mode: stop the server",
+    "enable_sleep_mode": "set --weight-sync-dir to let clients call POST /sleep",
     "kv_transfer_config": "the KV cache is not shared between processes",
 }
 

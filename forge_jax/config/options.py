@@ -187,9 +187,9 @@ class CacheConfig:
     )
     host_kv_gib: float = option(
         0.0,
-        "GiB of host memory for KV cache blocks that the prefix cache evicts: the total of an "
-        "engine's devices. Requests with the same prefix load these blocks instead of computing "
-        "them. 0: off",
+        "GiB of host memory per engine for KV cache blocks that the prefix cache evicts, shared by "
+        "the engine's devices. Requests with the same prefix load these blocks instead of "
+        "computing them. 0: off",
         essential=True,
     )
     kv_events_config: str | None = option(
@@ -303,8 +303,8 @@ class ParallelConfig:
     )
     num_hosts: int = option(
         1,
-        "number of hosts that share the model, 1 to --tensor-parallel. Each runs forge-jax serve "
-        "with the same options and its own --host-rank",
+        "number of hosts that share the model, at least 1; it must divide --tensor-parallel. Each "
+        "runs forge-jax serve with the same options and its own --host-rank",
     )
     host_rank: int = option(
         0,
@@ -313,8 +313,9 @@ class ParallelConfig:
     )
     coordinator: str | None = option(
         None,
-        "HOST:PORT on which host 0 accepts the other hosts; required with --num-hosts. Only the "
-        "hosts must be able to reach it, because it has no authentication",
+        "HOST:PORT at which host 0 accepts connections from the other hosts; required with "
+        "--num-hosts above 1. Only the hosts must be able to reach it, because it has no "
+        "authentication",
     )
     command_buffers: bool = option(
         True,

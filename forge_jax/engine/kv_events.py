@@ -188,7 +188,9 @@ def _import_zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise ConfigError(f"{FLAG} requires pyzmq: pip install 'forge-jax[events]'") from error
+        raise ConfigError(
+            f"{FLAG} requires the extra events: pip install -c constraints.txt -e '.[events]'"
+        ) from error
     return zmq
 
 

@@ -55,6 +55,12 @@ class Server:
         with urllib.request.urlopen(self.url + path) as response:
             return json.load(response)
 
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)
+
     def until(self, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> None:
         end_s = time.monotonic() + timeout_s
         while not holds(stats := self.get("/stats")):
@@ -62,7 +68,7 @@ class Server:
             time.sleep(0.01)
 
 
-def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
+def serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
     python = request.config.getoption("--page-server-python")
     with server_process.serving(python, *flags) as (url, _, _):
         yield Server(url=url)
@@ -71,20 +77,20 @@ def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     flags = ("--num-blocks", "512", "--max-num-seqs", "8")
-    yield from _serving(request, *flags)
+    yield from serving(request, *flags)
 
 
 @pytest.fixture(scope="session")
 def slow_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Start a server at 20 tokens/s that drafts from earlier outputs, so that tests can look."""
     flags = ("--fake", "--fake-step-time-ms", "50", "--num-blocks", "256")
-    yield from _serving(request, *flags, "--speculation", "suffix", "--engine-process")
+    yield from serving(request, *flags, "--speculation", "suffix", "--engine-process")
 
 
 @pytest.fixture(scope="session")
 def closed_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Start a server that requires `KEY`; its model does not matter."""
-    yield from _serving(request, "--fake", "--api-key", KEY)
+    yield from serving(request, "--fake", "--api-key", KEY)
 
 
 @pytest.fixture(scope="session")

@@ -210,7 +210,7 @@ def test_address_in_use_is_named_in_the_error() -> None:
 
 def test_missing_pyzmq_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"forge-jax\[events\]"):
+    with pytest.raises(ConfigError, match=r"extra events: pip install .*\[events\]"):
         Publisher(KVEvents())
 
 

@@ -360,7 +360,7 @@ def test_several_hosts_are_one_group_with_one_http_server():
     assert (port["port"], port["targetPort"]) == (ServerConfig.port, "http")
     index = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}  # set by the controller
     assert SEVERAL_HOSTS["Service"]["spec"]["selector"] == index | {"app": labels["app"]}
-    # The controller makes a headless service with the set's name.
+    # The controller creates a headless service with the set's name.
     names = {kind: part["metadata"]["name"] for kind, part in SEVERAL_HOSTS.items()}
     assert names["Service"] != names["LeaderWorkerSet"]
     assert SEVERAL_HOSTS["LeaderWorkerSet"]["spec"]["startupPolicy"] == "LeaderCreated"

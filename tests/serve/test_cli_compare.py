@@ -121,7 +121,7 @@ def test_options_of_one_side_are_named_as_flags_or_fields():
         ("quantization=int5", "must be one of none, int8"),
         ("max-num-seqs=many", "must be a whole number"),
         ("mmap=1", "must be true or false"),
-        ("deterministic=false", "is no engine option"),
+        ("deterministic=false", "is not an engine option"),
     ],
 )
 def test_invalid_option_of_one_side_is_rejected(word, message, capsys):

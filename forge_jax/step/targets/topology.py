@@ -68,7 +68,7 @@ def check_packages(key: str) -> None:
     if missing:
         raise ConfigError(
             f"--target {key}: XLA's compiler for NVIDIA GPUs needs {', '.join(missing)}: install "
-            'this project\'s extra aot (pip install "forge-jax[aot]")'
+            "the extra aot (pip install -c constraints.txt -e '.[aot]')"
         )
 
 

@@ -114,7 +114,8 @@ class Tracing:
 
 def _not_installed() -> ConfigError:
     return ConfigError(
-        "--otlp-traces-endpoint requires OpenTelemetry: pip install 'forge-jax[otel]'"
+        "--otlp-traces-endpoint requires the extra otel: "
+        "pip install -c constraints.txt -e '.[otel]'"
     )
 
 

@@ -11,7 +11,7 @@ app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{- /* Of the pods that serve HTTP. LeaderWorkerSet sets the index. */ -}}
+{{- /* The labels of pods that serve HTTP. LeaderWorkerSet sets the index. */ -}}
 {{- define "forge-jax.serving" -}}
 {{ include "forge-jax.selector" . }}
 {{- if gt (int .Values.hosts) 1 }}
@@ -40,7 +40,7 @@ failureThreshold: {{ div (add .seconds .period -1) .period }}
 metadata:
   labels:
     {{- include "forge-jax.selector" . | nindent 4 }}
-    llm-d.ai/engine-type: vllm  # names of the metrics
+    llm-d.ai/engine-type: vllm  # llm-d then reads the metrics by vLLM's names
     {{- with .Values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -49,7 +49,7 @@ struct Attention {
 
 struct AttentionItem {
   long seq, head, first, rows;  // query rows first, first + 1, ... of the sequence
-  long first_chunk, chunks;     // to process
+  long first_chunk, chunks;     // range of chunks to process
 };
 
 // The first key of a row that attends to keys before `visible`.
@@ -462,7 +462,7 @@ inline void attend_in_chunks(xla::ffi::ThreadPool& pool, const Attention& op,
   };
   long D = op.head_dim, G = op.heads / op.kv_heads, size = 0;
   std::vector<Task> tasks;
-  std::vector<long> first;  // of each item
+  std::vector<long> first;  // index of each item's first task
   for (long i = 0; i < long(items.size()); ++i) {
     first.push_back(long(tasks.size()));
     for (long c = 0; c < items[i].chunks; ++c) {
@@ -526,7 +526,7 @@ struct RotateWrite {
   uint16_t* kv;
   long tokens, num_blocks;
   long heads, kv_heads, head_dim, block_size;
-  long pairs;        // of a head that are rotated
+  long pairs;        // rotated pairs per head
   bool interleaved;  // pairs are neighbors
 };
 

@@ -46,13 +46,13 @@ struct Experts {
   const int32_t* order;   // [E, d], the column of x for each column of gate_up; or null
   uint16_t* y;            // bf16[rows, d]
   long rows, per_token, count;
-  bool in_tiles = false;  // of AMX
+  bool in_tiles = false;  // computed with AMX tiles
 };
 
 // An expert that has rows, with its two products.
 struct Part {
   Linear up, down;
-  PackedRows packed;  // of x, then of the output of gate and up
+  PackedRows packed;  // rows of x, then of the output of gate and up
   Tiles tiles;
   long first_tile;
 };

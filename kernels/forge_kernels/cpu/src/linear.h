@@ -46,7 +46,7 @@ enum class Format {
 };
 enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2, kAddWeighted = 3 };
 constexpr int kPanel = 32;
-constexpr int kGroup = 32;  // of int4 along K, and of a row of x that is rounded in groups
+constexpr int kGroup = 32;  // columns per int4 group, and per rounded group of a row of x
 
 constexpr bool has_rounded_rows(Format format) {
   return format == Format::kRounded8 || format == Format::kRounded4;
@@ -96,12 +96,12 @@ struct Linear {
   long x_stride;
   Epilogue epilogue;
   Blocks blocks{};                 // if `w` is in blocks
-  long first_panel = 0;            // of `w`, in bfloat16
+  long first_panel = 0;            // first panel of a bfloat16 `w`
   const int32_t* from = nullptr;   // the row of x for each row, or null if in order
   const int32_t* to = nullptr;     // the row of y
   const int32_t* order = nullptr;  // [K], the column of x for each column, or null if in order
   const float* weight = nullptr;   // f32[rows], the factor of each row that kAddWeighted adds to y32
-  bool in_tiles = false;           // of AMX: see `tiles_from`
+  bool in_tiles = false;           // computed with AMX tiles: see `tiles_from`
 
   const uint16_t* x_row(long row) const { return x + (from ? from[row] : row) * x_stride; }
 };
@@ -642,7 +642,7 @@ struct BlockReader {
   const Blocks& blocks;
   const uint8_t* block;
   const uint8_t* values;
-  long group = 0;  // of the block
+  long group = 0;  // index in the block
   Columns factors{};
 
   BlockReader(const Linear& op, const uint8_t* panel) : blocks(op.blocks), block(panel) {

@@ -11,10 +11,10 @@ namespace forge {
 
 enum class Stored { kBf16 = 0, kF16 = 1, kF32 = 2 };
 
-// Consecutive rows of a matrix in a file. The same as in `linear/files.py`, like the next struct.
+// Consecutive rows of a matrix in a file. This struct and the next one must match `linear/files.py`.
 struct Stretch {
   int64_t file;  // its descriptor
-  int64_t type;  // of its numbers: Stored
+  int64_t type;  // type of the numbers: Stored
   int64_t offset;
   int64_t rows;
 };
@@ -30,7 +30,7 @@ struct MatrixInFiles {
   int64_t scale_columns;
   int64_t first_stretch;
   int64_t step;      // per item: panels, or rows of a plain matrix
-  int64_t last_item;  // of this matrix and all before it
+  int64_t last_item;  // items of this matrix and all before it
 };
 
 struct Progress {

@@ -12,7 +12,7 @@
 namespace forge {
 
 constexpr long kTileRows = 16;
-constexpr long kTileWords = 16;        // of 4 bytes along k, per row of a tile
+constexpr long kTileWords = 16;        // words of 4 bytes along k, per row of a tile
 constexpr long kTileRowsTogether = 32;  // 2 x 2 tiles of sums
 
 struct TileProduct {

@@ -38,8 +38,8 @@ examples:
   forge-jax compare Qwen/Qwen3-0.6B Qwen3-0.6B-Q4_K_M.gguf --prompts prompts.txt
   forge-jax compare Qwen/Qwen3-0.6B --b kv-dtype=int8 --prompt - --max-tokens 0 < text.txt"""
 PROMPT = "Once upon a time"
-ALWAYS = "deterministic"  # on both sides, so it is no flag of this command
-OF_SIDE = ("lora", "max_lora_rank")  # no flags of this command, but options of a side
+ALWAYS = "deterministic"  # on both sides, so this command has no such flag
+OF_SIDE = ("lora", "max_lora_rank")  # options of a side, but not flags of this command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class CompareFlags:
     prompt: tuple[str, ...] = option(
         (), f"prompt, or - to read one from stdin; default: {PROMPT!r}. May be repeated"
     )
-    prompts: str | None = option(None, "file with one prompt per line, added to those of --prompt")
+    prompts: str | None = option(None, "file with one prompt per line, in addition to --prompt")
     chat: bool = option(False, "send each prompt as a user message, with the chat template")
     max_tokens: int = option(
         64,
@@ -131,7 +131,7 @@ def _only(side: str, words: Sequence[str]) -> dict[str, Any]:
         flag = known.get(name)
         if flag is None:
             raise ConfigError(
-                f"{side} {word}: {name!r} is no engine option{did_you_mean(name, known)} (see: "
+                f"{side} {word}: {name!r} is not an engine option{did_you_mean(name, known)} (see: "
                 "forge-jax compare --help-all)"
             )
         if not equals:

@@ -15,6 +15,11 @@ export class ServerError extends Error {
   }
 }
 
+/** Return an error's message with the name of the field. */
+export function errorText({ message, param }) {
+  return !param || message.includes(param) ? message : `${message} (${param})`;
+}
+
 /** Send a request and return the response. Paths are relative, so the page works below any prefix.
  *  Throws `ServerError` with the server's message. */
 export async function request(path, { body, signal } = {}) {

@@ -2,7 +2,7 @@
 
 import { by, element, iconButton, say } from "./dom.js";
 
-const MOST_BYTES = 1_000_000; // of one file
+const MOST_BYTES = 1_000_000; // per file
 
 let attached = []; // {name, text}
 
@@ -51,7 +51,7 @@ async function textOf(file) {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
     if (!text.includes("\0")) return text;
   } catch {
-    // not UTF-8
+    // The file is not UTF-8.
   }
   throw new Error(`${file.name} is not a text file in UTF-8. Attach its text.`);
 }

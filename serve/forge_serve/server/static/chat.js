@@ -1,11 +1,12 @@
 // The open conversation. One request runs at a time; it is streamed, and aborted if the user stops it.
 
-import { events, request } from "./api.js";
+import { errorText, events, request } from "./api.js";
 import { anyAttached, setAttachments, takeAttachments } from "./attachments.js";
 import { markChat } from "./chats.js";
 import { Conversation, requestMessages } from "./conversation.js";
 import { by, element, say } from "./dom.js";
 import { MessageView } from "./message.js";
+import { Meter } from "./meter.js";
 import { fields } from "./settings.js";
 import { remove, save, stored } from "./store.js";
 import { addCalls } from "./tools.js";
@@ -191,10 +192,6 @@ async function answer(continued = null) {
   return arrived;
 }
 
-function errorText({ message, param }) {
-  return !param || message.includes(param) ? message : `${message} (${param})`;
-}
-
 function showError(text) {
   const line = element("p", "error", text);
   line.setAttribute("role", "alert");
@@ -208,53 +205,32 @@ function clearErrors() {
 /** Adds the events of a stream to a message, and at its end the figures. */
 class Stream {
   constructor(message, view) {
-    this.arrived = false;
     this._message = message;
     this._view = view;
-    this._reason = null;
-    this._usage = null;
-    this._begin = performance.now();
-    this._first = null;
+    this._meter = new Meter();
     delete message.meta;
+  }
+
+  get arrived() {
+    return this._meter.arrived;
   }
 
   take(event) {
     if (event.id) say("answer-id", event.id);
-    if (event.usage) this._usage = event.usage;
+    this._meter.take(event);
     const choice = event.choices[0];
     if (!choice) return;
     const { content, reasoning, tool_calls: calls } = choice.delta;
-    if (content || reasoning || calls) {
-      this._first ??= performance.now();
-      this.arrived = true;
-    }
     if (reasoning) this._message.reasoning = (this._message.reasoning ?? "") + reasoning;
     if (content) this._message.content += content;
     if (calls) addCalls(this._message, calls);
     const entries = choice.logprobs?.content ?? [];
     if (content || (entries.length && !reasoning)) this._view.pushTokens(content ?? "", entries);
-    this._reason = choice.finish_reason ?? this._reason;
     this._view.changed();
   }
 
-  end(reason = this._reason) {
-    const seconds = (performance.now() - this._begin) / 1000;
-    const told = [];
-    const tokens = this._usage?.completion_tokens;
-    if (tokens !== undefined) {
-      const since = (performance.now() - this._first) / 1000;
-      told.push(`${tokens} tokens`);
-      if (tokens > 1 && since > 0) told.push(`${Math.round((tokens - 1) / since)} tokens/s`);
-    }
-    if (this._first !== null) told.push(`first token after ${Math.round(this._first - this._begin)} ms`);
-    told.push(`${seconds.toFixed(1)} s total`);
-    const cached = this._usage?.prompt_tokens_details.cached_tokens;
-    if (cached) told.push(`${cached} of ${this._usage.prompt_tokens} prompt tokens cached`);
-    const accepted = this._usage?.completion_tokens_details.accepted_prediction_tokens;
-    if (accepted) told.push(`${accepted} from drafts`);
-    if (reason === "length") told.push("cut off at the token limit");
-    if (reason === "stopped" || reason === "interrupted") told.push(reason);
-    this._message.meta = told.join(" · ");
+  end(reason) {
+    this._message.meta = this._meter.text(reason);
   }
 }
 
@@ -280,6 +256,12 @@ function grow() {
 /** Open an empty chat. */
 export function newChat() {
   open(new Conversation());
+}
+
+/** Return the messages of the open chat up to its last question. They are empty if there is none. */
+export function question() {
+  const path = conversation.path();
+  return path.slice(0, path.findLastIndex(({ role }) => role !== "assistant") + 1);
 }
 
 /** Edit the last question. */

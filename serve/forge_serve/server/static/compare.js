@@ -1,17 +1,27 @@
-// The dialog that shows a report of `forge-jax compare --json`. The report stays in the browser.
+// The dialog that compares two models live, or shows a report of `forge-jax compare --json`. Reports stay in the browser.
 
 import { comparisonView, readComparison } from "./comparison.js";
 import { by } from "./dom.js";
+import { beginLive, openLive, stopLive } from "./live.js";
 
 function note(text, wrong = false) {
   by("comparison-note").textContent = text;
   by("comparison-note").classList.toggle("wrong", wrong);
 }
 
+/** Show the live comparison, or the report of a file. */
+function showLive(live) {
+  by("live").hidden = !live;
+  by("comparison-view").hidden = live;
+  by("comparison-live").hidden = live;
+}
+
 async function open(file) {
   try {
-    const report = readComparison(await file.text());
-    by("comparison-view").replaceChildren(comparisonView(report, 2));
+    const view = comparisonView(readComparison(await file.text()), 2);
+    stopLive();
+    showLive(false);
+    by("comparison-view").replaceChildren(view);
     note(file.name);
   } catch (error) {
     note(`${file.name} was not opened. ${error.message}`, true);
@@ -20,7 +30,16 @@ async function open(file) {
 
 export function beginComparison() {
   const dialog = by("comparison-dialog");
-  by("comparison-show").addEventListener("click", () => dialog.showModal());
+  beginLive();
+  by("comparison-show").addEventListener("click", () => {
+    dialog.showModal();
+    if (!by("live").hidden) openLive();
+  });
+  by("comparison-live").addEventListener("click", () => {
+    showLive(true);
+    note("");
+    openLive();
+  });
   by("comparison-close").addEventListener("click", () => dialog.close());
   by("comparison-open").addEventListener("click", () => by("comparison-file").click());
   by("comparison-file").addEventListener("change", async () => {

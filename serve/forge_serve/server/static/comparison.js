@@ -5,7 +5,7 @@ const FORMAT = "forge-jax-comparison";
 const VERSION = 1;
 const LEVELS = [0.001, 0.01, 0.1, 1]; // lower bounds of the shades, in nats
 const LARGEST = 10; // rows of the table of differences
-const MOST_BARS = 320; // of a chart, so that each is visible on a phone
+const MOST_BARS = 320; // per chart, so that each bar is visible on a phone
 const FLOOR = 1e-4; // nats at the bottom of the charts
 const CEILING = 10;
 const SVG = "http://www.w3.org/2000/svg";
@@ -19,7 +19,7 @@ export function readComparison(text) {
   check(Array.isArray(report.sides) && report.sides.length === 2, "sides must be a list of two");
   for (const [i, side] of report.sides.entries()) {
     strings(side, ["name", "label", "model"], `sides[${i}]`);
-    numbers(side, ["weight_bytes"], `sides[${i}]`);
+    if (side.weight_bytes !== null) numbers(side, ["weight_bytes"], `sides[${i}]`);
   }
   check(["answers", "prompts"].includes(report.settings?.scored), "settings.scored must be answers or prompts");
   numbers(report.summary, ["mean_kl", "median_kl", "p90_kl", "p99_kl", "max_kl", "same_top", "positions", "prompts",
@@ -45,7 +45,8 @@ function checkEntry(entry, where) {
     const at = `${where}.positions[${i}]`;
     numbers(found, ["kl"], at);
     strings(found, ["piece", "text"], at);
-    for (const name of ["logprobs", "ranks", "entropies"]) pair(found, name, at);
+    for (const name of ["logprobs", "ranks"]) pair(found, name, at);
+    if (found.entropies !== null) pair(found, "entropies", at);
     const valid = Array.isArray(found.top) && found.top.length === 2 && found.top.every((list) => list?.every?.(isToken));
     check(valid, `${at}.top must be two lists of tokens`);
   }
@@ -105,10 +106,13 @@ function draw(name, attributes, ...children) {
   return made;
 }
 
+/** Return the text of a divergence in nats. A live comparison only has a lower bound. */
+const divergenceOf = (report) => (report.settings.kl_lower_bound ? (kl) => `≥ ${nats(kl)}` : nats);
+
 /** Return the view of a report. `heading` is the level of its title. Below another title, it has none. */
 export function comparisonView(report, heading = 1) {
   const view = make("div", "comparison");
-  const tip = new Tip(view);
+  const tip = new Tip(view, divergenceOf(report));
   view.append(sides(report, heading), figures(report), legend(report));
   const tokens = report.prompts.map((entry, i) => {
     const { article, box } = prompt(report, entry, i, heading + 1, tip);
@@ -126,15 +130,20 @@ function sides(report, heading) {
   for (const side of report.sides) {
     const flags = side.label.startsWith(side.model) ? side.label.slice(side.model.length).trim() : side.label;
     const name = make("p", "side-name", make("b", `side ${side.name === "A" ? "a" : "b"}`, side.name), side.model);
-    const about = make("p", "quiet", `${(side.weight_bytes / 1e6).toLocaleString("en", { maximumFractionDigits: 1 })} MB of weights`);
     const text = flags.replaceAll(" --", "\n--"); // one flag per line
-    list.append(make("div", "", name, ...(text ? [make("code", "flags", text)] : []), about));
+    const box = make("div", "", name, ...(text ? [make("code", "flags", text)] : []));
+    if (side.weight_bytes !== null) {
+      const megabytes = (side.weight_bytes / 1e6).toLocaleString("en", { maximumFractionDigits: 1 });
+      box.append(make("p", "quiet", `${megabytes} MB of weights`));
+    }
+    list.append(box);
   }
   return heading === 1 ? make("div", "", make("h1", "", "Comparison, token by token"), list) : list;
 }
 
 function figures(report) {
   const { summary } = report;
+  const kl = divergenceOf(report);
   const list = make("dl", "figures");
   const add = (name, value, unit = "", title = "") => {
     const term = make("dt", "", name);
@@ -142,10 +151,10 @@ function figures(report) {
     list.append(make("div", "", term, make("dd", "", value, ...(unit ? [make("small", "", ` ${unit}`)] : []))));
   };
   const share = (value, digits) => (100 * value).toFixed(digits);
-  add("mean KL(A‖B)", nats(summary.mean_kl), "nats", "mean KL divergence of the next-token distributions");
-  add("median", nats(summary.median_kl), "nats");
-  add("p99", nats(summary.p99_kl), "nats", "99th percentile of the KL divergence");
-  add("maximum", nats(summary.max_kl), "nats");
+  add("mean KL(A‖B)", kl(summary.mean_kl), "nats", "mean KL divergence of the next-token distributions");
+  add("median", kl(summary.median_kl), "nats");
+  add("p99", kl(summary.p99_kl), "nats", "99th percentile of the KL divergence");
+  add("maximum", kl(summary.max_kl), "nats");
   add("same top token", share(summary.same_top, 1), "%", "positions at which both sides have the same most likely token");
   add("RMS probability change", share(summary.rms_probability_change, 2), "%", "of the scored tokens");
   add("perplexity A", summary.perplexity[0].toPrecision(4), "", `of ${report.settings.scored === "answers" ? "A's answers" : "the prompts"}`);
@@ -156,7 +165,8 @@ function figures(report) {
 function legend(report) {
   const items = LEVELS.map((bound, i) => make("li", "", make("i", `shade kl-${i + 1}`), `≥ ${bound}`));
   const answered = report.settings.scored === "answers";
-  return make("ul", "legend", make("li", "quiet", "KL divergence in nats"), ...items,
+  const shaded = report.settings.kl_lower_bound ? "lower bound of the KL divergence in nats" : "KL divergence in nats";
+  return make("ul", "legend", make("li", "quiet", shaded), ...items,
     make("li", "", make("span", "differs", "top token differs")),
     ...(answered ? [make("li", "", make("span", "parted", "first different token of B"))] : []));
 }
@@ -241,7 +251,7 @@ function differences(report, boxes, heading) {
   const rows = report.prompts.flatMap((entry, i) => entry.positions.map((found, at) => ({ i, at, found })));
   const largest = rows.filter(({ found }) => found.kl > 0).sort((one, two) => two.found.kl - one.found.kl).slice(0, LARGEST);
   if (!largest.length) return null;
-  const head = ["prompt", "token", "KL, nats", "p by A", "p by B", "A’s top", "B’s top"].map((name) => {
+  const head = ["prompt", "token", report.settings.kl_lower_bound ? "KL ≥, nats" : "KL, nats", "p by A", "p by B", "A’s top", "B’s top"].map((name) => {
     const cell = make("th", "", name);
     cell.scope = "col";
     return cell;
@@ -264,10 +274,14 @@ function differences(report, boxes, heading) {
 
 function footnote(report) {
   const { settings, summary } = report;
+  const bound = settings.kl_lower_bound
+    ? ` KL ≥ is a lower bound from the ${settings.top_logprobs} most likely tokens of each side.`
+    : "";
   const scored = settings.scored === "answers" ? "Both sides score A’s answers." : "Both sides score the prompts.";
-  const drawn = settings.temperature === 0 ? "greedy" : `temperature ${settings.temperature}, seed ${settings.seed}`;
+  const drawn = settings.temperature === 0 ? ", greedy" : `, temperature ${settings.temperature}, seed ${settings.seed}`;
+  const how = settings.temperature === null ? "" : drawn; // null: each side has its own
   const same = settings.scored === "answers" ? ` ${summary.same_answers} of ${summary.prompts} answers are the same.` : "";
-  return make("footer", "quiet", `${count(summary.positions, "token")}, ${drawn}. ${scored}${same} forge-jax ${report.forge_jax}, ${report.date.slice(0, 10)}.`);
+  return make("footer", "quiet", `${count(summary.positions, "token")}${how}. ${scored}${bound}${same} forge-jax ${report.forge_jax}, ${report.date.slice(0, 10)}.`);
 }
 
 // ---- tokens ----------------------------------------------------------------------------------------------
@@ -315,7 +329,7 @@ class Tokens {
     event.stopPropagation();
     if (to >= 0) this.spans[to].scrollIntoView({ block: "nearest" });
     this.show(to);
-    this._tip.speak(to < 0 ? "" : describe(this.positions[to]));
+    this._tip.speak(to < 0 ? null : this.positions[to]);
   }
 
   /** Scroll to a token and show its tooltip. */
@@ -323,7 +337,7 @@ class Tokens {
     this.element.focus({ preventScroll: true });
     this.spans[index].scrollIntoView({ block: "center" });
     this.show(index);
-    this._tip.speak(describe(this.positions[index]));
+    this._tip.speak(this.positions[index]);
   }
 
   /** Scroll the text, but not the page, to a token. */
@@ -345,14 +359,16 @@ class Tokens {
   }
 }
 
-function describe(found) {
+function describe(found, kl) {
   const [a, b] = found.logprobs.map(percent);
   const tops = found.top.map(([first]) => visible(first[1]));
-  return `${visible(found.text)}: KL ${nats(found.kl)} nats, ${a} by A, ${b} by B, top tokens ${tops.join(" and ")}`;
+  return `${visible(found.text)}: KL ${kl(found.kl)} nats, ${a} by A, ${b} by B, top tokens ${tops.join(" and ")}`;
 }
 
 class Tip {
-  constructor(view) {
+  /** `kl` returns the text of a divergence. */
+  constructor(view, kl) {
+    this._kl = kl;
     this.element = make("div", "comparison-tip");
     this.element.setAttribute("role", "tooltip");
     this.element.hidden = true;
@@ -369,8 +385,9 @@ class Tip {
     this._owner = owner;
   }
 
-  speak(text) {
-    this.spoken.textContent = text;
+  /** Announce a position, or null for none. */
+  speak(found) {
+    this.spoken.textContent = found ? describe(found, this._kl) : "";
   }
 
   hide() {
@@ -390,12 +407,12 @@ class Tip {
 
   show(found, index, anchor) {
     const token = make("code", "", visible(found.text));
-    const head = make("p", "tip-head", make("span", "", token, ` token ${index}`), make("b", "", `KL ${nats(found.kl)} nats`));
+    const head = make("p", "tip-head", make("span", "", token, ` token ${index}`), make("b", "", `KL ${this._kl(found.kl)} nats`));
     const columns = ["A", "B"].map((name, side) => {
       const chance = `${percent(found.logprobs[side])}, rank ${found.ranks[side].toLocaleString("en")}`;
       const list = make("ol", "", ...found.top[side].map((other) => alternative(other, found)));
-      const entropy = make("p", "quiet", `entropy ${nats(found.entropies[side])} nats`);
-      return make("div", "", make("p", "of", make("b", `side ${name.toLowerCase()}`, name), chance), list, entropy);
+      const entropy = found.entropies ? [make("p", "quiet", `entropy ${nats(found.entropies[side])} nats`)] : [];
+      return make("div", "", make("p", "of", make("b", `side ${name.toLowerCase()}`, name), chance), list, ...entropy);
     });
     this.element.replaceChildren(head, make("div", "columns", ...columns));
     this.element.hidden = false;

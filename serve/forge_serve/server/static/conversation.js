@@ -132,7 +132,7 @@ class Reader {
 /** Return a conversation with only known, checked fields and new ids. Throws `TypeError` with the field's name. */
 export function readConversation(value, where) {
   const reader = new Reader(value, where);
-  const ids = new Map([["", null]]); // of the file -> new
+  const ids = new Map([["", null]]); // ids in the file -> new ids
   const messages = reader.list("messages", (of) => {
     const parent = ids.get(of.text("parent", ""));
     if (parent === undefined) throw new TypeError(`${of._where}.parent must be the id of an earlier message`);

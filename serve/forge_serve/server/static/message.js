@@ -61,7 +61,8 @@ export class MessageView {
     const { message } = this;
     if (!tokenTexts.has(message)) {
       if (!entries.length) return;
-      const before = message.content.slice(0, message.content.length - text.length); // of a continued answer
+      // If the answer is continued, this is the text before the continuation.
+      const before = message.content.slice(0, message.content.length - text.length);
       tokenTexts.set(message, new AnswerText(tokenBox(), before));
       asTokens.add(message);
     }

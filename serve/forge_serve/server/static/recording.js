@@ -11,8 +11,8 @@ const SEQUENCE_COUNTS = ["prompt", "sample", "prompt_tokens", "output_tokens", "
 const STEP_COUNTS = ["step", "seconds", "sequences", "rows", "tokens", "draft_tokens", "accepted_tokens"];
 const DRAFT_COUNTS = ["num_drafts", "num_draft_tokens"];
 const GPU_COUNTS = ["index", "memory_used_bytes", "memory_total_bytes"];
-const MOST_CELLS = 2048; // as the server
-const MOST_BYTES = 4 << 20; // of a link's recording, decompressed
+const MOST_CELLS = 2048; // the server's limit
+const MOST_BYTES = 4 << 20; // size of a link's recording, decompressed
 export const LINK = "#state="; // start of the address's fragment
 
 /** Return a state of `/engine_state`, with all steps that the page has, as the text of a file. */

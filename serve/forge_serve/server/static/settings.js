@@ -32,10 +32,7 @@ export function fields() {
   const form = by("options");
   const wrong = [...form.elements].find((each) => each.willValidate && !each.validity.valid);
   if (wrong) return complain(wrong, () => wrong.reportValidity());
-  const found = {};
-  for (const input of form.querySelectorAll("[data-field]")) {
-    if (input.value !== "") found[input.dataset.field] = asNumber(input.value);
-  }
+  const found = numbers(form);
   const stop = by("stop").value.split("\n").filter((line) => line !== "");
   if (stop.length) found.stop = stop;
   const boxes = {};
@@ -56,6 +53,12 @@ export function fields() {
     if (alternatives !== "") found.top_logprobs = Number(alternatives);
   }
   return found;
+}
+
+/** Return the fields of the inputs with numbers, without empty ones. */
+export function numbers(form) {
+  const filled = [...form.querySelectorAll("[data-field]")].filter(({ value }) => value !== "");
+  return Object.fromEntries(filled.map(({ dataset, value }) => [dataset.field, asNumber(value)]));
 }
 
 // A 64-bit seed does not fit a double, so large integers are sent as strings.
@@ -97,7 +100,7 @@ function load() {
   try {
     saved = JSON.parse(localStorage.getItem(SAVED)) ?? {};
   } catch {
-    // no settings of this page
+    // The stored settings cannot be read, so keep the defaults.
   }
   for (const control of controls()) {
     if (Object.hasOwn(saved, control.id)) setValue(control, saved[control.id]);

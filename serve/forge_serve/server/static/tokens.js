@@ -101,6 +101,7 @@ function fillTip(entry) {
 }
 
 function placeTip(span) {
+  (span.closest("dialog") ?? document.body).append(tip); // a modal dialog covers the rest of the page
   tip.hidden = false;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const { width, height } = tip.getBoundingClientRect();
