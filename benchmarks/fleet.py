@@ -57,7 +57,7 @@ class PrefixAware(Balancer):
     def __init__(self, replicas: Sequence[Replica], seed: int):
         pool = replicas[0].pool
         self._all = range(len(replicas))
-        self._router = Router(len(replicas), pool.block_size, pool.num_blocks)
+        self._router = Router(pool.block_size, pool.num_blocks)
         self._routes: dict[str, Route] = {}
 
     def choose(self, request: Request) -> int:

@@ -153,6 +153,11 @@ class Adapters:
                 lost[before.name] = "its files have changed since it was loaded"
         return lost
 
+    def adopt(self, adapter: LoadedAdapter) -> None:
+        """Record an adapter for the next process of an engine that has none."""
+        with self._lock:
+            self._loaded[adapter.name] = adapter
+
     def drop(self, name: str) -> None:
         """Remove an adapter without checking for requests that use it."""
         with self._lock:

@@ -52,6 +52,7 @@ from forge_jax.errors import (
     UnsupportedModelError,
 )
 from forge_jax.grammar import GrammarCompiler
+from forge_jax.host.progress import kernels_bar
 from forge_jax.models.activations import ServedActivations, served_activations
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
@@ -935,7 +936,7 @@ def _has_cpu_kernels(config: EngineConfig) -> bool:
     """
     isa = None if config.model.kernels == "auto" else config.model.kernels
     try:
-        return cpu.available(isa)
+        return cpu.available(isa, kernels_bar)
     except cpu.BuildError as error:
         raise ConfigError(f"--kernels {isa}: {error}") from error
 

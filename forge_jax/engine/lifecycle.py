@@ -6,13 +6,16 @@ import threading
 from collections.abc import Mapping
 from typing import Literal
 
-State = Literal["starting", "serving", "ready", "recovering", "stopping", "stopped", "failed"]
+State = Literal[
+    "starting", "serving", "ready", "recovering", "unavailable", "stopping", "stopped", "failed"
+]
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "starting": frozenset({"serving", "ready", "stopping", "failed"}),
     "serving": frozenset({"ready", "recovering", "stopping", "failed"}),
     "ready": frozenset({"recovering", "stopping", "failed"}),
-    "recovering": frozenset({"serving", "ready", "stopping", "failed"}),
+    "recovering": frozenset({"serving", "ready", "unavailable", "stopping", "failed"}),
+    "unavailable": frozenset({"serving", "ready", "stopping", "failed"}),
     "stopping": frozenset({"stopped", "failed"}),
     "failed": frozenset({"stopped"}),
     "stopped": frozenset(),
@@ -36,14 +39,20 @@ class Lifecycle:
         ready       failed      an unrecoverable error
         recovering  serving     the successor is connected and still compiles
         recovering  ready       the successor is connected
+        recovering  unavailable  launches keep failing: other engines of the group took its requests
         recovering  stopping    `stop`: the launch continues while requests drain
         recovering  failed      no successor could be launched
+        unavailable serving     a successor is connected at last and still compiles
+        unavailable ready       a successor is connected at last
+        unavailable stopping    `stop`
+        unavailable failed      no other engine of the group takes requests any more
         stopping    stopped     every stream has ended
         stopping    failed      an error while requests drained
         failed      stopped     `stop`
 
     A process that ends while the engine is stopping is replaced without a transition. An engine in
-    a thread never enters "recovering": its core retries failed steps.
+    a thread never enters "recovering": its core retries failed steps. Only an engine of a group
+    enters "unavailable".
     """
 
     def __init__(self) -> None:

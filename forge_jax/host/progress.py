@@ -28,6 +28,11 @@ def progress_bar(*, unit: str, show: bool = True, **options: Any) -> tqdm[Any]:
     return auto(**options)
 
 
+def kernels_bar(total: int) -> tqdm[Any]:
+    """Return the bar of a build of the CPU kernels, over the runs of the compiler."""
+    return progress_bar(total=total, desc="building the CPU kernels", unit="parts")
+
+
 def bar_of(progress: bool | tqdm[Any], **options: Any) -> AbstractContextManager[tqdm[Any]]:
     """Return the context of a new bar with these options, or of a given bar, left open."""
     if isinstance(progress, tqdm):

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from forge_jax.models.spec import ModelSpec
 from forge_jax.weights.formats import MatrixShape, MatrixSpec, WeightFormats
+from forge_kernels.collectives import ordered_sum
 from forge_kernels.linear import MatmulOptions, MatrixWeight, OrderedWeight
 from forge_kernels.norm import layer_norm, rms_norm
 
@@ -160,7 +161,7 @@ class Linear(nnx.Module):
 def add_up(x: jax.Array, axis: str) -> jax.Array:
     """Return the sum over the devices of a mesh axis, on each of them."""
     with jax.named_scope("add_up"):
-        return jax.lax.psum(x, axis)
+        return ordered_sum(x, axis)
 
 
 def new_bias(size: int, dtype: Any, *, exists: bool) -> jax.Array | None:

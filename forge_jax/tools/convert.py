@@ -11,7 +11,9 @@ import json
 import os
 import secrets
 import shutil
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ from forge_jax.checkpoint.load import check_weights, load_weights, read_shards
 from forge_jax.config import EngineConfig
 from forge_jax.engine.builder import choose_device, choose_kernels, read_model_spec
 from forge_jax.errors import ConfigError
+from forge_jax.host import supervise
 from forge_jax.host.files import read_text
+from forge_jax.host.progress import progress_bar
 from forge_jax.models import ModelSpec, build_model
 from forge_jax.models.decoder import Model
 from forge_jax.telemetry.units import bytes_text
@@ -41,6 +45,7 @@ COPIED = (
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
 TEMPLATES = "additional_chat_templates"
+REFRESH_S = 0.2  # interval between two looks at the size of the written files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,8 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
-        orbax.write_arrays(partial / WEIGHTS, arrays)
+        with _bar_of_writing(partial, arrays, progress):
+            orbax.write_arrays(partial / WEIGHTS, arrays)
         if is_gguf(source):
             _write_gguf_text(source, partial, spec)
         else:
@@ -129,6 +135,40 @@ def _arrays(model: Model, source: Path, progress: bool) -> dict[str, jax.Array]:
         return dict(zip(model.names, leaves, strict=True))
     shards = read_shards(model, source, progress=progress)
     return {name: jax.device_put(each, cpu, may_alias=True) for name, each in shards.items()}
+
+
+@contextmanager
+def _bar_of_writing(folder: Path, arrays: dict[str, jax.Array], progress: bool) -> Iterator[None]:
+    """Show a bar of the bytes in the files of a folder, because Orbax does not report progress."""
+    total = sum(each.nbytes for each in arrays.values())
+    written = threading.Event()
+
+    def follow() -> None:
+        while not written.wait(REFRESH_S):
+            bar.update(min(_size(folder), total) - bar.n)
+
+    with progress_bar(total=total, desc="writing weights", unit="B", show=progress) as bar:
+        thread = supervise.start_thread(follow, "following the written weights", _ignore)
+        try:
+            yield
+        finally:
+            written.set()
+            thread.join()
+        bar.update(total - bar.n)
+
+
+def _ignore(error: BaseException) -> None:
+    """Do nothing: the bar has stopped, and the error is in the log."""
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes in all files of a folder, some of which may be renamed meanwhile."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(place, name)).st_size
+    return size
 
 
 def _check_target(target: Path) -> None:

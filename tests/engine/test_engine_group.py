@@ -109,6 +109,59 @@ async def test_group_survives_kills_with_the_results_of_one_engine(group, succes
         group.submit([1], LONG, request_id="late")
 
 
+@pytest.fixture
+def refusals(monkeypatch) -> threading.Event:
+    """While this is set, no successor of an engine process starts. Pauses are short."""
+    refused, launch = threading.Event(), launcher.launch
+
+    def launch_unless_refused(*args):
+        if refused.is_set():
+            raise EngineError("planted")
+        return launch(*args)
+
+    monkeypatch.setattr(launcher, "launch", launch_unless_refused)
+    monkeypatch.setattr("forge_jax.engine.process.backoff.FIRST_S", 1e-3)
+    return refused
+
+
+async def test_streams_of_an_engine_that_cannot_restart_continue_on_another(group, refusals):
+    work = jobs(24)
+    expected = await undisturbed(work)
+    results = asyncio.create_task(outcomes(group, work))
+    await until(lambda: all(each.stats().generation_tokens for each in group.engines), "tokens")
+    victim, other = group.engines
+    long = [group.submit([i], LONG, request_id=f"long{i}") for i in range(4)]
+    assert {stream.engine for stream in long} == {0, 1}
+    group.submit([5], LONG, request_id="dropped").abort()
+    refusals.set()
+    os.kill(victim.pid, signal.SIGKILL)
+    await until(lambda: victim.stats().state == "unavailable", "failed launches")
+
+    assert {stream.engine for stream in long} == {1} and not victim.streams
+    assert (victim.stats().num_running, victim.stats().num_used_blocks) == (0, 0)
+    assert group.stats().state == "serving" and group.stats().healthy
+    assert group.submit([9], LONG, request_id="new").engine == 1
+    group.abort("new")
+    assert await results == expected
+    async with asyncio.timeout(WAIT_S):
+        assert all([len(await tokens(stream)) == 400 for stream in long])
+    assert not group._running and not group.streams and other.stats().restarts == 0
+
+    refusals.clear()
+    await until(lambda: group.stats().state == "ready", "the engine to return")
+    assert {group.submit([i], LONG, request_id=f"both{i}").engine for i in range(2)} == {0, 1}
+
+    # While no engine takes requests, none is left to move them to.
+    refusals.set()
+    for each in group.engines:
+        os.kill(each.pid, signal.SIGKILL)
+    await until(lambda: group.stats().state == "failed", "the end of all launches")
+    await until(
+        lambda: {each.stats().state for each in group.engines} == {"failed"}, "no more launches"
+    )
+    assert not group._running and not group.streams
+
+
 async def test_first_engine_leaves_memory_and_cpus_for_the_other(group, starts):
     first, second = starts
     assert (first.host_sharers, first.num_blocks) == (2, None)
@@ -158,8 +211,8 @@ async def test_group_is_used_like_one_engine(group):
         await group.load_lora("a", "/nowhere")
 
 
-async def test_engines_of_a_group_compute_the_same_bits(tmp_path):
-    """Covers sizes, adapters and profiles as well, which need a model."""
+async def test_engines_of_a_group_compute_the_same_bits(tmp_path, refusals):
+    """Covers sizes, adapters, profiles and requests that move, which need a model."""
     folder = resolve("forge-tiny", None)
     good, changed = (write_adapter(tmp_path / n, folder, seed=i) for i, n in enumerate("ab"))
     config = EngineConfig.from_options(
@@ -195,15 +248,39 @@ async def test_engines_of_a_group_compute_the_same_bits(tmp_path):
         assert not any(each.loras for each in (group, *group.engines))
         assert group.engines[1].stats().num_blocks == first.num_blocks
         assert (await twice(group))[0] == base
+
+        # The tokens after a move have the same bits. An adapter reaches an engine that is away.
+        await group.load_lora("c", str(good))
+        assert (await twice(group, "c", lose_one=refusals))[0] == adapted
+        await until(lambda: group.engines[0].stats().state == "unavailable", "failed launches")
+        await group.unload_lora("c")
+        await group.load_lora("d", str(good))
+        refusals.clear()
+        await until(lambda: group.stats().state == "ready", "the engine to return")
+        assert all([one.name for one in each.loras] == ["d"] for each in group.engines)
+        assert (await twice(group, "d"))[0] == adapted
     finally:
         await group.stop()
 
 
-async def twice(group: EngineGroup, lora: str | None = None) -> list[list]:
-    """Run a request on both engines. Return its tokens and logprobs, which must be equal."""
+async def twice(
+    group: EngineGroup, lora: str | None = None, lose_one: threading.Event | None = None
+) -> list[list]:
+    """Run a request on both engines. Return its tokens and logprobs, which must be equal.
+
+    Args:
+      lose_one: prevents restarts once set. If given, the first engine is killed after a few tokens.
+    """
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=5, logprobs=2, ignore_eos=True)
     streams = [group.submit(range(3, 23), params, request_id=f"t{i}", lora=lora) for i in range(2)]
     assert {stream.engine for stream in streams} == {0, 1}
+    if lose_one is not None:
+        lost = group.engines[0]
+        await until(lambda: lost._journal.num_tokens, "tokens")
+        assert lost.pid is not None
+        lose_one.set()
+        os.kill(lost.pid, signal.SIGKILL)
+        await until(lambda: {stream.engine for stream in streams} == {1}, "a move")
     found = []
     for stream in streams:
         deltas = [delta async for deltas in stream for delta in deltas]

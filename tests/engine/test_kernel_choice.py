@@ -52,7 +52,7 @@ def make_llm():
 def no_kernels(monkeypatch):
     """Make the kernels unbuildable, in a process that has not tried yet."""
 
-    def load(*_):
+    def load(**_):
         raise BuildError("no C++ compiler (c++, g++ or clang++): install g++")
 
     monkeypatch.setattr(library, "load", load)
@@ -158,7 +158,7 @@ def test_unknown_kernel_choice_is_named_in_the_error():
 
 
 def test_unusable_instruction_set_is_named_in_the_error(monkeypatch):
-    def available(isa):
+    def available(isa, new_bar):
         raise BuildError(f"this CPU does not run {isa}: name one of avx2")
 
     monkeypatch.setattr(cpu, "available", available)

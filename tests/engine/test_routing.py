@@ -16,7 +16,7 @@ ALL = (0, 1)
 
 @pytest.fixture
 def router() -> Router:
-    return Router(num_engines=2, block_size=BLOCK, num_blocks=256)
+    return Router(block_size=BLOCK, num_blocks=256)
 
 
 def request(prompt: list[int], n: int = 1, **fields) -> Request:
@@ -39,7 +39,7 @@ def test_longest_cached_prefix_wins_at_equal_load(router):
     for engine, prompt in ((0, story[:32]), (1, story)):
         finish(router, router.route(request(prompt), [engine]))
     assert router.route(request([*story, 7]), ALL).engine == 1
-    router = Router(num_engines=2, block_size=BLOCK, num_blocks=0)  # without a prefix cache
+    router = Router(block_size=BLOCK, num_blocks=0)  # without a prefix cache
     finish(router, router.route(request(story), [1]))
     assert router.route(request([*story, 7]), ALL).engine == 0
 
@@ -116,7 +116,7 @@ def test_full_index_evicts_the_end_of_the_oldest_sequence():
 
 def test_counts_return_to_zero():
     rng = random.Random(0)
-    router = Router(num_engines=3, block_size=4, num_blocks=20)
+    router = Router(block_size=4, num_blocks=20)
     live: list[Route] = []
     for _ in range(2000):
         if not live or rng.random() < 0.4:
@@ -132,5 +132,6 @@ def test_counts_return_to_zero():
             live.remove(route)
     for route in live:
         finish(router, route)
-    assert [(each.num_samples, each.uncomputed) for each in router._engines] == [(0, 0)] * 3
-    assert all(len(each.index) <= 20 for each in router._engines)
+    engines = router._engines.values()
+    assert [(each.num_samples, each.uncomputed) for each in engines] == [(0, 0)] * 3
+    assert all(len(each.index) <= 20 for each in engines)

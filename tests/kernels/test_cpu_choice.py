@@ -112,7 +112,7 @@ def test_compiler_without_bf16_selects_the_next_instruction_set(tmp_path, monkey
 
 
 def test_instruction_set_without_flags_is_followed_by_the_next(tmp_path, monkeypatch, caplog):
-    def build(isa: str, folder: Path) -> Path:
+    def build(isa: str, folder: Path, new_bar: object) -> Path:
         if isa == "avx2_vnni":
             raise CompilerTooOld("g++: unrecognized command-line option '-mavxvnni'")
         return folder / f"{isa}.so"

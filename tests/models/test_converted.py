@@ -2,11 +2,14 @@
 
 import json
 import os
+import pty
 import random
 import re
 import shutil
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -34,7 +37,13 @@ from forge_jax.tools import convert
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
+from forge_kernels.cpu.build import find_compiler
 
+FAKE_COMPILER = """#!/bin/sh
+case "$*" in *probe.cc*) exec {real} "$@";; --version) exit;; esac
+for last; do :; done
+echo > "$last"
+"""
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 256}
 
@@ -289,6 +298,30 @@ def test_killed_conversion_leaves_nothing_at_the_destination(goldens, tmp_path):
     assert engine_leaves(converted(goldens / "llama2", out))
 
 
+@pytest.mark.slow
+def test_build_and_conversion_show_their_progress_on_a_terminal(goldens, tmp_path):
+    """The compiler makes an invalid library, so the weights are converted for plain XLA."""
+    compiler = tmp_path / "fake-c++"
+    compiler.write_text(FAKE_COMPILER.format(real=" ".join(find_compiler())))
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))
+    command = [sys.executable, "-m", "forge_serve", "convert", str(goldens / "llama2")]
+    command += [str(tmp_path / "out"), "--dtype", "bfloat16"]
+    with subprocess.Popen(command, env=environment, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        shown = b""
+        with suppress(OSError):  # the process has ended
+            while part := os.read(master, 1 << 16):
+                shown += part
+    os.close(master)
+    assert process.returncode == 0, shown.decode()
+    for name in ("building the CPU kernels", "loading weights", "writing weights"):
+        last = re.findall(rf"{name}: +(\d+)%", shown.decode())[-1]
+        assert last == "100", shown.decode()
+
+
 def test_options_that_contradict_the_weights_are_rejected(llama2, stories, tmp_path):
     with pytest.raises(CheckpointError, match=r"--dtype bfloat16: .* was converted to float32"):
         engine_leaves(llama2, dtype="bfloat16")
@@ -309,7 +342,7 @@ def test_packed_weights_without_kernels_name_the_remedy(goldens, tmp_path, monke
     with pytest.raises(ConfigError, match=r"--kernels xla is set. Convert the original model here"):
         engine_leaves(out, kernels="xla")
 
-    def no_compiler(*_):
+    def no_compiler(**_):
         raise BuildError("no C++ compiler: install g++")
 
     monkeypatch.setattr(library, "load", no_compiler)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 
 import pytest
@@ -13,6 +15,7 @@ from forge_jax.engine.process import launcher
 from forge_jax.engine.process.client import EngineProcess
 from forge_jax.engine.process.group import EngineGroup
 from forge_jax.engine.thread import Engine
+from forge_jax.errors import EngineError
 from forge_serve.config import ServerConfig
 from forge_serve.server.process import load_engine
 
@@ -103,7 +106,7 @@ async def test_sixty_four_streams_survive_kills(start, launches, monkeypatch):
     await server.idle()
 
 
-async def test_server_reports_each_engine_of_a_group(start):
+async def test_server_reports_each_engine_of_a_group(start, monkeypatch):
     server = await start(await asyncio.to_thread(EngineGroup.fake, 2))
     shared = "Once upon a time, there was a dog with a very long story. " * 9
     cached = []
@@ -142,6 +145,20 @@ async def test_server_reports_each_engine_of_a_group(start):
     assert series["vllm:request_generation_tokens_sum"] == tokens
     assert sum(series["vllm:request_success_total"].values()) == 7
     assert series["forge:engine_serving"] == {"0": 1.0, "1": 1.0}
+
+    def refuse(*_):
+        raise EngineError("planted")
+
+    monkeypatch.setattr(launcher, "launch", refuse)
+    monkeypatch.setattr("forge_jax.engine.process.backoff.FIRST_S", 1e-3)
+    os.kill(server.engine.engines[0].pid, signal.SIGKILL)
+    expected = 200, {"status": "serving", "engines": ["unavailable", "ready"]}
+    async with asyncio.timeout(10):
+        while await server.get("/health") != expected:
+            await asyncio.sleep(0.01)
+    async with server.http.get(server.url + "/metrics") as response:
+        text = await response.text()
+    assert 'forge:engine_serving{engine="0",model_name="forge-fake"} 0.0' in text
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ class EngineProcess(AsyncEngine):
         model, hello = start.config.model, process.hello
         super().__init__(rng=random.Random(model.seed), clock=clock, queue_limits=queue_limits)
         self.num_restarts = 0
+        # Returns True if other engines have taken the requests with `suspend`.
+        self.fail_over: Callable[[], bool] = lambda: False
         self._publisher = publisher
         self.pooling = model.pooling
         self._journal = Journal()
@@ -101,10 +103,11 @@ class EngineProcess(AsyncEngine):
             connected=self._send_unsent,
             receive=self._receive,
             died=self._died,
+            exhausted=self._exhausted,
             fail=self._fail,
             patience=lambda: PROFILE_PATIENCE if self._calls.profiling else 1.0,
         )
-        launcher = Launcher(start, process, self.adapters.settled)
+        launcher = Launcher(start, process, self.adapters)
         self._supervisor = Supervisor(
             process, launcher, self.lifecycle, hooks, self._journal, clock
         )
@@ -162,7 +165,7 @@ class EngineProcess(AsyncEngine):
         return max(self._stats.stalled_s, self._supervisor.silent_s - 1.0, 0.0)
 
     async def settled(self) -> None:
-        """Wait until a process is connected, or never will be."""
+        """Wait until a process is connected, or never will be, or the engine is unavailable."""
         await self._supervisor.settled()
 
     def start(self) -> None:
@@ -190,6 +193,25 @@ class EngineProcess(AsyncEngine):
             await asyncio.to_thread(self._publisher.close)
         if self.grammars is not None:
             self.grammars.close()
+
+    def suspend(self) -> list[Request]:
+        """Make the engine unavailable until a successor starts. Remove and return its requests.
+
+        Their streams get no more deltas. The other engines of a group compute their rest.
+        """
+        self.lifecycle.enter("unavailable")
+        requests = self._journal.release()
+        for request in requests:
+            self.streams.discard(request.request_id)
+        # The last statistics of the dead process would show load that no longer exists.
+        self._stats = dataclasses.replace(
+            self._stats,
+            **dict.fromkeys(("num_running", "num_waiting", "num_deferred", "num_used_blocks"), 0),
+            num_cached_blocks=0,
+            num_free_blocks=self._stats.num_blocks,
+            stalled_s=0.0,
+        )
+        return requests
 
     def abort(self, request_id: str) -> None:
         entry = self._journal.find(request_id)
@@ -331,6 +353,9 @@ class EngineProcess(AsyncEngine):
             log.error("request %s ended: the engine crashed at every attempt to run it", request_id)
             error = StepError("the engine crashed at every attempt to run this request")
             self._end(request_id, "error", error)
+
+    def _exhausted(self) -> bool:
+        return self.lifecycle.state in ("recovering", "unavailable") and self.fail_over()
 
 
 def _load_text(start: Start, vocab_size: int) -> tuple[Tokenizer | None, ChatTemplate | None]:

@@ -1,8 +1,9 @@
 """`EngineGroup`: several engine processes with the interface of one engine.
 
 Each process has its own copy of the model, its own KV cache and its own supervisor. A crash pauses
-only the streams of one engine. The group checks requests, holds the queue limits and the
-streams, and sends each request to the engine that `Router` chooses.
+only the streams of one engine. If its process cannot be restarted, the other engines continue them.
+The group checks requests, holds the queue limits and the streams, and sends each request to the
+engine that `Router` chooses.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from forge_jax.engine.process.launcher import ChildProcess, launch
 from forge_jax.engine.process.messages import Start
 from forge_jax.engine.process.routing import Route, Router
 from forge_jax.engine.process.totals import StateMerger, total_stats
-from forge_jax.engine.streams import QueueLimits, Stream
-from forge_jax.errors import EngineError, ForgeError, RequestError
+from forge_jax.engine.streams import QueueLimits, Stream, last_deltas, samples_of
+from forge_jax.errors import EngineError, ForgeError, OverloadedError, RequestError
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.telemetry.engine_state import EngineState
@@ -63,6 +64,7 @@ class GroupLifecycle(Lifecycle):
             return "ready"
         if states & {"serving", "ready"}:
             return "serving"
+        # An unavailable engine fails at its next failed launch if no other takes requests.
         return "recovering" if "recovering" in states else "failed"
 
 
@@ -98,12 +100,14 @@ class EngineGroup(AsyncEngine):
         self.adapters = Adapters(first.adapters.places, self._install, first.loras)
         self.adapters.bind(num_requests_with=self.streams.num_requests_with)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[str, Stream] = {}  # streams in the engines, by request
+        self._running: dict[str, tuple[Route, Stream]] = {}  # streams in the engines, by request
         self._restarts = [0] * len(members)  # each engine's restarts when it was last used
         stats = first.stats()
         num_blocks = stats.num_blocks if config.cache.prefix_cache else 0
-        self._router = Router(len(members), stats.block_size, num_blocks)
+        self._router = Router(stats.block_size, num_blocks)
         self._merger = StateMerger()
+        for engine, member in enumerate(self._members):
+            member.fail_over = partial(self._fail_over, engine)
 
     @classmethod
     def load(
@@ -182,8 +186,8 @@ class EngineGroup(AsyncEngine):
         self.streams.fail(EngineError("the engine has been stopped"))
 
     def abort(self, request_id: str) -> None:
-        stream = self._running.get(request_id)
-        if stream is not None:
+        if request_id in self._running:
+            _, stream = self._running[request_id]
             stream.abort()
 
     def stats(self) -> EngineStats:
@@ -253,7 +257,10 @@ class EngineGroup(AsyncEngine):
         await asyncio.gather(*(member.settled() for member in self._members))
 
     def _install(self, ref: LoraRef, path: str, _: Run) -> LoadedAdapter:
-        """Load an adapter into the same slot of every engine, or of none. Runs in a thread."""
+        """Load an adapter into the same slot of every engine, or of none. Runs in a thread.
+
+        An unavailable engine loads it when it starts again.
+        """
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._load(ref, path), self._loop).result()
 
@@ -274,6 +281,18 @@ class EngineGroup(AsyncEngine):
         if error is not None or not loaded:
             await self._drop(ref.name)
             raise error or EngineError("no engine process is running")
+        if not all(
+            ref in [adapter.ref for adapter in member.loras]
+            for member in self._members
+            if member.lifecycle.takes_requests
+        ):
+            await self._drop(ref.name)
+            raise OverloadedError(
+                "an engine became available while the others loaded the adapter: load it again"
+            )
+        for member in self._members:
+            if member.lifecycle.state == "unavailable":
+                member.adapters.adopt(loaded[0])
         return loaded[0]
 
     async def _drop(self, name: str) -> None:
@@ -285,13 +304,17 @@ class EngineGroup(AsyncEngine):
     def _add(self, request: Request) -> None:
         if request.request_id in self._running:  # an engine has not yet ended a dropped request
             raise RequestError("the request ID is in use: choose another", param="request_id")
+        self._place(request)
+
+    def _place(self, request: Request) -> None:
+        """Send a request to the engine that the router chooses."""
         route = self._router.route(request, self._candidates(request))
         try:
             stream = self._members[route.engine].submit_request(request)
         except BaseException:
             self._router.discard(route)
             raise
-        self._running[request.request_id] = stream
+        self._running[request.request_id] = route, stream
         self.streams.place(request.request_id, route.engine)
         stream.push_to(partial(self._forward, route))
 
@@ -321,6 +344,31 @@ class EngineGroup(AsyncEngine):
             )
         yield lambda each: self._members[each].connected
         yield lambda each: self._members[each].stalled_s < STALLED_S
+
+    def _fail_over(self, engine: int) -> bool:
+        """Move the requests of an engine whose launches keep failing to other engines.
+
+        Return False, without any change, if no other engine takes requests.
+        """
+        others = (each for i, each in enumerate(self._members) if i != engine)
+        if not any(each.lifecycle.takes_requests for each in others):
+            return False
+        requests = self._members[engine].suspend()
+        if requests:
+            log.error("engine %d is unavailable: moving %d requests", engine, len(requests))
+        for request in requests:
+            self._move(request)
+        return True
+
+    def _move(self, request: Request) -> None:
+        """Continue the rest of a request on another engine."""
+        route, _ = self._running.pop(request.request_id)
+        self._router.discard(route)
+        try:
+            self._place(request)
+        except ForgeError as error:  # for example, its adapter is lost
+            deltas = last_deltas(samples_of(request), "error", error)
+            self.streams.deliver_now({request.request_id: deltas})
 
     def _forward(self, route: Route, deltas: list[Delta]) -> None:
         """Pass the deltas of an engine's stream to the group's stream of the same request."""

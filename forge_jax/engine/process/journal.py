@@ -138,6 +138,12 @@ class Journal:
                 reached.append((request_id, entry.num_tokens))
         return aborted, self._bisection.failed(reached)
 
+    def release(self) -> list[Request]:
+        """Remove all requests. Return the rest of each, for other engines."""
+        requests = [entry.remaining() for entry in self._entries.values()]
+        self.clear()
+        return requests
+
     def clear(self) -> None:
         self._entries.clear()
         self._bisection = Bisection()

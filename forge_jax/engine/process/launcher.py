@@ -16,13 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from forge_jax.config.options import ParallelConfig
-from forge_jax.engine.adapters import LoadedAdapter
+from forge_jax.engine.adapters import Adapters
 from forge_jax.engine.process.messages import (
     Frames,
     FromEngine,
@@ -108,12 +107,10 @@ class Launcher:
 
     Args:
       start: configuration of the first process.
-      adapters: returns the adapters for a successor once no load is in progress; it blocks.
+      adapters: the engine's adapters, which a successor loads.
     """
 
-    def __init__(
-        self, start: Start, first: ChildProcess, adapters: Callable[[], list[LoadedAdapter]]
-    ):
+    def __init__(self, start: Start, first: ChildProcess, adapters: Adapters):
         self.timeout_s = start.config.parallel.engine_timeout_s
         self.limit_s = self.timeout_s + LAUNCH_FACTOR * first.launch_s if self.timeout_s else None
         self.start = start
@@ -133,7 +130,7 @@ class Launcher:
     async def launch(self) -> ChildProcess | None:
         """Launch a process. If that fails, log the reason and return None."""
         # The dead process may have sent an answer just before its end. No load begins meanwhile.
-        adapters = await asyncio.to_thread(self._adapters)
+        adapters = await asyncio.to_thread(self._adapters.settled)
         start = msgspec.structs.replace(self.start, adapters=adapters)
         pending = PendingLaunch()
         launching = supervise.start_task(
@@ -155,6 +152,14 @@ class Launcher:
         except Exception:
             log.exception("the %s could not be started again", self.name)
         return None
+
+    def has_current_adapters(self, process: ChildProcess) -> bool:
+        """Return False if an adapter was loaded or unloaded while a successor was launched.
+
+        This happens only to an unavailable engine, for which the other engines do not wait.
+        """
+        loaded = {adapter.ref for adapter in process.hello.adapters}
+        return loaded == {adapter.ref for adapter in self._adapters.all()}
 
 
 def launch(

@@ -11,7 +11,7 @@ computed. It does not observe evictions, so it stores only as many hashes as an 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -88,19 +88,19 @@ class _Engine:
 class Router:
     """The state of several equal engines, as far as their requests determine it.
 
+    Engines have numbers, and need not be announced.
+
     Args:
-      num_engines: number of engines.
       block_size: tokens per block of their KV caches.
       num_blocks: blocks of each KV cache; 0 without a prefix cache.
     """
 
-    num_engines: int
     block_size: int
     num_blocks: int
-    _engines: list[_Engine] = field(init=False)
+    _engines: defaultdict[int, _Engine] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._engines = [_Engine(PrefixIndex(self.num_blocks)) for _ in range(self.num_engines)]
+        self._engines = defaultdict(lambda: _Engine(PrefixIndex(self.num_blocks)))
 
     def route(self, request: Request, engines: Iterable[int]) -> Route:
         """Choose one of the engines for a request, and count the request there.
@@ -148,7 +148,7 @@ class Router:
                 engine.index.add(self._sequence_hashes(route, output))
 
     def discard(self, route: Route) -> None:
-        """Stop counting a request that its engine did not accept."""
+        """Stop counting a request, because its engine did not accept it or another one gets it."""
         self._computed(route)
         self._engines[route.engine].num_samples -= len(route.outputs)
         route.outputs.clear()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass
 
 from forge_jax.engine.lifecycle import Lifecycle, State
-from forge_jax.engine.process.backoff import Backoff
+from forge_jax.engine.process.backoff import LONGEST_UNAVAILABLE_S, Backoff
 from forge_jax.engine.process.connection import Connection
 from forge_jax.engine.process.launcher import ChildProcess, Launcher
 from forge_jax.engine.process.messages import FromEngine, Hello, Stats, ToEngine, Updates
@@ -21,7 +21,7 @@ from forge_jax.engine.process.watchdog import LOOK_S, Watchdog
 from forge_jax.errors import EngineError
 from forge_jax.host import supervise
 
-MAX_LAUNCHES = 5  # maximum number of failed launches in a row
+MAX_LAUNCHES = 5  # maximum number of failed launches in a row while requests wait
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class Hooks:
       connected: messages can be sent to a process from now on.
       receive: a message arrived.
       died: the process has ended, and a successor will be launched.
+      exhausted: `MAX_LAUNCHES` or more launches in a row have failed. Returns True if they shall
+        continue, with longer pauses, because no request waits for a successor.
       fail: an unrecoverable exception.
       patience: returns the factor on the watchdog's timeout.
     """
@@ -43,6 +45,7 @@ class Hooks:
     connected: Callable[[], None]
     receive: Callable[[FromEngine], None]
     died: Callable[[], None]
+    exhausted: Callable[[], bool]
     fail: Callable[[BaseException], None]
     patience: Callable[[], float]
 
@@ -133,8 +136,8 @@ class Supervisor:
         return True
 
     async def settled(self) -> None:
-        """Wait until a process is connected, or never will be."""
-        if self._connecting is not None:
+        """Wait until a process is connected, or never will be, or the engine is unavailable."""
+        if self._connecting is not None and self._lifecycle.state != "unavailable":
             await asyncio.wait([self._connecting])
 
     # ---- one process ---------------------------------------------------------------------------
@@ -152,6 +155,10 @@ class Supervisor:
             sock=process.sock,
         )
         if connection.closing:
+            return False
+        if not self.launcher.has_current_adapters(process):
+            log.info("the adapters changed while the new %s loaded them", self.launcher.name)
+            connection.close()
             return False
         if self._lifecycle.ended:
             connection.close()
@@ -214,23 +221,48 @@ class Supervisor:
 
     async def _replace(self, process: ChildProcess) -> None:
         ending = await asyncio.to_thread(process.end)
-        waiting, name = len(self._requests), self.launcher.name
-        log.error("the %s %s. Restarting it for %d requests", name, ending, waiting)
+        log.error(
+            "the %s %s. Restarting it for %d requests",
+            *(self.launcher.name, ending, len(self._requests)),
+        )
         for _ in range(MAX_LAUNCHES):
-            await asyncio.sleep(self._backoff.pause_s)
-            new = await self.launcher.launch()
-            if new is None:
-                self._backoff.launch_failed()
-                continue
+            if await self._launch_one():
+                return
+        if self._may_continue():
+            # In a new task, so that `settled` does not wait for it.
+            self._connecting = supervise.start_task(
+                self._rejoin(), "the recovery of the engine process", self.hooks.fail
+            )
+
+    async def _rejoin(self) -> None:
+        """Launch until a process serves again, or no other engine serves."""
+        while not await self._launch_one():
+            if not self._may_continue():
+                return
+
+    def _may_continue(self) -> bool:
+        """Return True if launches may continue. Otherwise, fail the engine."""
+        if self.hooks.exhausted():
+            self._backoff.longest_s = LONGEST_UNAVAILABLE_S
+            return True
+        self.hooks.fail(EngineError(f"its process failed to start {MAX_LAUNCHES} times"))
+        return False
+
+    async def _launch_one(self) -> bool:
+        """Launch and connect a successor, after the pause that is due. Return True if it serves."""
+        name = self.launcher.name
+        await asyncio.sleep(self._backoff.pause_s)
+        new = await self.launcher.launch()
+        if new is not None:
             self._process = new
             self.hooks.introduce(new.hello)
             if await self._connect(new):
                 log.info("a new %s continues with %d requests", name, len(self._requests))
-                return
+                return True
             ending = await asyncio.to_thread(new.end)
             log.error("the new %s %s before it could be used", name, ending)
-            self._backoff.launch_failed()
-        self.hooks.fail(EngineError(f"its process failed to start {MAX_LAUNCHES} times"))
+        self._backoff.launch_failed()
+        return False
 
 
 def _serving_state(process: ChildProcess) -> State:

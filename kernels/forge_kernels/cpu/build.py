@@ -21,8 +21,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Protocol
 
 from forge_kernels.private_files import foreign_write_fault, make_private_folder, open_private
 
@@ -46,7 +48,20 @@ ISAS: dict[str, frozenset[str]] = {
 # The messages of GCC and Clang.
 UNKNOWN_FLAG = re.compile(r"unrecognized command[- ]line option|unknown argument", re.IGNORECASE)
 
+REFRESH_S = 0.5  # interval in which a progress bar shows the elapsed time
+
 log = logging.getLogger(__name__)
+
+
+class Bar(Protocol):
+    """A progress bar, such as tqdm's."""
+
+    def update(self, n: float) -> object: ...
+
+    def refresh(self) -> object: ...
+
+
+NewBar = Callable[[int], contextlib.AbstractContextManager[Bar]]
 
 
 class BuildError(Exception):
@@ -116,10 +131,13 @@ def default_folder() -> Path:
     return base / "forge-jax" / "kernels"
 
 
-def build(isa: str, folder: Path | None = None) -> Path:
+def build(isa: str, folder: Path | None = None, new_bar: NewBar | None = None) -> Path:
     """Return the shared library for one instruction set, from the cache or built now.
 
     A library that another user owns or can write to is built again.
+
+    Args:
+      new_bar: makes a progress bar of this many compiler runs, if the library is built.
 
     Raises:
       BuildError: there is no compiler, it failed (with its last lines), or others can write to the
@@ -143,11 +161,15 @@ def build(isa: str, folder: Path | None = None) -> Path:
             start = time.perf_counter()
             headers = f"-isystem{jax.ffi.include_dir()}"
             objects = [str(Path(scratch) / f"{unit}.o") for unit in UNITS]
-            run_compilers(
-                [*compiler, *flags, headers, "-c", str(SOURCES / unit), "-o", made]
-                for unit, made in zip(UNITS, objects, strict=True)
-            )
-            run_compilers([[*compiler, *flags, *objects, "-o", str(built)]])
+            with new_bar(len(UNITS) + 1) if new_bar else contextlib.nullcontext() as bar:
+                run_compilers(
+                    (
+                        [*compiler, *flags, headers, "-c", str(SOURCES / unit), "-o", made]
+                        for unit, made in zip(UNITS, objects, strict=True)
+                    ),
+                    bar,
+                )
+                run_compilers([[*compiler, *flags, *objects, "-o", str(built)]], bar)
             built.chmod(0o700)
             built.replace(path)
     except OSError as error:
@@ -171,8 +193,8 @@ def make_cache(folder: Path) -> None:
         )
 
 
-def run_compilers(commands: Iterable[list[str]]) -> None:
-    """Run compilers in parallel.
+def run_compilers(commands: Iterable[list[str]], bar: Bar | None = None) -> None:
+    """Run compilers in parallel, and count each that ends in a progress bar.
 
     Raises:
       CompilerTooOld: a compiler does not have a flag.
@@ -185,8 +207,16 @@ def run_compilers(commands: Iterable[list[str]]) -> None:
         )
         for command in commands
     ]
-    ended = [(compiler, process.communicate()[1], process) for compiler, process in running]
-    for compiler, said, process in ended:
+    with ThreadPoolExecutor(len(running)) as pool:
+        outputs = [pool.submit(process.communicate) for _, process in running]
+        pending = set(outputs)
+        while pending:
+            done, pending = wait(pending, REFRESH_S, FIRST_COMPLETED)
+            if bar is not None:
+                bar.update(len(done))
+                bar.refresh()  # the elapsed time
+    for (compiler, process), output in zip(running, outputs, strict=True):
+        said = output.result()[1]
         if process.returncode:
             last = "\n".join(said.strip().splitlines()[-5:])
             kind = CompilerTooOld if UNKNOWN_FLAG.search(said) else BuildError

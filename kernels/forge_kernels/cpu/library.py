@@ -15,6 +15,7 @@ from forge_kernels.cpu.build import (
     ISAS,
     BuildError,
     CompilerTooOld,
+    NewBar,
     build,
     cpu_features,
     runnable_isas,
@@ -30,7 +31,7 @@ TARGETS = (
 log = logging.getLogger(__name__)
 
 
-def load(isa: str | None = None, folder: Path | None = None) -> str:
+def load(isa: str | None = None, folder: Path | None = None, new_bar: NewBar | None = None) -> str:
     """Build the kernels if needed, register them with XLA, and return the instruction set.
 
     The first call in a process decides; later calls return the same.
@@ -39,6 +40,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
       isa: a name in `build.ISAS`, without AMX; or "amx", the fastest of these with AMX wherever it
         can be used. The default is the fastest by measurement.
       folder: the folder of built libraries.
+      new_bar: makes a progress bar for a build.
 
     Raises:
       BuildError: they are not available on this machine; the message has the cause.
@@ -46,7 +48,9 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     loaded = _library()
     if loaded is None:
         named = None if isa == "amx" else isa
-        why, path = _fastest(folder) if named is None else _asked_for(named, folder)
+        why, path = (
+            _fastest(folder, new_bar) if named is None else _asked_for(named, folder, new_bar)
+        )
         try:
             loaded = _load_private(path)
         except OSError as error:  # such as a file system mounted noexec, or another libc
@@ -65,14 +69,14 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     return loaded.forge_isa().decode()
 
 
-def _fastest(folder: Path | None) -> tuple[Choice, Path]:
+def _fastest(folder: Path | None, new_bar: NewBar | None = None) -> tuple[Choice, Path]:
     """Return the fastest instruction set that the compiler supports, and its library."""
     features = cpu_features()
     fastest = choose(features, folder)
     isas = runnable_isas(features)
     for isa in isas[isas.index(fastest.isa) :]:
         try:
-            return (fastest if isa == fastest.isa else Choice(isa)), build(isa, folder)
+            return (fastest if isa == fastest.isa else Choice(isa)), build(isa, folder, new_bar)
         except CompilerTooOld as error:
             log.warning("the CPU kernels do without %s: %s", isa, error)
             if isa == isas[-1]:
@@ -94,24 +98,27 @@ def _tiles(loaded: ctypes.CDLL, path: Path, isa: str | None, folder: Path | None
     return tiles
 
 
-def _asked_for(isa: str, folder: Path | None) -> tuple[Choice, Path]:
+def _asked_for(isa: str, folder: Path | None, new_bar: NewBar | None = None) -> tuple[Choice, Path]:
     runnable = runnable_isas(cpu_features())
     if isa not in runnable:
         what = f"this CPU does not run {isa}" if isa in ISAS else f"{isa} does not exist"
         raise BuildError(f"{what}: choose one of {', '.join(runnable)}")
-    return Choice(isa), build(isa, folder)
+    return Choice(isa), build(isa, folder, new_bar)
 
 
-def available(isa: str | None = None) -> bool:
+def available(isa: str | None = None, new_bar: NewBar | None = None) -> bool:
     """Return True if the kernels can be used; otherwise log a warning once.
+
+    Args:
+      isa, new_bar: as in `load`.
 
     Raises:
       BuildError: `isa` is given but cannot be used, because of the CPU, the compiler, or another
         instruction set that this process has loaded.
     """
     if isa is None:
-        return _why_not() is None
-    load(isa)
+        return _why_not(new_bar) is None
+    load(isa, new_bar=new_bar)
     found = chosen()
     assert found is not None
     fits = found.tiles == ALL_TILES if isa == "amx" else found.isa == isa and found.tiles is None
@@ -121,9 +128,9 @@ def available(isa: str | None = None) -> bool:
 
 
 @functools.cache
-def _why_not() -> str | None:
+def _why_not(new_bar: NewBar | None) -> str | None:
     try:
-        load()
+        load(new_bar=new_bar)
     except BuildError as error:
         log.warning("no CPU kernels, so plain XLA runs at about half the speed: %s", error)
         return str(error)

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.collectives import ordered_sum
+
 
 def rms_norm(
     x: jax.Array,
@@ -32,7 +34,7 @@ def rms_norm(
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
     if axis_name is not None:
-        mean = lax.pmean(mean, axis_name)
+        mean = ordered_sum(mean, axis_name) / lax.axis_size(axis_name)
     y = x32 * lax.rsqrt(mean + eps)
     if offset or in_float32:
         scale = offset + weight.astype(jnp.float32)

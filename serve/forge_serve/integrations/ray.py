@@ -53,6 +53,7 @@ CPUS = 1.0  # a host's, for Ray's scheduler
 STOP_MARGIN_S = 15.0  # time for a replica's shutdown, beyond --drain-timeout
 FATAL_STATES = ("failed", "stalled")  # a server recovers from all others by itself
 SERVER = ("-m", "forge_serve.integrations.child_server")
+PREFIX_ROUTER = "forge_serve.integrations.ray_routing:PrefixRouter"
 # Headers of a connection instead of a message (RFC 9110, section 7.6.1), and two that clients set.
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-connection te trailer transfer-encoding upgrade host "
@@ -225,6 +226,7 @@ def build_app(
     *,
     hosts: int = 1,
     deployment: Mapping[str, Any] | None = None,
+    prefix_routing: bool = False,
     **options: Any,
 ) -> Any:
     """Return a Ray Serve application with the routes of `forge-jax serve`, except WebSockets.
@@ -235,6 +237,8 @@ def build_app(
         `tensor_parallel` times `pipeline_parallel`. Each host needs a separate node.
       deployment: options of the deployment of the replicas, as for `ray.serve.deployment`. The
         default is one to four replicas by load, each with as many GPUs as the model uses.
+      prefix_routing: choose replicas by cached prefix and load, with the rule of
+        `--data-parallel`. The default is Ray's router, which chooses by load.
       options: flags of `forge-jax serve` with underscores, such as `max_num_seqs=64`. A switch is
         True.
 
@@ -243,6 +247,7 @@ def build_app(
         Ray.
     """
     from ray import serve  # pyright: ignore[reportMissingImports]
+    from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
 
     flags = _flags(model, options)
     parsed = _parsed(flags)
@@ -263,6 +268,8 @@ def build_app(
     if hosts > 1:
         settings["placement_group_bundles"] = [{"CPU": CPUS, "GPU": num_gpus}] * hosts
         settings["placement_group_strategy"] = "STRICT_SPREAD"
+    if prefix_routing:
+        settings["request_router_config"] = RequestRouterConfig(request_router_class=PREFIX_ROUTER)
     settings |= deployment or {}
     if "num_replicas" in settings and "autoscaling_config" not in (deployment or {}):
         del settings["autoscaling_config"]

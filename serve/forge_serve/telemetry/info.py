@@ -132,7 +132,15 @@ class Profile(Payload):
 
 
 ServerState = Literal[
-    "starting", "serving", "ready", "recovering", "stopping", "stopped", "failed", "stalled"
+    "starting",
+    "serving",
+    "ready",
+    "recovering",
+    "unavailable",
+    "stopping",
+    "stopped",
+    "failed",
+    "stalled",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 
@@ -15,6 +16,7 @@ from ray.cluster_utils import Cluster
 
 from forge_jax.errors import ConfigError
 from forge_serve.integrations.ray import app, build_app
+from forge_serve.integrations.ray_routing import as_request
 
 REQUESTS = 16
 TOKENS = 100
@@ -133,6 +135,42 @@ async def test_deleted_application_finishes_its_requests(url):
     assert servers() == []
 
 
+async def cached_tokens(session, prompt):
+    async with session.post(
+        "/v1/completions", json={"prompt": prompt, "max_tokens": 4}
+    ) as response:
+        assert response.status == 200, await response.text()
+        return (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def served_requests(pid):
+    """Return how many completions the server of one replica has answered."""
+    [port] = [
+        connection.laddr.port
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    url = f"http://127.0.0.1:{port}/stats"
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return (await response.json())["completed_requests"]
+
+
+async def test_requests_with_a_common_prefix_share_a_replica(url):
+    deployment = {"num_replicas": 2, "ray_actor_options": ONE_ON_A_WORKER}
+    options = {"fake": True, "backend": "cpu", "deployment": deployment}
+    await asyncio.to_thread(serve.run, build_app(prefix_routing=True, **options))
+    stories = [f"{number} " + "a long story " * 270 for number in range(8)]
+    async with aiohttp.ClientSession(url) as session:
+        for turn in range(3):
+            prompts = [story + "more " * 10 * turn for story in stories]
+            cached = await asyncio.gather(*(cached_tokens(session, each) for each in prompts))
+            assert [each > 3400 for each in cached] == [turn > 0] * len(stories), cached
+    served = [await served_requests(pid) for pid in servers()]
+    assert sum(served) == 24 and min(served) >= 9, served
+    await asyncio.to_thread(serve.delete, "default")
+    until(lambda: servers() == [])
+
+
 async def test_replica_may_have_several_hosts(url):
     options = {"backend": "cpu", "kernels": "xla", "dtype": "float32", "num_blocks": 64,
                "max_num_seqs": 2, "max_num_batched_tokens": 64, "tensor_parallel": 2}  # fmt: skip
@@ -144,6 +182,30 @@ async def test_replica_may_have_several_hosts(url):
         assert await ask(session, 1)
     await asyncio.to_thread(serve.delete, "default")
     until(lambda: servers() == [])
+
+
+def routed(body, key="a"):
+    return as_request("POST", "/v1/chat/completions", [("authorization", key)], body)
+
+
+def test_continued_chat_has_the_prefix_of_its_beginning():
+    messages = [{"role": "user", "content": "How are you? " * 9}]
+    more = [*messages, {"role": "assistant", "content": "Well."}]
+    first, second = (
+        routed(json.dumps({"model": "m", "n": 2, "messages": each}).encode())
+        for each in (messages, more)
+    )
+    words = first.prompt_token_ids[:-1]  # the last one has the end of the list
+    assert len(words) > 30 and second.prompt_token_ids[: len(words)] == words
+    assert second.params.n == 2 and first.cache_salt == second.cache_salt
+    assert routed(b"{}", key="b").cache_salt != routed(b"{}").cache_salt
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"\xff", b'{"n": "x", "prompt": [1, 2]}', b'{"n": -1}']
+)
+def test_invalid_requests_can_be_routed(body):
+    assert routed(body).params.n == 1
 
 
 @pytest.mark.parametrize(
