@@ -194,7 +194,7 @@ def test_spans_of_a_recording_have_their_figures_and_colors(replay):
 
 def test_arrow_keys_move_between_rows_and_escape_closes(replay):
     page = replay(sequences=[sequence()], finished=[DONE])
-    assert said(page, "Home").endswith(TEXTS[-1])  # of the first row
+    assert said(page, "Home").endswith(TEXTS[-1])  # the sentence for the first row
     assert said(page, "Home").endswith(TEXTS[0])
     assert said(page, "ArrowDown") == "done: queued, 1.0 ms"  # the nearest one
     assert said(page, "End") == "done: prefill chunk, 8 tokens, 1.00 s"
