@@ -71,6 +71,10 @@ def test_unsupported_kernel_inputs_are_named_in_the_error():
     int8, f16 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float16)
     assert unsupported(32, 8, 128, 128, bf16, int8, a100) is None
     assert "multiple of 64, not 32" in unsupported(32, 8, 128, 32, bf16, int8, a100)
+    b200, rtx5090 = Gpu((10, 0), 148), Gpu((12, 0), 170)
+    for device in (a100, b200, rtx5090):
+        assert unsupported(32, 8, 128, 64, bf16, int8, device) is None
+        assert "multiple of 64, not 16" in unsupported(32, 8, 128, 16, bf16, int8, device)
     assert unsupported(32, 8, 256, 64, f16, int8, a100) is None
     assert "bytes of shared memory" in unsupported(32, 8, 256, 64, f16, int8, l4)
     assert unsupported(32, 8, 256, 64, bf16, int8, l4) is None

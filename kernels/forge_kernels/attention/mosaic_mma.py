@@ -66,16 +66,15 @@ def mma_unsupported(
             f"heads of {head_dim} with queries of {dtype} and a cache of {kv_dtype} need {needed} "
             f"bytes of shared memory, and this GPU has {limit}"
         )
-    if device.copies_to_barriers:
-        return None
     piece, row = math.gcd(block_size, KV_TILE), head_dim * jnp.dtype(kv_dtype).itemsize
-    if kv_dtype in PRODUCT_DTYPES:
-        if piece < KV_TILE:
-            return (
-                f"before sm_90 an 8-bit cache needs a block size that is a multiple of {KV_TILE}, "
-                f"not {block_size}"
-            )
-    elif gpu.copy_width(piece, row, 128) is None:
+    if kv_dtype in PRODUCT_DTYPES and piece < KV_TILE:  # the copy of its scales would be too short
+        return (
+            f"on this GPU an 8-bit cache needs a block size that is a multiple of {KV_TILE}, not "
+            f"{block_size}"
+        )
+    if device.copies_to_barriers or kv_dtype in PRODUCT_DTYPES:
+        return None
+    if gpu.copy_width(piece, row, 128) is None:
         return (
             f"before sm_90 heads of {head_dim} need a block size that is a multiple of 32, not "
             f"{block_size}"
