@@ -370,6 +370,16 @@ def test_settings_and_theme_survive_a_reload_until_reset(server, visit):
     assert page.evaluate("localStorage.length") == 0
 
 
+def test_question_while_models_are_loading_has_no_model(server, visit):
+    visit = visit(server)
+    visit.page.route("**/v1/models", lambda route: None)  # never answered
+    visit.page.reload()
+    asked = bodies(visit.page)
+    visit.ask("Hello")
+    visit.answered()
+    assert "model" not in asked[0]
+
+
 def test_two_tabs_show_the_same_chats(server, visit):
     one = visit(server)
     other = one.page.context.new_page()

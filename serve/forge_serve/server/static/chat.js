@@ -149,7 +149,8 @@ async function answer(continued = null) {
   clearErrors();
   const told = conversation;
   const messages = requestMessages(told.path(), by("system").value);
-  const model = by("model").value;
+  // While the list of models is loading, the server chooses.
+  const model = by("model").disabled ? undefined : by("model").value;
   const body = { model, messages, stream: true, stream_options: { include_usage: true }, ...asked };
   if (continued) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   const message = continued ?? told.add({ role: "assistant", content: "", model });
