@@ -106,7 +106,7 @@ def test_new_weights_by_checkpoint_name_need_the_checkpoints_layout(name, kept, 
     """Columns in another order have the same shape, so they cannot be detected later."""
     file = write_gguf(folders[name], tmp_path / "m.gguf", Q.Q8_0 if kept == "packed" else Q.F32)
     loaded = load(file, dtype="float32", gguf_weights=kept)
-    options = SimpleNamespace(device=None, mesh=None)
+    options = SimpleNamespace(device=None, mesh=None, stages=())
     runner = SimpleNamespace(model=loaded.model, leaves=loaded.leaves, options=options)
     weights = EngineWeights(runner, None, None)
     tensors = load_file(folders[name] / "model.safetensors")
