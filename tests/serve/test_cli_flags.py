@@ -128,7 +128,7 @@ def test_values_of_other_engines_are_rejected():
     ("words", "said"),
     [
         ("--swap-space 4", "--swap-space is not supported: preempted sequences are recomputed"),
-        ("--pipeline-parallel-size 2", "use --tensor-parallel"),
+        ("--decode-context-parallel-size 2", "use --tensor-parallel or --pipeline-parallel"),
         ("--kv-cache-memory-bytes 9", "use --num-blocks"),
         ("--ep-size 2", "use --expert-parallel"),
         ("--quantization awq", "--quantization: awq: the checkpoint's config.json sets the method"),
