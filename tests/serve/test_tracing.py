@@ -271,7 +271,7 @@ def test_tracing_imports_nothing_without_the_flag():
 
 def test_flag_without_the_extra_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    with pytest.raises(ConfigError, match=r"pip install 'forge-jax\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"-e '.\[otel\]'"):
         Tracing.of(ServerConfig(otlp_traces_endpoint="http://localhost:4318/v1/traces"))
 
 
