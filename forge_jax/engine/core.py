@@ -134,8 +134,8 @@ class EngineCore:
       one_step_ahead: dispatch a step while the previous one runs. Otherwise a tick waits for the
         step that it has dispatched.
       unrecoverable: exceptions of the device that `tick` raises instead of recovering.
-      research: the steering vectors and activations of the device, and whether it pools. None: it
-        has no vectors and no activations, and pools.
+      research: the steering vectors and activations of the device, and whether it supports pooling.
+        Default: no vectors, no activations, and pooling.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def _leaf_bytes(model: Model, whole: Stage) -> tuple[list[int], int, int]:
 
 
 def _ends(layers: list[int], first: int, last: int, count: int) -> tuple[int, ...]:
-    """Return the end of each stage's layers, for the smallest largest sum of bytes.
+    """Return where each stage's layers end, so that the largest stage has the fewest bytes.
 
     Args:
       layers: bytes of each layer.

@@ -1,4 +1,4 @@
-"""`Link`: copies of arrays from the devices of one stage to those of another."""
+"""`Link`: transfers of arrays between the devices of two stages."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _divided(chunk: ScheduledSequence, size: int) -> tuple[ScheduledSequence, Sc
 def joined_results(
     batches: Iterable[tuple[MicroBatch, tuple[SequenceResult, ...]]],
 ) -> tuple[SequenceResult, ...]:
-    """Return the results of a step's sequences, given those of its micro-batches."""
+    """Join the results of micro-batches. Return one result per sequence of the step."""
     joined: list[SequenceResult] = []
     for batch, results in batches:
         joined += results[:-1] if batch.continues else results

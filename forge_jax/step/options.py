@@ -113,8 +113,8 @@ class RunnerOptions:
       host_copies: copy blocks of the KV cache to host memory and back.
       memory_limit: bytes of the device that all of this may take. None: no limit.
       bundle: holds executables that are loaded instead of compiled, if they have these shapes.
-      stages: all stages of the model. `kv_shape`, `device` and `mesh` are then those of one stage
-        of this process. Empty: the devices share all layers.
+      stages: all stages of the model. `kv_shape`, `device` and `mesh` then belong to one stage of
+        this process. Empty: the devices share all layers.
     """
 
     shapes: Sequence[StepShape]

@@ -1,8 +1,8 @@
 """Pipeline parallelism: the stages of this process, and the micro-batches in flight.
 
-All processes follow the same order of operations, and each performs those of its stages. Two
-devices therefore never wait for each other. A micro-batch moves one stage at a time, together with
-all others in flight, the oldest first. At most one is in each stage. JAX dispatches
+All processes follow the same order of operations. Each process performs the operations of its
+stages. Two devices therefore never wait for each other. A micro-batch moves one stage at a time,
+together with all others in flight, the oldest first. At most one is in each stage. JAX dispatches
 asynchronously, so the stages compute at the same time.
 """
 
@@ -63,12 +63,8 @@ class PipelineBuilder(StepBuilder):
         if 0 in self.own:
             self.own[0].add_take_tokens(executables, shape)
         for link in self.links[:-1]:
-            link.add(executables, shape, self._stream(shape))
+            link.add(executables, shape, self.stream(shape))
         self.links[-1].add(executables, shape, self._out(shape))
-
-    def _stream(self, shape: StepShape) -> jax.ShapeDtypeStruct:
-        size = shape.num_tokens, self._model.spec.hidden_size
-        return jax.ShapeDtypeStruct(size, self._model.dtype)
 
     def _out(self, shape: StepShape) -> Any:
         """Return the shapes of a `StepOut`."""
