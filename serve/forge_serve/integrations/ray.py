@@ -254,8 +254,8 @@ def build_app(
     devices = parsed.tensor_parallel * parsed.pipeline_parallel
     if hosts < 1 or devices % hosts:
         raise ConfigError(
-            f"hosts must be at least 1 and divide the {devices} devices (tensor_parallel times "
-            f"pipeline_parallel), not {hosts}"
+            "hosts must be at least 1 and divide the number of devices, which is tensor_parallel "
+            f"times pipeline_parallel ({devices}), not {hosts}"
         )
     devices = 0 if parsed.backend == "cpu" else devices * parsed.data_parallel
     num_gpus = devices // hosts

@@ -214,7 +214,8 @@ def test_invalid_requests_can_be_routed(body):
         ({"max_num_sequences": 1}, "--max-num-sequences"),
         ({"port": 1}, "port cannot be set in Ray"),
         ({"num_hosts": 2}, "num_hosts cannot be set in Ray"),
-        ({"hosts": 2}, "divide tensor_parallel"),
+        ({"hosts": 2}, r"divide the number of devices, .* \(1\), not 2"),
+        ({"hosts": 4, "pipeline_parallel": 2}, r"\(2\), not 4"),
     ],
 )
 def test_invalid_options_are_rejected_when_the_application_is_built(options, message):
