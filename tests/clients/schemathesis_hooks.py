@@ -33,7 +33,7 @@ EXCUSES = re.compile(
             r"unknown response|stores no responses|messages must not be empty",
             r"must come from /v1/responses/compact",
             r"must match a function_call|the model wrote no summary",
-            r"start the server with --lora-folder",
+            r"start (the (server|engine)|it) with --",  # features that are off
             r"leave none of the allowed tokens|leave no token|has no tokens",
             # Sizes in bytes and tokens.
             r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",

@@ -219,7 +219,8 @@ REQUESTS: dict[str, list[tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", list(REQUESTS))
-def test_requests_run_in_slices_with_one_bar(lm, recorded, kind, capsys):
+def test_requests_run_in_slices_with_one_bar(lm, recorded, kind, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # elsewhere, no bar is shown
     results = getattr(lm, kind)(instances(kind, *REQUESTS[kind]))
     assert recorded.calls == [(2, 0), (2, 2), (1, 4)]
     assert len(recorded.bars) == 1 and "5/5" in capsys.readouterr().err
