@@ -92,6 +92,13 @@ def row_of(page: Page) -> list[str]:
     return texts
 
 
+def select_last_row(page: Page) -> None:
+    """Select the latest request. Earlier ones are in the rows above."""
+    said(page, "End")
+    for _ in range(30):
+        said(page, "ArrowDown")
+
+
 def pixel(page: Page, x: float, y: float) -> str:
     """Return the color of the chart at a place, in CSS pixels."""
     return page.locator("#requests").evaluate(
@@ -129,17 +136,17 @@ def test_request_is_followed_from_queue_to_end(slow_server, visit):
     visit.streaming()
     expect(chart).to_have_attribute("aria-label", re.compile("1 running, 0 waiting"))
     chart.focus()
-    expect(page.locator("#request-figures")).to_have_text(re.compile("arrow keys"))
+    figures = page.locator("#request-figures")
+    expect(figures).to_have_text(re.compile("arrow keys"))
+    select_last_row(page)
+    expect(figures).to_have_text(re.compile(r"\+ ([2-9]|\d\d+) tokens"))  # a step after the prompt's
     page.get_by_role("button", name="Pause").click()
     page.wait_for_timeout(300)  # a request may be in flight
-    chart.press("End")
-    for _ in range(30):  # earlier requests are in the rows above
-        said(page, "ArrowDown")
+    select_last_row(page)
     texts = row_of(page)
     assert all(text.startswith("this chat: ") for text in texts)
     assert [text.split(": ")[1].split(",")[0] for text in texts][:2] == ["queued", "prefill chunk"]
     assert re.search(r": (decode, \d+ tokens?|draft verification, \d+ of \d+ drafts)", texts[2])
-    figures = page.locator("#request-figures")
     expect(figures).to_have_text(
         re.compile(r"\d+ \+ \d+ tokens.* · queued [\d.]+ ms · first token after .*s · running")
     )
@@ -148,9 +155,7 @@ def test_request_is_followed_from_queue_to_end(slow_server, visit):
     page.keyboard.press("Escape")
     slow_server.until(lambda stats: not stats["num_running"])
     expect(chart).to_have_attribute("aria-label", re.compile("0 running, 0 waiting"))
-    said(page, "End")
-    for _ in range(30):
-        said(page, "ArrowDown")
+    select_last_row(page)
     expect(figures).to_have_text(re.compile("tokens/s · aborted"))
 
 
