@@ -3,35 +3,45 @@
 XLA's CUDA compiler accepts a description of the device instead of the device. The result is the
 real program: optimized HLO, ptxas' registers and spills, shared memory, and the grouping into
 command buffers. The choice of matrix kernels is missing, because XLA makes it by measuring.
+
+The compilers' files (HLO, PTX and ptxas' reports) are deleted at exit, unless the environment
+variable FORGE_AOT_DUMP names an empty folder for them.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-DUMP = Path(tempfile.mkdtemp(prefix="forge-aot-"))
+if kept := os.environ.get("FORGE_AOT_DUMP"):
+    DUMP = Path(kept)
+    DUMP.mkdir(parents=True, exist_ok=True)
+else:
+    DUMP = Path(tempfile.mkdtemp(prefix="forge-aot-"))
+    Finalize(None, shutil.rmtree, (DUMP,), {"ignore_errors": True}, exitpriority=0)
 os.environ["JAX_PLATFORMS"] = "cpu"  # keeps the plugin from looking for a driver
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_as_text"
 os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)
 os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=3"  # ptxas' report, on standard error
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 
-import jax  # noqa: E402
-from jax._src.core import jaxprs_in_params  # noqa: E402
-from jax._src.mesh import AbstractDevice  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
+import jax
+from jax._src.core import jaxprs_in_params
+from jax._src.mesh import AbstractDevice
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from forge_jax.step.targets import Target  # noqa: E402
-from forge_kernels.devices import described  # noqa: E402
+from forge_jax.step.targets import Target
+from forge_kernels.devices import described
 
 KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
 

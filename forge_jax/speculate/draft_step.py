@@ -326,7 +326,8 @@ def make_draft(pass_: DraftPass, max_draft_tokens: int) -> Callable[..., tuple[K
             return kv, out
         new = Proposed(*[jnp.stack(values, axis=1) for values in drawn_from])
         at = m.slot
-        return kv, (out, jax.tree.map(lambda a, b: a.at[at].set(b, mode="drop"), proposed, new))
+        put = lambda a, b: a.at[at].set(b, mode="drop", unique_indices=True)  # noqa: E731
+        return kv, (out, jax.tree.map(put, proposed, new))
 
     draft.__name__ = shape.name.replace("[", "_").replace("]", "")
     return draft

@@ -50,7 +50,7 @@ def load_blocks(kv: KV, blocks: jax.Array, *rows: jax.Array) -> KV:
         size = layer.dtype.itemsize
         shape = (BATCH, *layer.shape[1:], *((size,) if size > 1 else ()))
         values = jax.lax.bitcast_convert_type(part.reshape(shape), layer.dtype)
-        loaded.append(layer.at[blocks].set(values, mode="drop"))
+        loaded.append(layer.at[blocks].set(values, mode="drop", unique_indices=True))
     return jax.tree.unflatten(tree, loaded)
 
 

@@ -152,18 +152,22 @@ def pack_admissions(
 def admit(slots: Slots, packed: jax.Array) -> Slots:
     """Write the rows of `packed` (see `pack_admissions`) to their slots. Donates `slots`."""
     index = packed[:, 0]
+
+    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
+        return array.at[index].set(rows, mode="drop", unique_indices=True)
+
     params = packed[:, 1 : 1 + NUM_COLUMNS]
     tables = packed[:, 1 + NUM_COLUMNS :]
     if slots.lora is not None:
         tables, lora = tables[:, :-1], tables[:, -1]
-        slots = slots._replace(lora=slots.lora.at[index].set(lora, mode="drop"))
+        slots = slots._replace(lora=put(slots.lora, lora))
     if slots.steering is not None:
         max_blocks = slots.block_tables.shape[1]
         tables, rows = tables[:, :max_blocks], tables[:, max_blocks:]
-        slots = slots._replace(steering=slots.steering.at[index].set(rows, mode="drop"))
+        slots = slots._replace(steering=put(slots.steering, rows))
     return slots._replace(
-        params=slots.params.at[index].set(params, mode="drop"),
-        block_tables=slots.block_tables.at[index].set(tables, mode="drop"),
+        params=put(slots.params, params),
+        block_tables=put(slots.block_tables, tables),
     )
 
 

@@ -168,7 +168,8 @@ class _Batch(NamedTuple):
 def _take_blocks(slots: Slots, m: StepInputs) -> Slots:
     """Write the step's new blocks to the block tables."""
     tables = slots.block_tables
-    flat = tables.reshape(-1).at[m.table_index].set(m.table_block, mode="drop")
+    flat = tables.reshape(-1).at[m.table_index]
+    flat = flat.set(m.table_block, mode="drop", unique_indices=True)
     return slots._replace(block_tables=flat.reshape(tables.shape))
 
 
@@ -252,7 +253,8 @@ def _pool(
     _, totals = jax.lax.scan(add, zero, (values, before, begins), unroll=16)
     runs = jnp.arange(shape.num_seqs) < m.header[0]
     last = jnp.maximum(m.cu_q_lens[1:] - 1, 0)
-    sums = sums.at[jnp.where(runs, m.slot, PADDING)].set(totals[last], mode="drop")
+    to = jnp.where(runs, m.slot, PADDING)
+    sums = sums.at[to].set(totals[last], mode="drop", unique_indices=True)
     return Pooled(sums, totals[m.row_token], hidden[m.row_token].astype(jnp.float32))
 
 
@@ -417,7 +419,7 @@ def _last_tokens(
     """Return `Slots.last_token` after the step."""
     last = sampled[jnp.minimum(m.cu_rows[:-1] + accepted, shape.num_rows - 1)]
     at = jnp.where(m.samples > 0, m.slot, PADDING)
-    return slots.last_token.at[at].set(last, mode="drop")
+    return slots.last_token.at[at].set(last, mode="drop", unique_indices=True)
 
 
 def _logprobs(given: _Given, sampled: jax.Array) -> tuple[jax.Array, ...]:
@@ -507,7 +509,7 @@ def _process(
     def bias(logits: jax.Array) -> jax.Array:
         biased = params[:, Column.BIASED] > 0
         ids = jnp.where(biased[:, None], slots.bias_ids[slot], PADDING)
-        return logits.at[rows, ids].add(slots.bias[slot], mode="drop")
+        return logits.at[rows, ids].add(slots.bias[slot], mode="drop", unique_indices=True)
 
     def penalize(logits: jax.Array) -> jax.Array:
         penalized = params[:, Column.PENALIZED] > 0

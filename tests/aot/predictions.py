@@ -3,8 +3,8 @@
     python tests/aot/predictions.py [--quick] [--target TARGET] [--output FILE] [--page]
 
 The exit code is 1 if a cell differs from the committed predictions by more than 1%. It is also 1 if
-a step that is extrapolated from a few layers differs from one with more layers. `--quick` compiles
-two cells only.
+a step that is extrapolated from a few layers differs from one with more layers by more than 2%.
+`--quick` compiles two cells only.
 
 `--output` writes the predictions of the compiled targets to FILE instead, and keeps its other rows.
 `--page` compiles nothing: it writes the committed predictions into docs/gpu.md.
@@ -50,6 +50,7 @@ COMPARED = ("gpus", "kernels", "collectives", "moved_gb", "predicted_ms")
 LINEAR_KEY = ("device", "matrix", "tokens")
 LINEAR_COMPARED = ("kernels", "moved_mb", "predicted_us")
 TOLERANCE = 0.01
+EXTRAPOLATION_TOLERANCE = 0.02  # in one of two layers XLA may fuse one kernel more
 QUICK = {"h200": ("llama-3.1-8b", "none"), "l4": ("llama-3.2-1b", "int4")}
 # Layers of the compiled step, GPUs and quantization.
 EXTRAPOLATED = ((8, 1, "none"), (8, 1, "Q4_K_M"), (8, 2, "int4"))
@@ -93,7 +94,7 @@ def extrapolation_faults(target: str) -> list[str]:
         whole = predict.compiled_cost(target, cell, layers, shards)
         for name in ("kernels", "collectives", "moved", "seconds"):
             was, should = getattr(short, name), getattr(whole, name)
-            if abs(was - should) > TOLERANCE * should:
+            if abs(was - should) > EXTRAPOLATION_TOLERANCE * should:
                 found.append(f"{cell}, {shards} GPUs: {name} is {was:.6g}, not {should:.6g}")
     return found
 

@@ -277,8 +277,8 @@ def write_kv[KV: jax.Array | QuantizedKV](
         copy.
       k: float[T, K, D].
       v: float[T, K, D].
-      slot_mapping: i32[T], `block * bs + offset`. `N * bs` drops the row. -1 must not occur,
-        because XLA would wrap it to the last slot.
+      slot_mapping: i32[T], `block * bs + offset`. `N * bs` drops the row. All others must be
+        different, and -1 must not occur, because XLA would wrap it to the last slot.
       kv_dtype: see `ragged_paged_attention`.
 
     Returns:
@@ -330,7 +330,7 @@ def _scatter(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.A
         rows = jnp.pad(rows, ((0, 1), *((0, 0),) * (rows.ndim - 1)))
         slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=num_blocks * block_size)
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    return pool.at[block, :, :, offset].set(rows, mode="drop")
+    return pool.at[block, :, :, offset].set(rows, mode="drop", unique_indices=True)
 
 
 def kv_storage_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:

@@ -73,7 +73,7 @@ def attention_backward(  # noqa: PLR0913
         tiles = _Tiles.of(visible, scoring, pool, seq, grouped[2])
         softmax = _softmax(rows, slopes, tiles, by_head)
         by_rows, by_pool = _tile_gradients(rows, slopes, tiles, softmax, found.kv)
-        by_q = found.q.at[row].set(_rows_last(by_rows, Q_TILE), mode="drop")
+        by_q = found.q.at[row].set(_rows_last(by_rows, Q_TILE), mode="drop", unique_indices=True)
         if by_head is None or found.sinks is None:
             return Gradients(by_q, by_pool, None)
         of_rows = _of_rows(by_head)

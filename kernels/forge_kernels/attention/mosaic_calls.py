@@ -316,6 +316,15 @@ def loop(low: Any, high: Any, step: Callable[[jax.Array], None]) -> None:
     lax.fori_loop(low, high, run, jnp.int32(0))
 
 
+def varying_zero(i: jax.Array) -> jax.Array:
+    """Return 0 for a loop's index, in a way that the compiler cannot know.
+
+    What is computed from it stays in the loop. The compiler moves other loads and addresses before
+    the loop, where they take registers that the loop needs.
+    """
+    return lax.shift_right_arithmetic(i, jnp.int32(30))
+
+
 def copy_in(source: Any, target: Any, barrier: Any | None) -> None:
     """Start a copy from device memory to shared memory."""
     if barrier is None:

@@ -195,16 +195,17 @@ class MmaKernel(Kernel):
         copy = functools.partial(self._copy, inputs, shared, item, kv_tiles[0])
         if self.stages > 1:
             copy(jnp.int32(0))
-        rows = pl.ds(pl.multiple_of(item.q_slice * SLICE, SLICE), gpu.ROWS)
 
-        def query(column, size):
+        def query(column, size, i):
+            q_slice = item.q_slice + gpu.varying_zero(i)
+            rows = pl.ds(pl.multiple_of(q_slice * SLICE, SLICE), gpu.ROWS)
             return gpu.load_left(inputs.q.at[rows, pl.ds(column, size)])
 
         if not (self.wide or self.quantized):
-            loaded = {column: query(column, size) for column, size in self._key_columns}
+            loaded = {c: query(c, size, jnp.int32(0)) for c, size in self._key_columns}
 
-            def query(column, size):
-                del size
+            def query(column, size, i):
+                del size, i
                 return loaded[column]
 
         step = functools.partial(self._kv_tile, inputs, shared, query, item, kv_tiles[0], copy)
@@ -229,7 +230,7 @@ class MmaKernel(Kernel):
 
     def _copy(self, inputs: _Inputs, shared: _Shared, item: Item, first_slot, i):
         """Start the copies of the item's KV tile number i."""
-        slot = lax.rem(first_slot + i, jnp.int32(self.stages))
+        slot = self._slot(first_slot + i)
         full = shared.full.at[slot] if self.barriers else None
         for j in range(self.pieces):
             keys = self._source(item, inputs.block_tables, (item.low + i) * KV_TILE, j)
@@ -239,6 +240,10 @@ class MmaKernel(Kernel):
             if shared.k_scale is not None:
                 gpu.copy_in(inputs.scale.at[keys], shared.k_scale.at[slot, tokens], full)
                 gpu.copy_in(inputs.scale.at[values], shared.v_scale.at[slot, tokens], full)
+
+    def _slot(self, i):
+        """Return the place in shared memory of the CTA's KV tile number i."""
+        return lax.rem(i, jnp.int32(self.stages)) if self.stages > 1 else gpu.varying_zero(i)
 
     def _wait(self, shared: _Shared, item: Item, slot, copy, i):
         """Wait for the copies of the item's KV tile number i, and start those of the next."""
@@ -283,8 +288,9 @@ class MmaKernel(Kernel):
         self, inputs: _Inputs, shared: _Shared, query, item, first_slot, copy, i, state, *, masked
     ):
         """Continue the softmax over the item's KV tile number i."""
-        slot = lax.rem(first_slot + i, jnp.int32(self.stages))
+        slot = self._slot(first_slot + i)
         self._wait(shared, item, slot, copy, i)
+        query = functools.partial(query, i=i)
         first_key = (item.low + i) * KV_TILE
         keys, values = shared.k.at[slot], shared.v.at[slot]
         exists = item.kv_len - first_key if masked else None

@@ -162,7 +162,9 @@ def write_then_attend[KV: jax.Array | QuantizedKV](
         block, offset = slots // kv.shape[3], slots % kv.shape[3]
         by_rows = total.at[block, :, :, offset].get(mode="fill", fill_value=0)
         by_arrays = inputs_vjp((by.q, by_rows))
-        by_old = total.at[block, :, :, offset].set(0, mode="drop") if carries else None
+        by_old = None
+        if carries:
+            by_old = total.at[block, :, :, offset].set(0, mode="drop", unique_indices=True)
         return by_arrays, by_old, by.sinks, None, None
 
     differentiable = jax.custom_vjp(served)

@@ -146,7 +146,7 @@ def _short_sequences(
         rows = _rows_first(rows.reshape(group, SHORT, *q.shape[1:]))
         rows = batch.attend(rows, jnp.tile(visible, rows.shape[2] // SHORT), batch.pool, first)
         rows = _rows_last(rows, SHORT).reshape(-1, *q.shape[1:])
-        return out.at[row.reshape(-1)].set(rows, mode="drop")
+        return out.at[row.reshape(-1)].set(rows, mode="drop", unique_indices=True)
 
     num_groups = -(-(num_grouped - num_decodes) // group)
     return lax.fori_loop(0, num_groups, short_group, out)
@@ -213,7 +213,7 @@ def _uniform_rows(
         visible = jnp.tile(visible, rows.shape[2] // UNIFORM_ROWS)
         rows = attend(rows, visible, pool.only(seq), 0)
         rows = _rows_last(rows, UNIFORM_ROWS).reshape(-1, *q.shape[1:])
-        return out.at[row].set(rows, mode="drop")
+        return out.at[row].set(rows, mode="drop", unique_indices=True)
 
     num_groups = -(-tiles_end[-1] // UNIFORM_TILES)
     return lax.fori_loop(0, num_groups, over_tiles, jnp.zeros(q.shape, jnp.float32))

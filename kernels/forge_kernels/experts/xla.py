@@ -80,7 +80,8 @@ def tiled_experts(
         if biases is not None:
             out = out + biases[1][expert][None]
         out = out * flat_weights[place][:, None]
-        return y.at[jnp.where(of_expert < counts[expert], tokens, T)].add(out, mode="drop")
+        to = jnp.where(of_expert < counts[expert], tokens, T)
+        return y.at[to].add(out, mode="drop", unique_indices=True)
 
     y = lax.fori_loop(0, tiles_end[-1], add_tile, jnp.zeros(x.shape, jnp.float32))
     return y.astype(x.dtype)

@@ -188,7 +188,9 @@ def _recurrence(  # noqa: PLR0913
         tail, pending = kept[:, : width - 1], kept[:, width - 1 :]
         kept_gates = _kept_gates(rows, new_gates, applied, W)
         after = RecurrentState(final, rows.first + applied, tail, pending, kept_gates)
-        return RecurrentState(*(a.at[held].set(b) for a, b in zip(state, after, strict=True))), out
+        used = jnp.where(rows.lengths > 0, held, len(state.base))  # each slot at most once
+        put = lambda a, b: a.at[used].set(b, mode="drop", unique_indices=True)  # noqa: E731
+        return RecurrentState(*map(put, state, after)), out
 
 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -123,7 +123,7 @@ def by_token(
         stays = ((offset < 0) | applied[s]) & (i < ends[-1])
         states = states.at[s].set(jnp.where(stays, running, states[s]))
         row = jnp.where((offset >= 0) & (i < ends[-1]), rows.starts[s] + offset, T)
-        return states, running, out.at[row].set(y, mode="drop")
+        return states, running, out.at[row].set(y, mode="drop", unique_indices=True)
 
     out = jnp.zeros((T, initial.shape[1], initial.shape[3]), initial.dtype)
     carry = initial, jnp.zeros_like(initial[0]), out

@@ -50,7 +50,7 @@ def suppress(logits: jax.Array, token_ids: jax.Array, active: jax.Array) -> jax.
     vocab_size = logits.shape[1]
     ids = jnp.where(active[:, None], token_ids, vocab_size)
     rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+    return logits.at[rows, ids].min(-jnp.inf, mode="drop")
 
 
 def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:

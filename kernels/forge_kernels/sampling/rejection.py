@@ -66,7 +66,7 @@ def verify(
     accepted = uniform(seed, position, ACCEPTANCE) * q_draft < p_draft
 
     change = jnp.where(drafts.verified[:, None], _log_part_left(p, q), 0.0)
-    noisy = noisy.at[row, ids].add(change, mode="drop")
+    noisy = noisy.at[row, ids].add(change, mode="drop", unique_indices=True)
     # If p and q are equal except for rounding, nothing may be left.
     accepted |= ~(noisy.max(axis=1) > -jnp.inf)
     token = jnp.argmax(noisy, axis=1).astype(jnp.int32)
