@@ -60,6 +60,7 @@ from forge_kernels.attention import (
     rotate_and_write,
     rotate_write_attend,
 )
+from forge_kernels.collectives import sums_in_order
 from forge_kernels.derivatives import zero_from
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, geglu, mix_experts
@@ -952,7 +953,8 @@ class Model:
           implementation: the attention implementation.
           max_q_len: upper bound of the rows of a sequence, 1 for a decode step; a lower bound
             compiles less code.
-          uniform: compute every row of attention in the same way (the deterministic tier).
+          uniform: compute every row of attention in the same way, and add over GPUs in a fixed
+            order (the deterministic tier).
           return_hidden_states: also return the residual stream.
           lora: the adapters, and the adapter of each token; for models with `WeightFormats.lora`.
           state_slots: i32[S], the slot of each sequence in layers with state. Default: its index.
@@ -995,14 +997,15 @@ class Model:
             ragged = ragged._replace(num_rows=ragged.num_tokens)
         decoder, stage = self.decoder(leaves), self.stage
         by_layer = None if lora is None else partial(lora.layer, self.spec)
-        if stage is None:
-            kv, hidden, states = decoder.hidden(tokens, kv, ragged, by_layer)
-            return (kv, hidden, states) if return_hidden_states else (kv, hidden)
-        assert isinstance(decoder, Decoder)
-        ragged = ragged._replace(axis=decoder.axis)
-        x = decoder.first_stream(tokens, ragged) if stream is None else stream
-        kv, states = decoder.run_layers(stage.layers, x, kv, ragged, by_layer)
-        return kv, decoder.last_hidden(states[-1], ragged) if stage.is_last else states[-1]
+        with sums_in_order(uniform):
+            if stage is None:
+                kv, hidden, states = decoder.hidden(tokens, kv, ragged, by_layer)
+                return (kv, hidden, states) if return_hidden_states else (kv, hidden)
+            assert isinstance(decoder, Decoder)
+            ragged = ragged._replace(axis=decoder.axis)
+            x = decoder.first_stream(tokens, ragged) if stream is None else stream
+            kv, states = decoder.run_layers(stage.layers, x, kv, ragged, by_layer)
+            return kv, decoder.last_hidden(states[-1], ragged) if stage.is_last else states[-1]
 
     def _ropes(self, positions: jax.Array) -> tuple[RopeTables, ...]:
         with jax.named_scope("rope_tables"):
