@@ -51,8 +51,8 @@ def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> 
       doc: the help text.
       secret: leaves the value out of the section's repr.
       metadata: `flag=None` keeps the field off the command line, and `flag="--no-x"` makes a switch
-        that turns it off. `essential=True` shows the flag in the short `--help`. `--help-all` shows
-        every flag.
+        that turns it off. `metavar` names the value in the help; default: by type. `essential=True`
+        shows the flag in the short `--help`. `--help-all` shows every flag.
     """
     return field(default=default, repr=not secret, metadata={"doc": doc, **metadata})
 
@@ -319,9 +319,10 @@ class ParallelConfig:
     )
     coordinator: str | None = option(
         None,
-        "HOST:PORT at which host 0 accepts connections from the other hosts; required with "
+        "address at which host 0 accepts connections from the other hosts; required with "
         "--num-hosts above 1. Only the hosts must be able to reach it, because it has no "
         "authentication",
+        metavar="HOST:PORT",
     )
     command_buffers: bool = option(
         True,

@@ -41,6 +41,7 @@ class ServerConfig:
     lora_folder: str | None = option(
         None,
         "folder with LoRA adapters that clients may load and unload; default: loading is disabled",
+        metavar="FOLDER",
     )
     tool_call_parser: ToolCallParserName = option(
         "auto", "format of the model's tool calls; auto: detected from the chat template"
@@ -122,13 +123,14 @@ class ServerConfig:
         "total size limit in bytes for stored responses and their conversations, at least 0",
     )
     profile_dir: str | None = option(
-        None, "folder for profiles; enables POST /start_profile and /stop_profile"
+        None, "folder for profiles; enables POST /start_profile and /stop_profile", metavar="FOLDER"
     )
     weight_sync_dir: str | None = option(
         None,
         "folder with checkpoints that clients may load as new weights; enables the endpoints for "
         "trainers, such as POST /update_weights, /pause and /sleep. Requires API keys, or a "
         "loopback address",
+        metavar="FOLDER",
     )
     fake: bool = option(
         False,
@@ -149,25 +151,29 @@ class ServerConfig:
         None,
         "file with the API keys that clients must send, one per line; # starts a comment",
         essential=True,
+        metavar="FILE",
     )
     tls_cert: str | None = option(
         None,
         "PEM file with the certificate and its chain; enables HTTPS",
         essential=True,
+        metavar="FILE",
     )
     tls_key: str | None = option(
-        None, "PEM file with the certificate's private key", essential=True
+        None, "PEM file with the certificate's private key", essential=True, metavar="FILE"
     )
     cors_origin: tuple[str, ...] = option(
         (),
         "origin, such as https://example.org, whose web pages may call the server, or * for all; "
         "may be repeated",
+        metavar="ORIGIN",
     )
     allowed_host: tuple[str, ...] = option(
         (),
         "host name to accept in the Host header, or * for all. May be repeated. "
         "Default: all names. On a loopback address without API keys: localhost, --host "
         "and IP addresses",
+        metavar="HOST",
     )
     limits: Limits = field(
         default_factory=Limits, metadata={"doc": "limits of one request", "flag": None}

@@ -280,7 +280,7 @@ async def test_only_users_and_tools_send_files_in_responses(server):
 async def test_missing_pypdf_is_reported_with_its_extra(server, rendered, monkeypatch):
     monkeypatch.setattr(pdf.importlib.util, "find_spec", lambda name: None)
     message, _ = await refused(server, CHAT, chat_file(encoded(pdfs.text_pdf("other"))))
-    assert "install forge-jax[pdf] on it, or send the text" in message
+    assert "install its extra pdf, or send the text" in message
     await answered(server, CHAT, chat([chat_file(encoded(TEXT.encode()))]))
     assert rendered[-1][0]["content"] == f"File a.txt:\n\n{TEXT}"
 

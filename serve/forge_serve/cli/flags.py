@@ -289,12 +289,13 @@ class Flag:
     switch: bool  # takes no value and inverts the default
     repeated: bool  # may be given several times
     essential: bool = False  # shown in the short help
+    value_name: str | None = None  # in the help; None: by type
 
     @property
     def metavar(self) -> str | None:
         if self.switch or self.choices is not None:
             return None
-        return {int: "N", float: "X"}.get(self.type, "TEXT")  # type: ignore[call-overload]
+        return self.value_name or {int: "N", float: "X"}.get(self.type, "TEXT")  # type: ignore[call-overload]
 
     @property
     def automatic(self) -> bool:
@@ -348,6 +349,7 @@ def flags(section: type) -> Iterator[Flag]:
             switch=kind is bool,
             repeated=repeated,
             essential=field.metadata.get("essential", False),
+            value_name=field.metadata.get("metavar"),
         )
 
 

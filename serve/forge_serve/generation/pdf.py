@@ -111,9 +111,7 @@ def extract_text(data: bytes, limits: PdfLimits, max_bytes: int) -> str:
       OverloadedError: the process cannot be started, or gets no CPU time.
     """
     if importlib.util.find_spec("pypdf") is None:
-        raise PdfError(
-            "this server cannot read PDF files: install forge-jax[pdf] on it, or send the text"
-        )
+        raise PdfError("this server cannot read PDF files: install its extra pdf, or send the text")
     numbers = (limits.pages, max_bytes, limits.cpu_s, limits.memory_bytes)
     try:
         ended = subprocess.run(

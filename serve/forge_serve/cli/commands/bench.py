@@ -59,9 +59,12 @@ class BenchFlags:
         None,
         "URL of a server to measure, such as http://127.0.0.1:8000; MODEL is then one of its"
         " models",
+        metavar="URL",
     )
     api_key_file: str | None = option(
-        None, "file with the server's API key, in the format of serve's --api-key-file"
+        None,
+        "file with the server's API key, in the format of serve's --api-key-file",
+        metavar="FILE",
     )
     max_concurrency: str | None = option(
         None,
@@ -85,7 +88,7 @@ class BenchFlags:
         "random prompts of equal size, conversations in ShareGPT's form, or a trace (an Azure "
         "CSV or Mooncake's JSON lines) with lengths and arrival times",
     )
-    dataset_path: str | None = option(None, "file of the data set or trace")
+    dataset_path: str | None = option(None, "file of the data set or trace", metavar="FILE")
     tokenizer: str | None = option(
         None,
         "with --url and sharegpt, the model's tokenizer.json or its folder. Default: the model's "
@@ -111,11 +114,15 @@ class BenchFlags:
         "of the model or server",
     )
     seed: int = option(0, "seed of prompts and arrivals")
-    save: str | None = option(None, "write the report to this file as JSON, for --compare")
-    compare: str | None = option(
-        None, "compare with the report in this file, which --save wrote, as bars"
+    save: str | None = option(
+        None, "write the report to this file as JSON, for --compare", metavar="FILE"
     )
-    chart: str | None = option(None, "write a chart to this file, which ends in .svg or .html")
+    compare: str | None = option(
+        None, "compare with the report in this file, which --save wrote, as bars", metavar="FILE"
+    )
+    chart: str | None = option(
+        None, "write a chart to this file, which ends in .svg or .html", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "num_prompts", "context"):

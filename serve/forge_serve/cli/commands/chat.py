@@ -34,10 +34,14 @@ examples:
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags:
     url: str | None = option(
-        None, "URL of a server, such as http://127.0.0.1:8000; MODEL is then one of its models"
+        None,
+        "URL of a server, such as http://127.0.0.1:8000; MODEL is then one of its models",
+        metavar="URL",
     )
     api_key_file: str | None = option(
-        None, "file with the server's API key, in the format of serve's --api-key-file"
+        None,
+        "file with the server's API key, in the format of serve's --api-key-file",
+        metavar="FILE",
     )
     system: str | None = option(None, "system message: instructions for the model")
     markdown: bool = option(

@@ -55,7 +55,9 @@ class CompareFlags:
     prompt: tuple[str, ...] = option(
         (), f"prompt, or - to read one from stdin; default: {PROMPT!r}. May be repeated"
     )
-    prompts: str | None = option(None, "file with one prompt per line, in addition to --prompt")
+    prompts: str | None = option(
+        None, "file with one prompt per line, in addition to --prompt", metavar="FILE"
+    )
     chat: bool = option(False, "send each prompt as a user message, with the chat template")
     max_tokens: int = option(
         64,
@@ -64,8 +66,8 @@ class CompareFlags:
     )
     temperature: float = option(0.0, "sampling temperature from 0 (greedy) to 100")
     seed: int = option(0, "random seed of both sides")
-    json: str | None = option(None, "write the report to this file as JSON")
-    html: str | None = option(None, "write the report to this file as an HTML page")
+    json: str | None = option(None, "write the report to this file as JSON", metavar="FILE")
+    html: str | None = option(None, "write the report to this file as an HTML page", metavar="FILE")
 
 
 def add_to(commands: Commands) -> None:
