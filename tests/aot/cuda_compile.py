@@ -59,7 +59,7 @@ from forge_jax.step.targets import TARGETS
 from forge_jax.weights.partition import AXIS, shard_spec, with_whole_experts
 from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention, unsupported
 from forge_kernels.attention.quantized import QuantizedKV
-from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
+from forge_kernels.attention.shapes import GEMMA_2_9B, LLAMA_3_1_8B, SHAPES, AttentionShape
 from forge_kernels.devices import Gpu
 from forge_kernels.experts.xla import FUSED_BYTES, all_experts
 
@@ -129,6 +129,10 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"{name}, decode", Case(shape=shape, tokens=SEQS, max_q_len=1)
         yield f"{name}, mixed", Case(shape=shape, tokens=512, max_q_len=512)
     llama = partial(Case, shape=LLAMA_3_1_8B)
+    for kv_dtype in (None, *map(str, PRODUCT_DTYPES)):
+        name = "gemma-2-9b, without a window" + (f", {kv_dtype}" if kv_dtype else "")
+        shape = replace(GEMMA_2_9B, window=None)
+        yield name, Case(shape=shape, tokens=512, max_q_len=512, kv_dtype=kv_dtype)
     yield "llama-3.1-8b, verify", llama(tokens=5 * SEQS, max_q_len=5)
     yield "llama-3.1-8b, uniform", llama(tokens=256, max_q_len=256, seqs=256, uniform=True)
     yield "llama-3.1-8b, float16", llama(tokens=SEQS, max_q_len=1, dtype="float16")
@@ -283,10 +287,11 @@ def command_buffer_faults(program: deviceless.Program) -> Iterator[str]:
 
 
 def spill_bytes(case: Case, target: str) -> int:
-    """Return the most that a thread may spill: addresses of heads of 256, not products."""
-    if case.shape.head_dim != 256 or target == "h200":
-        return 0
-    return 320 if target == "rtx5090" and case.kv_dtype is not None else 16
+    """Return the most that a thread may spill: addresses, not products."""
+    wide = case.shape.head_dim == 256
+    if target == "rtx5090":
+        return 320 if wide and case.kv_dtype is not None else 24
+    return 24 if wide and target != "h200" else 0
 
 
 def kernel_faults(program: deviceless.Program, spill_bytes: int = 0) -> Iterator[str]:
@@ -537,7 +542,7 @@ def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
     if not quick:
         make = partial(compile_step, compiler, decode, qwen_3_5_27b(4), exact)
         for done in result(f"deterministic step {decode.name} of qwen-3.5-27b, 4 layers", make):
-            done.faults += kernel_faults(done.program, 16)
+            done.faults += kernel_faults(done.program, 24)
             done.faults += nondeterministic_faults(done.program)
             yield done
 

@@ -210,8 +210,10 @@ class MmaKernel(Kernel):
 
         step = functools.partial(self._kv_tile, inputs, shared, query, item, kv_tiles[0], copy)
         acc, *sums = self._start()
-        plain, state = self._unmasked(item), (self._column_parts(acc), *sums)
-        if self.geometry.window is None:
+        state = (self._column_parts(acc), *sums)
+        # A second loop would need registers for its addresses, which heads of 256 do not have.
+        plain = jnp.int32(0) if self.wide else self._unmasked(item)
+        if self.geometry.window is None and not self.wide:
             state = lax.fori_loop(0, plain, functools.partial(step, masked=False), state)
         state = lax.fori_loop(plain, item.size, functools.partial(step, masked=True), state)
         self._finish(inputs.sinks, shared, outputs, read(), state)
