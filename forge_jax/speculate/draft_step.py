@@ -325,8 +325,10 @@ def make_draft(pass_: DraftPass, max_draft_tokens: int) -> Callable[..., tuple[K
         if proposed is None:
             return kv, out
         new = Proposed(*[jnp.stack(values, axis=1) for values in drawn_from])
-        at = m.slot
-        put = lambda a, b: a.at[at].set(b, mode="drop", unique_indices=True)  # noqa: E731
+
+        def put(old: jax.Array, value: jax.Array) -> jax.Array:
+            return old.at[m.slot].set(value, mode="drop", unique_indices=True)
+
         return kv, (out, jax.tree.map(put, proposed, new))
 
     draft.__name__ = shape.name.replace("[", "_").replace("]", "")

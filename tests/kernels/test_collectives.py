@@ -1,4 +1,4 @@
-"""Which collectives a sum becomes. `tests/parallel/test_several_hosts.py` tests its bits."""
+"""The collectives of a sum. `tests/parallel/test_several_hosts.py` tests its bits."""
 
 import jax
 import pytest

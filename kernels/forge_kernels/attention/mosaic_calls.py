@@ -317,10 +317,10 @@ def loop(low: Any, high: Any, step: Callable[[jax.Array], None]) -> None:
 
 
 def varying_zero(i: jax.Array) -> jax.Array:
-    """Return 0 for a loop's index, in a way that the compiler cannot know.
+    """Return 0, computed from a loop's index.
 
-    What is computed from it stays in the loop. The compiler moves other loads and addresses before
-    the loop, where they take registers that the loop needs.
+    The compiler moves constant loads and addresses before the loop, where they take registers that
+    the loop needs. It cannot move values that depend on this one.
     """
     return lax.shift_right_arithmetic(i, jnp.int32(30))
 

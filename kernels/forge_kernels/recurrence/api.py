@@ -189,7 +189,10 @@ def _recurrence(  # noqa: PLR0913
         kept_gates = _kept_gates(rows, new_gates, applied, W)
         after = RecurrentState(final, rows.first + applied, tail, pending, kept_gates)
         used = jnp.where(rows.lengths > 0, held, len(state.base))  # each slot at most once
-        put = lambda a, b: a.at[used].set(b, mode="drop", unique_indices=True)  # noqa: E731
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[used].set(new, mode="drop", unique_indices=True)
+
         return RecurrentState(*map(put, state, after)), out
 
 
