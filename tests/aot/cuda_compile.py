@@ -444,7 +444,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result.faults += shared_step_faults(program, llama(SHARED_LAYERS), shards)
             yield result
     for shape in (decode, mixed):
-        name = f"step {shape.name} of llama-3.1-8b, 1 layer, on 2 hosts with 8 devices each"
+        name = f"step {shape.name} of llama-3.1-8b, 1 layer, 2 hosts with 8 devices"
         if wanted(name) and not quick:
             start = time.perf_counter()
             several = deviceless.Compiler(16, AXIS, hosts=2)
@@ -464,7 +464,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
         result.faults += nondeterministic_faults(program)
         yield result
     for index, shards in product((0, 1), SHARDS):
-        name = f"step {decode.name} of llama-3.1-8b, stage {index} of 2, on {shards} devices each"
+        name = f"step {decode.name} of llama-3.1-8b, stage {index} of 2, on {shards} devices"
         if wanted(name) and not (quick and shards != SHARDS[0]):
             start = time.perf_counter()
             several = deviceless.Compiler(shards, AXIS)
