@@ -5,7 +5,7 @@ real program: optimized HLO, ptxas' registers and spills, shared memory, and the
 command buffers. The choice of matrix kernels is missing, because XLA makes it by measuring.
 
 The compilers' files (HLO, PTX and ptxas' reports) are deleted at exit, unless the environment
-variable FORGE_AOT_DUMP names an empty folder for them.
+variable FORGE_AOT_DUMP names a folder. Each process then keeps them in a new folder there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if kept := os.environ.get("FORGE_AOT_DUMP"):
-    DUMP = Path(kept)
-    DUMP.mkdir(parents=True, exist_ok=True)
-else:
-    DUMP = Path(tempfile.mkdtemp(prefix="forge-aot-"))
+DUMP = Path(tempfile.mkdtemp(prefix="forge-aot-", dir=os.environ.get("FORGE_AOT_DUMP")))
+if "FORGE_AOT_DUMP" not in os.environ:
     Finalize(None, shutil.rmtree, (DUMP,), {"ignore_errors": True}, exitpriority=0)
 os.environ["JAX_PLATFORMS"] = "cpu"  # keeps the plugin from looking for a driver
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_as_text"
@@ -34,14 +31,14 @@ os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)
 os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=3"  # ptxas' report, on standard error
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 
-import jax
-from jax._src.core import jaxprs_in_params
-from jax._src.mesh import AbstractDevice
-from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+import jax  # noqa: E402
+from jax._src.core import jaxprs_in_params  # noqa: E402
+from jax._src.mesh import AbstractDevice  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
-from forge_jax.step.targets import Target
-from forge_kernels.devices import described
+from forge_jax.step.targets import Target  # noqa: E402
+from forge_kernels.devices import described  # noqa: E402
 
 KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
 

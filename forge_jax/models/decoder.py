@@ -945,7 +945,8 @@ class Model:
           kv: per layer, dtype[N, 2, K, bs, D] or a `QuantizedKV`. A uint16 array stores the bits of
             the model's 16-bit dtype. A layer with state has a dict of its arrays.
           tokens, positions: i32[T].
-          slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` to write nothing.
+          slot_mapping: i32[T], `block * bs + offset` of each token, each at most once; `N * bs` to
+            write nothing.
           block_tables: i32[S, max_blocks].
           kv_lens: i32[S], including this step's tokens.
           cu_q_lens: i32[S + 1], where each sequence's rows start.
