@@ -15,14 +15,11 @@ from benchmarks.aot import deviceless  # first, because jax reads its settings a
 import argparse
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -31,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from each_target import run_each_target
 from experts import KERNELS, bytes_read, compile_experts, expert_calls, expert_faults
 
 from benchmarks.aot.hlo import large_results
@@ -597,60 +595,27 @@ def _added_in_any_order(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.zeros((64, 64), jnp.float32).at[y[:, 0].astype(jnp.int32)].add(y.astype(jnp.float32))
 
 
-def table(rows: list[list[str]]) -> str:
-    return "\n".join(
-        "| " + " | ".join(row) + " |" for row in [HEADER, ["---"] * len(HEADER), *rows]
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose names contain this")
     parser.add_argument("--target", choices=TARGETS, help="default: all")
     parser.add_argument("--layers", type=int, default=LLAMA_3_1_8B.layers)
     parser.add_argument("--quick", action="store_true", help="a few kernels, fewer layers")
-    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--output", type=Path, help="write the table of all targets there too")
     args = parser.parse_args()
     if args.target is None:
-        sys.exit(run_all_targets(args.output))
+        sys.exit(run_each_target(HEADER, args.output))
     if args.target == "h200":
         found = run(args.only, args.layers, args.quick)
     else:
         found = run_on(args.target, args.only, args.quick)
-    results = []
+    failed = False
     for result in found:
-        results.append(result)
         print(f"| {' | '.join(result.row)} |", flush=True)
         for fault in result.faults:
             print(f"    FAULT: {fault}", flush=True)
-    if args.output is not None:
-        args.output.write_text(table([result.row for result in results]) + "\n")
-    sys.exit(1 if any(result.faults for result in results) else 0)
-
-
-def run_all_targets(output: Path | None) -> int:
-    """Run this script for each target, one per processor at a time.
-
-    Returns:
-      The exit code: 1 if any program has a fault, or if there is no program.
-    """
-
-    def run_target(target: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, __file__, *sys.argv[1:], "--target", target]
-        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-
-    code, text = 0, table([])
-    print(text, flush=True)
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for done in pool.map(run_target, TARGETS):
-            print(done.stdout, end="", flush=True)
-            text += "".join(
-                f"\n{line.strip()}" for line in done.stdout.splitlines() if line.startswith("|")
-            )
-            code = code or done.returncode
-    if output is not None:
-        output.write_text(text + "\n")
-    return code or int(text == table([]))
+            failed = True
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

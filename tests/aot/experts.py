@@ -4,15 +4,13 @@
 
 Prints a table. The exit code is 1 if a program reads experts that no token chose, copies their
 matrices, spills registers or leaves the command buffer. The GPU kernel reads experts by its plan,
-which `tests/kernels` counts. Without `--target`, each GPU has its own process, because Mosaic
-compiles for only one GPU per process.
+which `tests/kernels` counts.
 """
 
 from benchmarks.aot import deviceless  # first, because jax reads its settings at import  # isort: skip
 
 import argparse
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -21,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from each_target import run_each_target
 from jax.dtypes import itemsize_bits
 
 from benchmarks.aot.hlo import large_results, parse, used
@@ -35,12 +34,11 @@ from forge_kernels.linear.quantized import convertible
 EXPERTS, PER_TOKEN, WIDTH, INNER = 128, 8, 2048, 768
 MATRICES = ((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
 TOKENS = (1, 4, 16, 64, 512, 2048)
-QUICK_TOKENS, QUICK_TARGETS = (4, 64), ("h200", "a100")
+QUICK_TOKENS, QUICK_TARGETS = (4, 16, 64), ("h200", "a100")
 KERNELS = 2  # calls per layer
 CONVERTED_KERNELS = 6  # kernels if matrices are converted in chunks of 256 MiB
 GRAPHS = {"xla_gpu_graph_min_graph_size": 1}  # a command buffer for any number of kernels
 OPTIONS = compiler_options("gpu", command_buffers=True, deterministic=False) | GRAPHS
-FEW_TOKENS = 4  # each with its experts' matrices
 FUSED_TOKENS = 128  # limit of other formats; more tokens convert some experts at a time
 
 
@@ -116,7 +114,7 @@ def expert_faults(
     weights = [getattr(w, "weight", w) for w in FORMATS[format](program.target)]
     sizes = [w.size * itemsize_bits(w.dtype) // 8 for w in weights]
     read, one = bytes_read(program.hlo, set(sizes)), sum(sizes) / EXPERTS
-    pairs = tokens * PER_TOKEN
+    pairs, few = tokens * PER_TOKEN, tokens <= few_tokens(format)
     if calls and format != "bfloat16":
         if (read, calls) != (layers * sum(sizes), CONVERTED_KERNELS * layers):
             yield f"{read} bytes of experts' matrices are converted for {calls} calls"
@@ -125,9 +123,9 @@ def expert_faults(
             yield f"{read} bytes of experts' matrices are read outside the kernel"
     elif calls:
         yield f"{calls} calls of the experts' kernels in {layers} layers"
-    elif pairs * 4 > EXPERTS and (format == "bfloat16" or tokens > FUSED_TOKENS):
+    elif not few and (format == "bfloat16" or tokens > FUSED_TOKENS):
         yield f"no experts' kernels for {tokens} tokens"
-    elif pairs * 4 > EXPERTS:
+    elif not few:
         if read != layers * sum(sizes):
             yield f"{read} bytes of experts' matrices are read, of {sum(sizes)}"
         pairs = EXPERTS
@@ -139,6 +137,11 @@ def expert_faults(
         limit = pairs * min(sizes) // EXPERTS
         made = large_results(program.hlo, limit)
         yield from (f"makes an array as large as a matrix: {line}" for line in made)
+
+
+def few_tokens(format: str) -> int:
+    """Return the tokens up to which XLA reads the matrices of each one's experts."""
+    return EXPERTS // PER_TOKEN // (4 if format == "bfloat16" else 1)
 
 
 def expert_calls(program: deviceless.Program) -> list[str]:
@@ -203,11 +206,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose names contain this")
     parser.add_argument("--target", choices=TARGETS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="two targets and two batch sizes")
-    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--quick", action="store_true", help="two targets and three batch sizes")
+    parser.add_argument("--output", type=Path, help="write the table of all targets there too")
     args = parser.parse_args()
     if args.target is None:
-        sys.exit(_all_targets(args))
+        sys.exit(run_each_target(HEADER, args.output, QUICK_TARGETS if args.quick else TARGETS))
     compiler, failed, rows = deviceless.Compiler(target=args.target), False, 0
     for tokens, format in itertools.product(QUICK_TOKENS if args.quick else TOKENS, FORMATS):
         name = f"{format}, {tokens} tokens"
@@ -227,26 +230,8 @@ def is_copied(format: str, tokens: int, target: Target) -> bool:
         return False
     weights = FORMATS[format](target)
     if not all(w.quantization.fused for w in weights):
-        return tokens > FEW_TOKENS
+        return tokens > few_tokens(format)
     return tokens > FUSED_TOKENS and not all(map(convertible, weights))
-
-
-def _all_targets(args: Any) -> int:
-    """Run one process per GPU, and return the exit code."""
-    lines = [f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |"]
-    print("\n".join(lines), flush=True)
-    failed = False
-    for target in QUICK_TARGETS if args.quick else TARGETS:
-        command = [sys.executable, __file__, "--target", target, "--only", args.only]
-        done = subprocess.run(
-            [*command, *(["--quick"] if args.quick else [])], stdout=subprocess.PIPE, text=True
-        )
-        print(done.stdout, end="", flush=True)
-        lines += [line for line in done.stdout.splitlines() if line.startswith("|")]
-        failed = failed or done.returncode != 0
-    if args.output is not None:
-        args.output.write_text("\n".join(lines) + "\n")
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

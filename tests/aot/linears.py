@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from each_target import run_each_target
 from experts import bytes_read
 
 from benchmarks.aot.hlo import large_results
@@ -113,39 +114,34 @@ def main() -> None:
     parser.add_argument("--only", default="", help="formats whose names contain this, or adapters")
     parser.add_argument("--target", choices=TARGETS, help="default: all")
     parser.add_argument("--quick", action="store_true", help="two targets and one batch size")
-    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--output", type=Path, help="write the table of all targets there too")
     args = parser.parse_args()
     tokens = QUICK_TOKENS if args.quick else TOKENS
-    targets = QUICK_TARGETS if args.quick else TARGETS
-    rows = [["matrix", "device", *(f"temp MB, {count} tokens" for count in tokens)]]
-    rows.append(["---"] * len(rows[0]))
-    failed = False
-    for target in [args.target] if args.target else targets:
-        compiler = deviceless.Compiler(target=target)
-        fused = fused_values(compiler.target)
-        for name, quantization in quantizations(fused):
-            if args.only not in name:
-                continue
-            row = [name, compiler.target.name]
-            fp8 = name == "fp8, per row, W8A8" and compiler.target.gpu.has_fp8
-            converted = quantization.values not in fused and not fp8
-            for count in tokens:
-                program = compile_linear(compiler, quantization, count)
-                row.append(f"{program.temp_bytes / 1e6:.1f}")
-                # A product with one row is a reduction.
-                for fault in faults(program, converted=converted, fp8=fp8 and count > 1):
-                    print(f"    FAULT: {target}, {name}, {count} tokens: {fault}", flush=True)
-                    failed = True
-            print(" | ".join(row), flush=True)
-            rows.append(row)
-        for count in ADAPTER_ROWS:
-            for fault in adapter_faults(compiler, count) if args.only in "adapters" else ():
-                print(f"    FAULT: {target}, adapters, {count} rows: {fault}", flush=True)
+    if args.target is None:
+        header = ["matrix", "device", *(f"temp MB, {count} tokens" for count in tokens)]
+        sys.exit(run_each_target(header, args.output, QUICK_TARGETS if args.quick else TARGETS))
+    compiler, failed, rows = deviceless.Compiler(target=args.target), False, 0
+    fused = fused_values(compiler.target)
+    for name, quantization in quantizations(fused):
+        if args.only not in name:
+            continue
+        row, rows = [name, compiler.target.name], rows + 1
+        fp8 = name == "fp8, per row, W8A8" and compiler.target.gpu.has_fp8
+        converted = quantization.values not in fused and not fp8
+        for count in tokens:
+            program = compile_linear(compiler, quantization, count)
+            row.append(f"{program.temp_bytes / 1e6:.1f}")
+            # A product with one row is a reduction.
+            for fault in faults(program, converted=converted, fp8=fp8 and count > 1):
+                print(f"    FAULT: {args.target}, {name}, {count} tokens: {fault}", flush=True)
                 failed = True
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
-    sys.exit(1 if failed or (len(rows) == 2 and args.only not in "adapters") else 0)
+        print(f"| {' | '.join(row)} |", flush=True)
+    for count in ADAPTER_ROWS if args.only in "adapters" else ():
+        rows += 1
+        for fault in adapter_faults(compiler, count):
+            print(f"    FAULT: {args.target}, adapters, {count} rows: {fault}", flush=True)
+            failed = True
+    sys.exit(1 if failed or not rows else 0)
 
 
 if __name__ == "__main__":

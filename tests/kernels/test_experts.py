@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from forge_kernels.experts import ClampedSwiGLU, choose_experts, mix_experts
+from forge_kernels.experts import ClampedSwiGLU, choose_experts, mix_experts, xla
 from forge_kernels.experts.xla import all_experts, experts_by_pair, tile_rows, tiled_experts
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack_experts
 
@@ -129,6 +129,7 @@ def run(
 FORMS = ("tiled", "all", "by pair", "reference")
 SHAPES = {  # rows, experts, of a token, d, inner
     "a single row": (1, 4, 2, 24, 16),
+    "few pairs": (1, 12, 3, 24, 10),
     "few rows of many experts": (5, 12, 3, 24, 10),
     "one expert": (9, 1, 1, 16, 8),
     "each takes all": (6, 3, 3, 16, 8),
@@ -147,7 +148,25 @@ def test_token_gets_the_weighted_sum_of_its_experts(form, shape):
 
 def test_test_shapes_cover_tiles_of_all_sizes():
     sizes = {tile_rows(rows * k, count) for rows, count, k, *_ in SHAPES.values()}
-    assert sizes == {2, 9, 15, 16, 64}
+    assert sizes == {2, 3, 9, 15, 16, 64}
+
+
+@pytest.mark.parametrize("shape", ["few pairs", "few rows of many experts"])
+def test_pairs_of_one_expert_follow_each_other(shape, monkeypatch):
+    """Only the first one reads the expert's matrices from memory."""
+    found, product = [], xla._by_pair
+
+    def recorded(x, w, experts):
+        found.append(experts.tolist())
+        return product(x, w, experts)
+
+    monkeypatch.setattr(xla, "_by_pair", recorded)
+    a = make(*SHAPES[shape])
+    arrays = (a.x, a.gate_up, a.down, a.experts, a.weights)
+    y = experts_by_pair(*map(jnp.asarray, arrays), jnp.int32(len(a.x)))
+    np.testing.assert_allclose(y, expected(a), atol=2e-5)
+    chosen = a.experts.ravel().tolist()
+    assert found == [chosen if shape == "few pairs" else sorted(chosen)] * 2
 
 
 @pytest.mark.parametrize("form", ["tiled", "all", "by pair"])

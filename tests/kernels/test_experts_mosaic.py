@@ -29,7 +29,7 @@ from forge_kernels.experts import plan as plan_file
 from forge_kernels.experts.mosaic_gpu import grouped_experts, unsupported
 from forge_kernels.experts.plan import Geometry, Plan, make_plan, tiles_read
 from forge_kernels.experts.reference import reference_experts
-from forge_kernels.experts.xla import chunk_of, experts_by_chunks
+from forge_kernels.experts.xla import chunk_of, experts_by_chunks, experts_by_pair, in_fusions
 from forge_kernels.linear import Quantization, QuantizedWeight
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -317,8 +317,10 @@ def test_gpus_use_the_kernel_and_report_exceptions_once(monkeypatch, caplog):
         assert "forge_experts_down" in traced(3)
         assert "forge_experts_down" not in traced(2)  # four pairs of 16 experts
         assert not caplog.records
-        assert "forge_experts_down" not in traced(3, 66)
-        assert "forge_experts_down" not in traced(3, 66)
+        assert "forge_experts_down" not in traced(8, 66)  # 16 pairs of 16 experts
+        assert not caplog.records
+        assert "forge_experts_down" not in traced(9, 66)
+        assert "forge_experts_down" not in traced(9, 66)
     assert len(caplog.records) == 1
     assert "reads all of them: sizes must be multiples of 64, not 64 and 66" in caplog.text
     assert "forge_experts_down" not in traced(3, dtype=jnp.dtype(jnp.float32))
@@ -328,22 +330,36 @@ def test_gpus_use_the_kernel_and_report_exceptions_once(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("options", "rows", "expected"),
     [
-        ({"values": "int4", "group": 32}, 3, False),  # inside products of all experts
-        ({"values": "int4", "group": 32}, 9, True),
-        ({"values": "fp8", "group": 32, "activations": "fp8"}, 9, True),
-        ({"values": "int8", "group": 64, "activations": "int8"}, 9, False),
-        ({"values": "int4", "group": 32, "fused": False}, 9, False),  # two values per byte
+        ({"values": "int4", "group": 32}, 8, "by pair"),  # 16 pairs of 16 experts
+        ({"values": "int4", "group": 32}, 9, "all in fusions"),
+        ({"values": "int4", "group": 32}, 11, "kernel"),
+        ({"values": "fp8", "group": 32, "activations": "fp8"}, 11, "kernel"),
+        ({"values": "int8", "group": 64, "activations": "int8"}, 11, "all in chunks"),
+        ({"values": "int4", "group": 32, "fused": False}, 8, "by pair"),
+        ({"values": "int4", "group": 32, "fused": False}, 9, "all in chunks"),  # 2 values per byte
     ],
 )
-def test_kernel_multiplies_many_rows_of_quantized_experts(options, rows, expected, monkeypatch):
-    a = make(rows, 16, 2, 64, 64, BF16)
-    monkeypatch.setattr("forge_kernels.experts.xla.FUSED_BYTES", 8 * 4 * 16 * 128)  # 8 rows
+def test_form_of_quantized_experts_depends_on_rows(options, rows, expected, monkeypatch):
+    a, found = make(rows, 16, 2, 64, 64, BF16), []
+
+    def recorded(name: str, form: Callable[..., jax.Array]) -> None:
+        def call(*arrays: Any, **options: Any) -> jax.Array:
+            found.append(name)
+            return form(*arrays, **options)
+
+        monkeypatch.setattr(api, form.__name__, call)
+
+    monkeypatch.setattr("forge_kernels.experts.xla.FUSED_BYTES", 10 * 4 * 16 * 128)  # 10 rows
     options = {"inputs": 64, "experts": 16, "fused": True} | options
     gate_up, down = (
         quantized_experts(Quantization(outputs=outputs, **options), 0) for outputs in (128, 64)
     )
+    fused = in_fusions(rows, gate_up, down)
+    recorded("by pair", experts_by_pair)
+    recorded("all in fusions" if fused else "all in chunks", experts_by_chunks)
     with described(Gpu(HOPPER, 100)):
         call = functools.partial(mix_experts)
         rest = map(jnp.asarray, (a.experts, a.weights))
         text = str(jax.make_jaxpr(call)(jnp.asarray(a.x), gate_up, down, *rest))
-    assert ("forge_experts_down" in text) == expected
+    kernel = ["kernel"] if "forge_experts_down" in text else []
+    assert found + kernel == [expected]

@@ -27,6 +27,7 @@ from forge_kernels.experts.xla import (
     experts_by_pair,
     few_pairs,
     in_fusions,
+    num_experts,
     shape_of,
     tiled_experts,
 )
@@ -219,27 +220,26 @@ def _gpu_form(
     is_plain: bool,
 ) -> Callable[..., jax.Array]:
     """Return the function that computes these shapes on the accelerator, if there is one."""
-    if few_pairs(experts.size, gate_up):
-        return functools.partial(experts_by_pair, shared=total is not None)
     quantized = [w for w in (gate_up, down) if isinstance(w, QuantizedWeight)]
-    plain_xla = experts_by_chunks if quantized else all_experts
+    by_pair = functools.partial(experts_by_pair, shared=total is not None)
+    at_most_all = experts.size <= num_experts(gate_up)  # matrices, if each pair reads its own
+    if few_pairs(experts.size, gate_up) or (quantized and at_most_all):
+        return by_pair
+    plain_xla = by_pair if at_most_all else experts_by_chunks if quantized else all_experts
     device = current_gpu()
     if device is None or order is not None or not all(map(convertible, quantized)):
         return plain_xla
     if quantized and in_fusions(len(x), gate_up, down):
         return experts_by_chunks
-    if not is_plain:
-        _say_once(
-            "experts run in plain XLA, which reads all of them: the kernel supports SwiGLU without "
-            "biases only"
-        )
-        return plain_xla
     # Pallas takes a second to import, and CPUs do not need it.
     from forge_kernels.experts import mosaic_gpu
 
-    reason = mosaic_gpu.unsupported(*shape_of(down)[1:], x.dtype)
+    reason = "the kernel supports SwiGLU without biases only"
+    if is_plain:
+        reason = mosaic_gpu.unsupported(*shape_of(down)[1:], x.dtype)
     if reason is not None:
-        _say_once(f"experts run in plain XLA, which reads all of them: {reason}")
+        if not at_most_all:
+            _say_once(f"experts run in plain XLA, which reads all of them: {reason}")
         return plain_xla
     capability = device.capability
     return functools.partial(mosaic_gpu.jitted_experts, capability=capability, total=total)

@@ -25,7 +25,7 @@ from forge_kernels.linear.quantized import (
 Matrices = jax.Array | QuantizedWeight  # [E, N, K]
 Biases = tuple[jax.Array, jax.Array]  # gates and ups: float[E, 2 I], down: float[E, d]
 Activation = Callable[[jax.Array], jax.Array]  # [..., 2 I] -> [..., I]
-PAIRS_PER_EXPERT = 0.25  # limit for `experts_by_pair`
+PAIRS_PER_EXPERT = 0.25  # few pairs of a token and an expert
 CHUNK_BYTES = 256 * 2**20  # floats made from 8 or 4 bits at once, or one expert's if larger
 FUSED_BYTES = 128 * 2**20  # float32 results of all experts, for products of 8 or 4 bits
 
@@ -88,7 +88,7 @@ def tiled_experts(
 
 
 def few_pairs(pairs: int, w: Matrices) -> bool:
-    """Return True if `experts_by_pair` reads few matrices twice.
+    """Return True if few pairs have the same expert.
 
     Tokens that choose experts at random choose at least 7/8 as many different experts as pairs.
     """
@@ -108,31 +108,56 @@ def experts_by_pair(
     activation: Activation = swiglu,
     shared: bool = False,  # True if other devices have the experts from E on
 ) -> jax.Array:  # [T, d] of x's type
-    """Multiply each token by the matrices of its experts, for GPUs and few tokens.
+    """Multiply each token by the matrices of its experts, for GPUs and at most E pairs.
 
-    XLA:GPU compiles each product to one reduction that reads these matrices and no others.
+    XLA:GPU compiles each product to one reduction that reads these matrices and no others. Unless
+    there are few pairs, those of one expert follow each other. The first one reads its matrices
+    from memory, and the others find them in the GPU's cache.
     """
     tokens, k = experts.shape
     # Rows that the caller ignores read the matrices of the first row again.
     exists = jnp.arange(tokens)[:, None] < num_rows
-    pairs = jnp.where(exists, experts, experts[:1]).reshape(-1)
-    own = (pairs < num_experts(gate_up)).reshape(tokens, k, 1)
+    chosen = jnp.where(exists, experts, experts[:1]).reshape(-1)
+    own = (chosen < num_experts(gate_up)).reshape(tokens, k, 1)
     if shared:  # pairs of other devices read matrices that this step reads anyway
-        least = jnp.minimum(jnp.min(pairs), num_experts(gate_up) - 1)
-        pairs = jnp.where(own.reshape(-1), pairs, least)
-    rows = jnp.repeat(x, k, axis=0)
+        least = jnp.minimum(jnp.min(chosen), num_experts(gate_up) - 1)
+        chosen = jnp.where(own.reshape(-1), chosen, least)
+    place = None
+    if few_pairs(tokens * k, gate_up):
+        rows = jnp.repeat(x, k, axis=0)
+    else:
+        chosen, place, pair = _by_expert_number(chosen)
+        rows = x.at[pair // k].get(mode="clip")
     if order is not None:
-        rows = jnp.take_along_axis(rows, order[pairs], axis=1)
-    both = _by_pair(rows, gate_up, pairs)
+        rows = jnp.take_along_axis(rows, order[chosen], axis=1)
+    both = _by_pair(rows, gate_up, chosen)
     if biases is not None:
-        both = both + biases[0][pairs]
-    out = _by_pair(activation(both).astype(x.dtype), down, pairs)
+        both = both + biases[0][chosen]
+    out = _by_pair(activation(both).astype(x.dtype), down, chosen)
     if biases is not None:
-        out = out + biases[1][pairs]
+        out = out + biases[1][chosen]
+    out = out if place is None else out.at[place].get(mode="clip")
     out = out.reshape(tokens, k, -1) * weights[:, :, None]
     if shared:
         out = jnp.where(own, out, 0.0)
     return jnp.sum(out, axis=1).astype(x.dtype)
+
+
+def _by_expert_number(chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sort pairs by their experts, i32[R], without a sort or a loop, for GPUs.
+
+    Returns:
+      (the sorted experts i32[R], place u32[R] of each pair, pair u32[R] at each place).
+    """
+    number = jnp.arange(len(chosen), dtype=jnp.uint32)  # without a sign, because XLA wraps negative
+    other, its_number = chosen[None], number[None]
+    is_before = (other < chosen[:, None]) | (
+        (other == chosen[:, None]) & (its_number < number[:, None])
+    )
+    place = jnp.sum(is_before, axis=1, dtype=jnp.uint32)
+    pair = jnp.zeros_like(place).at[place].set(number, mode="drop", unique_indices=True)
+    # Without the barrier, XLA sorts again in each kernel that uses the result.
+    return lax.optimization_barrier((chosen.at[pair].get(mode="clip"), place, pair))
 
 
 def all_experts(
