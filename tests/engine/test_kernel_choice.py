@@ -16,6 +16,7 @@ from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
+from forge_kernels.devices import HOPPER
 
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
@@ -181,6 +182,14 @@ def test_gpu_converts_quantized_values_inside_its_products(capability, fp8, stor
     kernels = choose_kernels(config, read_spec(stories), device)
     assert kernels.attention == "auto" and kernels.sampler == "xla"
     assert kernels.formats.fused == {"int8", "int4", *(["fp8"] if fp8 else [])}
+
+
+def test_cpu_backend_uses_no_gpu_kernel_on_a_gpu_host(monkeypatch):
+    """JAX's first device, by which kernels are chosen, is the GPU."""
+    monkeypatch.setattr("forge_kernels.devices._first_gpu", lambda: HOPPER)
+    llm = LLM("forge-tiny", backend="cpu", kernels="xla", kv_dtype="int8", **OPTIONS)
+    [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4), progress=False)
+    assert len(output.outputs[0].token_ids) == 4
 
 
 @pytest.mark.slow

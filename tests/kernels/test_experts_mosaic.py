@@ -327,6 +327,13 @@ def test_gpus_use_the_kernel_and_report_exceptions_once(monkeypatch, caplog):
     assert "forge_experts_down" not in traced(3, capability=(7, 5))
 
 
+def test_cpus_compute_experts_without_the_kernel():
+    arrays = [jnp.asarray(array) for array in vars(make(3, 16, 2, 64, 64, BF16)).values()]
+    with described(Gpu(HOPPER, 100)):  # on the CPU of a GPU's host
+        y = jax.jit(functools.partial(mix_experts))(*arrays)
+    np.testing.assert_array_equal(y, jax.jit(mix_experts)(*arrays))
+
+
 @pytest.mark.parametrize(
     ("options", "rows", "expected"),
     [
