@@ -14,10 +14,11 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from benchmarks.gpu.predictions import (
 type Row = dict[str, Any]
 
 TARGETS = ("h200", "b200", "a100", "l4", "rtx5090")  # in the order of docs/gpu.md
-COMMITTED = Path(__file__).parents[2] / "benchmarks/results/2026-11-23-gpu-predictions.json"
+COMMITTED = Path(__file__).parents[2] / "benchmarks/results/2026-11-25-gpu-predictions.json"
 QUANTIZATIONS, CONTEXTS = ("none", "int4", "Q4_K_M"), (1024, 8192)
 # The steps that `python -m benchmarks.gpu` measures.
 MEASURED = {
@@ -147,25 +148,32 @@ def main() -> None:
         return
     targets = [args.target] if args.target else list(QUICK if args.quick else TARGETS)
     failed, start_s = False, time.perf_counter()
-    for target in targets:
-        rows = compile_again(target, quick=args.quick)
-        measured = target in MEASURED and not args.quick
-        linears = in_process(linears_on, target) if measured else []
-        if args.output is not None:
-            write(args.output, target, rows, linears)
-            continue
-        committed = json.loads(COMMITTED.read_text())
-        wrong = list(faults(rows, committed["rows"]))
-        wrong += faults(linears, committed["linears"], LINEAR_KEY, LINEAR_COMPARED)
-        if measured:
-            wrong += in_process(extrapolation_faults, target)
-        taken_s = time.perf_counter() - start_s
-        print(
-            f"{target}: {len(rows)} predictions, {len(wrong)} faults, {taken_s:.0f} s", flush=True
-        )
-        for fault in wrong:
-            print(f"    FAULT: {fault}", flush=True)
-        failed = failed or bool(wrong) or not rows
+
+    def compiled(target: str) -> tuple[list[Row], list[Row], list[str]]:
+        """Return the predictions, those of products, and the faults of extrapolations."""
+        rows, measured = compile_again(target, quick=args.quick), target in MEASURED
+        if args.quick or not measured:
+            return rows, [], []
+        wrong = [] if args.output is not None else in_process(extrapolation_faults, target)
+        return rows, in_process(linears_on, target), wrong
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for target, found in zip(targets, pool.map(compiled, targets), strict=True):
+            rows, linears, wrong = found
+            if args.output is not None:
+                write(args.output, target, rows, linears)
+                continue
+            committed = json.loads(COMMITTED.read_text())
+            wrong += faults(rows, committed["rows"])
+            wrong += faults(linears, committed["linears"], LINEAR_KEY, LINEAR_COMPARED)
+            taken_s = time.perf_counter() - start_s
+            print(
+                f"{target}: {len(rows)} predictions, {len(wrong)} faults, after {taken_s:.0f} s",
+                flush=True,
+            )
+            for fault in wrong:
+                print(f"    FAULT: {fault}", flush=True)
+            failed = failed or bool(wrong) or not rows
     sys.exit(1 if failed else 0)
 
 

@@ -53,6 +53,14 @@ CASES = {
         replace(SMALL, seqs=((1, 190), (1, 150)), rows=3),
         {"max_q_len": 1, "multiprocessors": 5},
     ),
+    "decode, 16 query heads to one": (
+        replace(SMALL, heads=16, kv_heads=1, seqs=((1, 70), (1, 20)), rows=3),
+        {"max_q_len": 1},
+    ),
+    "decode, a query head to each kv head": (
+        replace(SMALL, heads=2, seqs=((1, 70), (1, 20)), rows=3),
+        {"max_q_len": 1},
+    ),
     "nothing at all": (replace(SMALL, seqs=()), {"max_q_len": 1}),
     "decode, verify rows and a chunk": (RAGGED, {}),
     "decode, verify rows and a chunk, uniform": (RAGGED, {"uniform": True}),
@@ -383,6 +391,11 @@ FAULTS = {  # in both kernels
     "adds parts up without their sums": ("acc * decay + part(i) * factor", "acc + part(i)"),
     "adds the sinks to every part": ("sink + jnp.where(item.has_sink, 0.0, NO_SCORE)", "sink"),
     "takes the sinks of another head": ("sinks.at[item.head, row_group]", "sinks.at[0, row_group]"),
+    "leaves decodes of no sequence undefined": ("pl.when(count == 0)", "pl.when(count < 0)"),
+    "stores a decode in the place of another": (
+        "(token * g.kv_heads + head)",
+        "(head * g.tokens + token)",
+    ),
 }
 FAULTS_OF = {
     "wgmma": {
@@ -527,7 +540,12 @@ def checks(kernel: str, group: str) -> dict[str, Callable[[], None]]:
         case "faults" | "some faults":
             found = FAULTS | FAULTS_OF[kernel]
             faults = {
-                name: partial(check_fault, *fault, sinks="sinks" in name)
+                name: partial(
+                    check_fault,
+                    *fault,
+                    sinks="sinks" in name,
+                    **({"max_q_len": 1} if "decode" in name else {}),
+                )
                 for name, fault in found.items()
             }
             of_8_bits = partial(check_quantized, E4M3)

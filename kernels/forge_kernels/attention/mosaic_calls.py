@@ -345,6 +345,16 @@ def load_slice(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=_strided(ref.shape, ref.dtype), optimized=False)
 
 
+def is_even(shape: tuple[int, int]) -> bool:
+    """Return True if `load_slice` can spread a matrix of this shape evenly over all threads."""
+    return math.prod(shape) % 128 == 0
+
+
+def zero_slice(shape: tuple[int, int], dtype: DTypeLike) -> jax.Array:
+    """Return zeros in the layout of `load_slice`."""
+    return plgpu.layout_cast(jnp.zeros(shape, dtype), _strided(shape, dtype))
+
+
 def store_slice(ref: Any, values: jax.Array) -> None:
     ref[...] = values
 

@@ -131,8 +131,7 @@ def mosaic_attention(  # noqa: PLR0913
     packed = query_rows.at[plan.pack].get(mode="fill", fill_value=0).astype(kernel.key_dtype)
     sink_rows = None if sinks is None else kernel.sink_rows(sinks)
     parts, lse = kernel.attend(plan, packed, data, scale, block_tables, sink_rows)
-    summed = kernel.add_up(plan, parts, lse)
-    return summed.reshape(-1, head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
+    return kernel.add_up(plan, parts, lse)
 
 
 # Traced and lowered once for all layers of a model; XLA merges their equal plans into one.

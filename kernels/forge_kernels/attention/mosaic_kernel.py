@@ -271,9 +271,22 @@ class Kernel:
         return decay / total, new_top + jnp.log2(total)
 
     def add_up(self, plan: Plan, parts: jax.Array, lse: jax.Array) -> jax.Array:
-        """Add the partial results, weighted by their sums, in order: q.dtype[slices, SLICE, D]."""
-        slices, shape = plan.sums.shape[0], (SLICE, self.head_dim)
-        query_rows = self.geometry.query_rows
+        """Add the partial results, weighted by their sums, in order: q.dtype[T, H, D].
+
+        If no sequence has several tokens, rows are stored in their places. Otherwise they are
+        stored by slice, and XLA moves them.
+        """
+        g, slices = self.geometry, plan.sums.shape[0]
+        used = min(g.group, SLICE)  # rows of a slice, if a tile is one token
+        in_place = g.decodes and g.group % used == 0 and gpu.is_even((used, self.head_dim))
+        shape = (used if in_place else SLICE, self.head_dim)
+
+        def place(cta):
+            if not in_place:
+                return cta
+            head, slice_of_head = _divided(cta, g.num_slices)
+            token, slice_of_token = _divided(slice_of_head, g.tile_slices)
+            return (token * g.kv_heads + head) * g.tile_slices + slice_of_token
 
         def body(cta, warpgroup, inputs, outputs, shared):
             del warpgroup, shared
@@ -282,10 +295,10 @@ class Kernel:
             first, stride, count, item, row = (sums[cta, i] for i in range(Sum.COLUMNS))
 
             def part(i):
-                return gpu.load_slice(parts.at[first + i * stride])
+                return gpu.load_slice(parts.at[first + i * stride, pl.ds(0, shape[0])])
 
             def weight(i):
-                scalars = [lse[(item + i) * query_rows + row + j] for j in range(SLICE)]
+                scalars = [lse[(item + i) * g.query_rows + row + j] for j in range(shape[0])]
                 return gpu.rows_of(scalars, shape)
 
             def add(i, state):
@@ -297,9 +310,15 @@ class Kernel:
 
             @pl.when(count > 0)
             def _():
-                start = (part(0), weight(0), gpu.rows_of([jnp.float32(1.0)] * SLICE, shape))
+                start = (part(0), weight(0), gpu.rows_of([jnp.float32(1.0)] * shape[0], shape))
                 acc, _, total = lax.fori_loop(1, count, add, start)
-                gpu.store_slice(out.at[cta], (acc / total).astype(self.dtype))
+                gpu.store_slice(out.at[place(cta)], (acc / total).astype(self.dtype))
+
+            if in_place:
+
+                @pl.when(count == 0)
+                def _():
+                    gpu.store_slice(out.at[place(cta)], gpu.zero_slice(shape, self.dtype))
 
         (out,) = gpu.launch(
             body,
@@ -310,4 +329,11 @@ class Kernel:
             warpgroups=1,
             interpret=self.interpret,
         )
-        return out
+        if in_place:
+            return out.reshape(g.tokens, g.heads, self.head_dim)
+        return out.reshape(-1, self.head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
+
+
+def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    """Return the quotient and the remainder."""
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

@@ -77,6 +77,11 @@ class Geometry:
         return min(rounded, self.num_tiles * self.tile_slices)
 
     @property
+    def decodes(self) -> bool:
+        """True if tile i is the token in row i, because no sequence has several."""
+        return self.max_q_len == 1 and self.seqs >= self.tokens
+
+    @property
     def split(self) -> int:
         """KV tiles per split."""
         return max(MIN_SPLIT, -(-self._kv_tiles // MAX_SPLITS))
