@@ -150,7 +150,7 @@ def main() -> None:
     failed, start_s = False, time.perf_counter()
 
     def compiled(target: str) -> tuple[list[Row], list[Row], list[str]]:
-        """Return the predictions, those of products, and the faults of extrapolations."""
+        """Return the predicted steps, the predicted products and the extrapolation faults."""
         rows, measured = compile_again(target, quick=args.quick), target in MEASURED
         if args.quick or not measured:
             return rows, [], []

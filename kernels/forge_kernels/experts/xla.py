@@ -111,8 +111,8 @@ def experts_by_pair(
     """Multiply each token by the matrices of its experts, for GPUs and at most E pairs.
 
     XLA:GPU compiles each product to one reduction that reads these matrices and no others. Unless
-    there are few pairs, those of one expert follow each other. The first one reads its matrices
-    from memory, and the others find them in the GPU's cache.
+    there are few pairs, pairs of the same expert are consecutive. The first pair reads the matrices
+    from memory, and the other pairs should find them in the L2 cache.
     """
     tokens, k = experts.shape
     # Rows that the caller ignores read the matrices of the first row again.
