@@ -19,9 +19,10 @@ COLLECTIVES = (
     *("all-reduce", "all-gather", "all-to-all", "reduce-scatter"),
     *("collective-permute", "collective-broadcast"),
 )
-# Instructions per value of the kernel for few rows, without and with minima. They were counted in
-# the PTX of its loop, without moves.
-FEW_ROWS_SCOPE, FEW_ROWS_OPERATIONS = "/forge_linear_few_rows/", (2.7, 3.3)
+FEW_ROWS_SCOPE = "/forge_linear_few_rows/"
+# Instructions of that kernel per value, without and with minima, by the bytes of a value and levels
+# of scales. They were counted in the PTX of its loop for an H200, without moves.
+FEW_ROWS_OPERATIONS = {(0.5, 1): (2.7, 3.3), (1.0, 1): (4.0, 4.6), (1.0, 2): (5.3, 5.6)}
 # Scopes that name a part; the innermost one counts.
 PARTS = (
     "inputs", "rope_tables", "embed", "norm", "rope_write", "attention", "swiglu", "residual",
@@ -227,7 +228,8 @@ def kernels(hlo: str, layer_bytes: float = math.inf) -> list[Kernel]:
 
     XLA drops the names of some kernels that it deduplicates. These get the layer of the kernel that
     runs before them.
-    Reads of arrays of `layer_bytes` or more by custom calls do not count: the cache.
+    Reads of arrays of `layer_bytes` or more by custom calls do not count, because these arrays are
+    the cache. An exception is the kernel for few rows, which reads matrices.
     """
     computations, entry = parse(hlo)
     return list(_Reader(computations, layer_bytes).kernels(entry, "", "", asked=False))
@@ -273,7 +275,7 @@ class _Reader:
         reads: dict[str, float] = {}
         for position, (operand, source) in enumerate(zip(i.operands, given, strict=True)):
             size = float(computation.instructions[operand].bytes)
-            if fused is None and size >= self.layer_bytes:
+            if fused is None and FEW_ROWS_SCOPE not in path and size >= self.layer_bytes:
                 size = 0.0  # the cache
             reads[source] = max(reads.get(source, 0.0), counts.get(position, size))
         kernel = _kernel_of(i, path, asked=asked)
@@ -283,7 +285,7 @@ class _Reader:
             kernel.computed = computed(fused)
         elif FEW_ROWS_SCOPE in path:
             kernel.multiplied, kernel.computed = _few_rows_work(
-                [computation.instructions[name].shapes[0] for name in i.operands]
+                [computation.instructions[name] for name in i.operands]
             )
         elif "cublas" in i.target:
             left, right = (computation.instructions[name].elements for name in i.operands[:2])
@@ -292,15 +294,20 @@ class _Reader:
         return kernel
 
 
-def _few_rows_work(shapes: list[tuple[int, ...]]) -> tuple[float, float]:
+def _few_rows_work(operands: list[Instruction]) -> tuple[float, float]:
     """Return the operations of the kernel for few rows: of products, and others.
 
     Args:
-      shapes: shapes of x, the matrix, its scales, its minima if it has any, and other operands.
+      operands: x, the matrix, the levels of its scales, those of its minima if it has any, and the
+        residual.
     """
-    rows, values = shapes[0][0], math.prod(shapes[1])
-    minima = shapes[2] in shapes[3:4]  # whose products with x are another matrix product
-    return 2.0 * rows * values * (1 + minima), FEW_ROWS_OPERATIONS[minima] * values
+    x, matrix, scale, *others = operands
+    rows, values = x.shapes[0][0], matrix.elements
+    minima = any(other.shapes == scale.shapes for other in others)
+    levels = 1 + any(other.bytes == other.elements for other in others)
+    # The products of minima with x are another matrix product.
+    by_levels = FEW_ROWS_OPERATIONS[matrix.bytes / values, levels]
+    return 2.0 * rows * values * (1 + minima), by_levels[minima] * values
 
 
 def _kernel_of(i: Instruction, path: str, *, asked: bool) -> Kernel:

@@ -19,7 +19,7 @@ from forge_jax.models.kv import element_dtype
 from forge_kernels.attention.shapes import AttentionShape
 from forge_kernels.devices import current_gpu
 
-REPORT = Path(__file__).parents[1] / "results/2026-11-25-gpu-predictions.json"
+REPORT = Path(__file__).parents[1] / "results/2026-11-27-gpu-predictions.json"
 MODEL = "llama-3.1-8b"  # that `benchmarks.gpu.step` measures
 
 

@@ -35,7 +35,7 @@ from benchmarks.gpu.predictions import (
 type Row = dict[str, Any]
 
 TARGETS = ("h200", "b200", "a100", "l4", "rtx5090")  # in the order of docs/gpu.md
-COMMITTED = Path(__file__).parents[2] / "benchmarks/results/2026-11-25-gpu-predictions.json"
+COMMITTED = Path(__file__).parents[2] / "benchmarks/results/2026-11-27-gpu-predictions.json"
 QUANTIZATIONS, CONTEXTS = ("none", "int4", "Q4_K_M"), (1024, 8192)
 # The steps that `python -m benchmarks.gpu` measures.
 MEASURED = {

@@ -99,6 +99,33 @@ def test_a_product_reads_packed_values_and_counts_operations(found):
     assert (product.layer, product.matrices) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("matrix", "factors", "minima", "operations"),
+    [
+        ("s4", ["f32[64,4]"], False, 2.7),
+        ("s4", ["f16[64,16]", "f16[64,16]"], True, 3.3),
+        ("s8", ["f16[64,16]"], False, 4.0),
+        ("s8", ["f16[64,16]", "f16[64,16]"], True, 4.6),
+        ("s8", ["f16[64,2]", "s8[64,32]"], False, 5.3),
+        ("s8", ["f16[64,2]", "s8[64,16]", "f16[64,2]", "s8[64,16]"], True, 5.6),
+    ],
+)
+@pytest.mark.parametrize("residual", [False, True])
+def test_operations_of_the_kernel_for_few_rows_follow_from_its_operands(
+    matrix, factors, minima, operations, residual
+):
+    operands = ["bf16[8,512]", f"{matrix}[64,512]", *factors, *["bf16[8,64]"] * residual]
+    lines = [f"  %p{n} = {shape} parameter({n})" for n, shape in enumerate(operands)]
+    names = ", ".join(f"%p{n}" for n in range(len(operands)))
+    call = f'custom-call({names}), metadata={{op_name="jit(f)/forge_linear_few_rows/mpmd_map"}}'
+    hlo = "\n".join(["ENTRY %main () -> x {", *lines, f"  ROOT %y = bf16[8,64] {call}", "}"])
+    values = 64 * 512
+    (kernel,) = kernels(hlo, layer_bytes=values / 4)
+    assert max(kernel.reads.values()) == values * (0.5 if matrix == "s4" else 1)
+    assert kernel.multiplied == 2 * 8 * values * (1 + minima)
+    assert kernel.computed == operations * values
+
+
 def test_a_kernel_without_a_name_belongs_to_the_layer_before_it():
     name = ', metadata={op_name="jit(decode_4)/layer_0/rope_write/scatter"}'
     assert name in HLO

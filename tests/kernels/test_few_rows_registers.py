@@ -21,7 +21,8 @@ from forge_kernels.linear.tiles import DEPTH, GROUPS, MOST_ROWS, TILE
 LANES = np.arange(128) % 32
 WARPS = np.arange(128) // 32
 FLOATS = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-SIZES = pytest.mark.parametrize("size", GROUPS)
+SIZES = [(values, size) for values, sizes in GROUPS.items() for size in sizes]
+FORMS = pytest.mark.parametrize(("values", "size"), SIZES)
 
 
 def places(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -55,18 +56,21 @@ def joined(registers: np.ndarray) -> np.ndarray:
     return np.stack(list(registers.flat), 1)
 
 
-def left(dtype: Any, size: int) -> tuple[np.ndarray, np.ndarray]:
+def left(dtype: Any, values: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the places of the operand's registers, and the places in memory of their contents."""
     own = places(plgpu.Layout.MMA_LHS(dtype), (TILE, size))
     made = np.empty(own.shape, object)
-    mosaic_gpu.fill_left(made, places(mosaic_gpu.NIBBLES, (TILE, size)), pairs_of)
+    by_lane = mosaic_gpu.values_by_lane(mosaic_gpu.LANES[values])
+    mosaic_gpu.fill_left(made, places(by_lane, (TILE, size)), pairs_of)
     return joined(own), joined(made)
 
 
-def right(dtype: Any, size: int) -> tuple[np.ndarray, np.ndarray]:
+def right(dtype: Any, values: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     own = places(plgpu.Layout.MMA_RHS(dtype), (size, MOST_ROWS))
     made = np.empty(own.shape, object)
-    mosaic_gpu.fill_right(made, places(mosaic_gpu.INPUTS, (size, MOST_ROWS)), part)
+    lane = mosaic_gpu.LANES[values]
+    source = places(mosaic_gpu.inputs_by_lane(lane), (size, MOST_ROWS))
+    mosaic_gpu.fill_right(made, source, lane, part)
     return joined(own), joined(made)
 
 
@@ -82,21 +86,23 @@ def order(own: np.ndarray, made: np.ndarray, axis: int) -> np.ndarray:
     return found
 
 
-def check_operands(dtype: Any, size: int) -> None:
-    orders = order(*left(dtype, size), 1), order(*right(dtype, size), 0)
+def check_operands(dtype: Any, values: str, size: int) -> None:
+    orders = order(*left(dtype, values, size), 1), order(*right(dtype, values, size), 0)
     np.testing.assert_array_equal(*orders)
-    # `mma` sums the inputs of 32 consecutive positions, and the order stays within them.
-    np.testing.assert_array_equal(orders[0] // mosaic_gpu.WORDS, np.arange(size) // 32)
+    # The order stays within the inputs of four lanes.
+    width = 4 * mosaic_gpu.LANES[values]
+    np.testing.assert_array_equal(orders[0] // width, np.arange(size) // width)
 
 
 @FLOATS
-@SIZES
-def test_operands_have_the_same_inputs_in_the_same_order(dtype, size):
-    check_operands(dtype, size)
+@FORMS
+def test_operands_have_the_same_inputs_in_the_same_order(dtype, values, size):
+    check_operands(dtype, values, size)
 
 
 @pytest.mark.parametrize("name", ["fill_left", "fill_right"])
-def test_a_swap_of_two_registers_is_found(monkeypatch, name):
+@pytest.mark.parametrize("values", GROUPS)
+def test_a_swap_of_two_registers_is_found(monkeypatch, name, values):
     fill = getattr(mosaic_gpu, name)
 
     def swapped(made, *rest):
@@ -106,7 +112,7 @@ def test_a_swap_of_two_registers_is_found(monkeypatch, name):
 
     monkeypatch.setattr(mosaic_gpu, name, swapped)
     with pytest.raises(AssertionError):
-        check_operands(jnp.bfloat16, 64)
+        check_operands(jnp.bfloat16, values, 64)
 
 
 @FLOATS
@@ -129,10 +135,10 @@ def test_the_layouts_are_those_of_the_instruction(dtype):
 
 
 @FLOATS
-@SIZES
+@FORMS
 @pytest.mark.parametrize("factor", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_factors_are_those_of_the_rows_of_sums(dtype, size, factor):
-    groups = DEPTH // size
+def test_factors_are_those_of_the_rows_of_sums(dtype, values, size, factor):
+    groups = DEPTH[values] // size
     layout = mosaic_gpu.factors_by_row(groups, factor)
     length = layout.to_mgpu().vector_length
     own = places(plgpu.Layout.MMA_ACC(dtype).reduce(1), (TILE,))
@@ -145,17 +151,27 @@ def test_factors_are_those_of_the_rows_of_sums(dtype, size, factor):
         assert (got[..., 1] == group).all()
 
 
-def execute(ptx: str, low: np.ndarray, dtype: Any) -> np.ndarray:
+@pytest.mark.parametrize("count", [4, 8])
+def test_numbers_become_floats_in_their_places(count):
+    bytes_of, floats = (
+        places(mosaic_gpu.factors_by_row(count, dtype), (TILE, count))
+        for dtype in (jnp.int8, jnp.bfloat16)
+    )
+    np.testing.assert_array_equal(joined(bytes_of), joined(floats))
+
+
+def execute(ptx: str, word: np.ndarray, dtype: Any) -> np.ndarray:
     """Run the instructions of a conversion, and return u32 of $0."""
-    values: dict[str, np.ndarray] = {"$1": low, "$2": low >> np.uint32(4)}
+    values: dict[str, np.ndarray] = {"$1": word, "$2": word >> np.uint32(4)}
 
     def read(name: str) -> np.ndarray:
-        return values[name] if name in values else np.full(len(low), int(name, 0), np.uint32)
+        return values[name] if name in values else np.full(len(word), int(name, 0), np.uint32)
 
     def halves(word: np.ndarray) -> np.ndarray:
         return word.view(np.uint16).view(dtype).astype(np.float64)
 
-    for name, operands in re.findall(r"(\w+(?:\.\w+)+) ([^;]+);", ptx.split("minus;", 1)[1]):
+    _, instructions = ptx.split("minus;", 1)  # the declaration ends there
+    for name, operands in re.findall(r"(\w+(?:\.\w+)+) ([^;]+);", instructions):
         target, *sources = operands.split(", ")
         match name, [read(s) for s in sources]:
             case "mov.b32", [a]:
@@ -165,6 +181,10 @@ def execute(ptx: str, low: np.ndarray, dtype: Any) -> np.ndarray:
                 picked = [int(selector[0]) >> (4 * i) & 15 for i in range(4)]
                 assert max(picked) < 8  # no copies of sign bits
                 values[target] = np.ascontiguousarray(data[:, picked]).view(np.uint32)[:, 0]
+            case "and.b32", [a, b]:
+                values[target] = a & b
+            case "xor.b32", [a, b]:
+                values[target] = a ^ b
             case "lop3.b32", [a, b, c, table]:
                 result = np.zeros_like(a)
                 for bit in np.arange(32, dtype=np.uint32):
@@ -180,15 +200,27 @@ def execute(ptx: str, low: np.ndarray, dtype: Any) -> np.ndarray:
     return values["$0"]
 
 
+def two(register: np.ndarray, dtype: Any) -> np.ndarray:
+    return register.view(np.uint16).view(dtype).reshape(-1, 2).astype(np.float64)
+
+
 @FLOATS
 @pytest.mark.parametrize("raised", [False, True])
 def test_conversion_makes_the_numbers_in_order(dtype, raised):
-    numbers = np.random.default_rng(0).integers(-8, 8, (512, mosaic_gpu.LANE))
+    numbers = np.random.default_rng(0).integers(-8, 8, (512, mosaic_gpu.LANES["int4"]))
     numbers[:16] = np.arange(-8, 8)[:, None]
     # Stored as JAX stores them.
     words = np.asarray(lax.bitcast_convert_type(jnp.asarray(numbers, jnp.int4), jnp.uint32))
     offset = mosaic_gpu.OFFSETS[jnp.dtype(dtype).name][1] if raised else 0
-    for pair in range(mosaic_gpu.LANE // 2):
-        made = execute(mosaic_gpu.conversion(pair, dtype, raised), words, dtype)
-        got = made.view(np.uint16).view(dtype).reshape(-1, 2).astype(np.float64)
+    for pair in range(mosaic_gpu.LANES["int4"] // 2):
+        got = two(execute(mosaic_gpu.int4_to_float(pair, dtype, raised), words, dtype), dtype)
         np.testing.assert_array_equal(got, numbers[:, 2 * pair : 2 * pair + 2] + offset)
+
+
+@FLOATS
+def test_conversion_of_bytes_is_exact(dtype):
+    numbers = np.stack([np.roll(np.arange(-128, 128, dtype=np.int8), by) for by in range(4)], 1)
+    words = numbers.view(np.uint32)[:, 0]
+    for pair in range(mosaic_gpu.LANES["int8"] // 2):
+        got = two(execute(mosaic_gpu.int8_to_float(pair, dtype), words, dtype), dtype)
+        np.testing.assert_array_equal(got, numbers[:, 2 * pair : 2 * pair + 2])

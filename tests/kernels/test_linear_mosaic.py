@@ -1,4 +1,4 @@
-"""The GPU kernel for few rows and 4-bit matrices, in Pallas' interpreter.
+"""The GPU kernel for few rows and quantized matrices, in Pallas' interpreter.
 
 The interpreter simulates memory, barriers and copies, and detects races. The `mma` instruction and
 the conversion of registers are replaced by ordinary operations. `test_few_rows_registers.py` checks
@@ -27,33 +27,55 @@ from forge_kernels.linear.few_rows import few_rows_linear, supports
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 Q4_K = Blocks("int4", 32, 256, minima=True)
+Q5_K = Blocks("int8", 32, 256, minima=True)
+Q6_K = Blocks("int8", 16, 256)
 FORMS = {
     "groups of 128": Quantization(values="int4", outputs=256, inputs=768, group=128, fused=True),
     "groups of 64": Quantization(values="int4", outputs=128, inputs=256, group=64, fused=True),
     "Q4_0": Quantization.of_blocks(Blocks("int4", 32, 32), 128, 512, fused=True),
     "Q4_1": Quantization.of_blocks(Blocks("int4", 32, 32, minima=True), 128, 512, fused=True),
     "Q4_K": Quantization.of_blocks(Q4_K, 256, 512, fused=True),
+    "int8, groups of 128": Quantization(
+        values="int8", outputs=128, inputs=384, group=128, fused=True
+    ),
+    "Q5_1": Quantization.of_blocks(Blocks("int8", 32, 32, minima=True), 128, 384, fused=True),
+    "Q8_0": Quantization.of_blocks(Blocks("int8", 32, 32), 128, 384, fused=True),
+    "Q5_K": Quantization.of_blocks(Q5_K, 256, 512, fused=True),
+    "Q6_K": Quantization.of_blocks(Q6_K, 256, 768, fused=True),
+    "Q6_K in blocks of 64": Quantization.of_blocks(Blocks("int8", 16, 64), 128, 384, fused=True),
 }
 
 
 def matrix(quantization: Quantization, seed: int = 0) -> QuantizedWeight:
     """Return a matrix of random values."""
     rng, w = np.random.default_rng(seed), QuantizedWeight.abstract(quantization)
-    arrays = {"weight": jnp.asarray(rng.integers(-8, 8, w.weight.shape), jnp.int4)}
-    for name, low in (("scale", 0.1), ("minimum", -0.5)):
+    low, dtype = (-8, jnp.int4) if quantization.native else (-128, jnp.int8)
+    arrays = {"weight": jnp.asarray(rng.integers(low, -low, w.weight.shape), dtype)}
+    numbers = 1 if w.group_scale is None else 64
+    for name, least, size in (("scale", 0.1, -low / 8 * numbers), ("minimum", -0.5, numbers)):
         if (shape := getattr(w, name)) is not None:
-            arrays[name] = jnp.asarray(rng.uniform(low, 0.3, shape.shape), shape.dtype)
+            arrays[name] = jnp.asarray(rng.uniform(least, 0.3, shape.shape) / size, shape.dtype)
+    for name in ("group_scale", "group_minimum"):
+        if (shape := getattr(w, name)) is not None:
+            arrays[name] = jnp.asarray(rng.integers(-128, 128, shape.shape), jnp.int8)
     return dataclasses.replace(w, **arrays)
 
 
 def floats(w: QuantizedWeight) -> np.ndarray:
     """Return the values as f64[N, K]."""
-    group = w.quantization.group
-    values = np.asarray(w.weight.astype(jnp.float32), np.float64)
-    scale = np.repeat(np.asarray(w.scale, np.float64), group, axis=1)
-    if w.minimum is None:
-        return values * scale
-    return (values + 8) * scale + np.repeat(np.asarray(w.minimum, np.float64), group, axis=1)
+    offset = 8 if w.quantization.native and w.minimum is not None else 0
+    values = np.asarray(w.weight.astype(jnp.float32), np.float64) + offset
+
+    def of_values(factors: jax.Array | None) -> np.ndarray:
+        if factors is None:
+            return np.ones(())
+        size = w.quantization.inputs // factors.shape[1]
+        return np.repeat(np.asarray(factors, np.float64), size, axis=1)
+
+    floats = values * of_values(w.scale) * of_values(w.group_scale)
+    return (
+        floats if w.minimum is None else floats + of_values(w.minimum) * of_values(w.group_minimum)
+    )
 
 
 def activations(rows: int, width: int, dtype: Any = jnp.bfloat16, seed: int = 1) -> jax.Array:
@@ -98,17 +120,20 @@ def test_kernel_multiplies_the_values_without_rounding_them(name):
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("form", ["residual", "swiglu"])
-def test_kernel_computes_residual_and_swiglu(form, rows):
-    check("Q4_K", rows, **{form: True})
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_kernel_computes_residual_and_swiglu(name, form, rows):
+    check(name, rows, **{form: True})
 
 
 def test_kernel_supports_float16_and_ampere():
     check("Q4_K", 4, dtype=jnp.float16, residual=True)
     check("groups of 128", 4, capability=AMPERE, swiglu=True)
+    check("Q5_K", 4, dtype=jnp.float16, capability=AMPERE, residual=True)
 
 
-def test_row_bits_are_independent_of_other_rows():
-    w = matrix(FORMS["Q4_K"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+def test_row_bits_are_independent_of_other_rows(name):
+    w = matrix(FORMS[name])
     x = activations(8, 512)
     whole = run(x, w)
     np.testing.assert_array_equal(run(x[5:6], w)[0], whole[5])
@@ -130,18 +155,28 @@ FAULTS = {
     "uses the scales of the step before": ("return sums, following", "return sums, current"),
     "reads another tile": ("tile = lax.axis_index", "tile = 0 * lax.axis_index"),
     "adds no minima": ("sums + total * minima[0]", "sums"),
-    "forgets the offset": ("(MIDDLE - self._offset)", "MIDDLE"),
     "takes gates for ups": ("tile + outputs // TILE", "tile"),
     "leaves out SwiGLU": ("_silu(sums[0]) * sums[1] if", "sums[0] * sums[1] if"),
 }
+OFFSET_FAULTS = {"forgets the offset": ("(MIDDLE - self._offset)", "MIDDLE")}
+LEVEL_FAULTS = {
+    "takes the first factor of a row": ("lax.div(step, size // self.depth)", "0 * step"),
+    "takes the first number of a copy": ("group * count // self.groups", "0"),
+}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(pytest.param("Q4_K", c, id=f"Q4_K {k}") for k, c in (FAULTS | OFFSET_FAULTS).items()),
+        *(pytest.param("Q5_K", c, id=f"Q5_K {k}") for k, c in (FAULTS | LEVEL_FAULTS).items()),
+    ],
+)
 @pytest.mark.slow
-def test_checks_detect_a_planted_fault(fault):
-    module = planted(mosaic_gpu, *FAULTS[fault])
+def test_checks_detect_a_planted_fault(name, change):
+    module = planted(mosaic_gpu, *change)
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-        check("Q4_K", 8, module=module, swiglu=True)
+        check(name, 8, module=module, swiglu=True)
     reset_gpu_interpret_mode_state()
 
 
@@ -158,7 +193,12 @@ def test_checks_detect_a_planted_fault(fault):
         ({"outputs": 192}, 8, jnp.bfloat16, False),
         ({"group": 256}, 8, jnp.bfloat16, False),
         ({"zeros": True}, 8, jnp.bfloat16, False),
-        ({"values": "int8"}, 8, jnp.bfloat16, False),
+        ({"group": 16}, 8, jnp.bfloat16, False),
+        ({"values": "int8"}, 8, jnp.bfloat16, True),
+        ({"values": "int8", "inputs": 640}, 8, jnp.bfloat16, True),
+        ({"values": "int8", "group": 768}, 8, jnp.bfloat16, False),
+        ({"values": "int8", "activations": "int8"}, 8, jnp.bfloat16, False),
+        ({"values": "fp8"}, 8, jnp.bfloat16, False),
         ({"fused": False}, 8, jnp.bfloat16, False),
     ],
 )

@@ -22,17 +22,21 @@ Plain = Callable[[jax.Array, "QuantizedWeight", jax.Array | None], jax.Array]
 def supports(quantization: Quantization, rows: int, dtype: DTypeLike) -> bool:
     """Return True if the kernel multiplies so many rows of this type by such a matrix."""
     kept = quantization
+    if not kept.fused or kept.values not in DEPTH:
+        return False
+    depth, blocks = DEPTH[kept.values], kept.blocks
     return (
         rows <= MOST_ROWS
         and dtype in (jnp.bfloat16, jnp.float16)
-        and kept.native
         and not kept.zeros
         and kept.activations is None
         and kept.experts is None
-        and kept.group in GROUPS
-        and kept.group_scale is None
+        and kept.group in GROUPS[kept.values]
+        and (blocks is None or blocks.size % depth == 0 or depth % blocks.size == 0)
+        # Four int8 scales are converted at once.
+        and (kept.group_scale is None or depth // kept.group % 4 == 0)
         and kept.outputs % (2 * TILE) == 0
-        and kept.inputs % DEPTH == 0
+        and kept.inputs % depth == 0
     )
 
 

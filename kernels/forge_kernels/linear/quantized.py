@@ -125,9 +125,9 @@ class Quantization:
     def combined(self) -> bool:
         """True if the two levels of scales are multiplied when the matrix is loaded.
 
-        The GPU kernel for few rows (`mosaic_gpu`) reads one float16 scale per group. It costs two
-        more bytes per group, with minima. Rounding the product changes a value by 2**-11 of itself
-        at most, or 2**-25 if larger.
+        For 4-bit values, two levels would add about a third to the instructions of the GPU kernel
+        for few rows (`mosaic_gpu`). One level costs two more bytes per group, with minima. Rounding
+        the product changes a value by 2**-11 of itself at most, or 2**-25 if larger.
         """
         blocks = self.blocks
         return self.native and blocks is not None and blocks.two_levels and blocks.minima
