@@ -44,6 +44,7 @@ PARTS = {
     "first": Part("attention", "first"),
     "device": Part("device", "device"),
     "numerics": Part("attention", "numerics"),
+    "products": Part("products", "checks"),
     "step": Part("step", "step"),
     "engine": Part("engine", "engine"),
     "linears": Part("linears", "linears"),

@@ -19,12 +19,15 @@ from benchmarks.gpu import (
     model,
     parts,
     predicted,
+    products,
     step,
     worker,
     write,
 )
 from benchmarks.gpu.tables import markdown
 from forge_jax import LLM, SamplingParams
+from forge_kernels.experts import mix_experts
+from forge_kernels.linear import linear
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +141,41 @@ def test_numeric_checks_pass_on_cpu(name):
     rows = {case.name: case.run() for case in parts.PARTS[name].cases(True)}
     mine = {name: row for name, row in rows.items() if name.endswith(("xla", "cpu"))}
     assert mine and all(row["right"] for row in mine.values()), rows
+
+
+def test_checks_of_products_pass_on_cpu():
+    rows = {case.name: case.run() for case in parts.PARTS["products"].cases(True)}
+    assert all(row["right"] for row in rows.values()), rows
+
+
+@pytest.mark.parametrize("form", products.FORMS)
+def test_a_wrong_product_is_detected(monkeypatch, form):
+    """One output of 256 lacks the last group of inputs, SwiGLU or the residual."""
+
+    def broken(x, w, *, swiglu, residual):
+        y = linear(x, w, swiglu=swiglu, residual=residual)
+        other = {
+            "plain": lambda: linear(x.at[:, -16:].set(0), w),
+            "swiglu": lambda: linear(x, w)[:, : y.shape[1]],
+            "residual": lambda: linear(x, w),
+        }[form]()
+        return y.at[:, 7].set(other[:, 7])
+
+    monkeypatch.setattr(products, "linear", broken)
+    for case in parts.PARTS["products"].cases(True):
+        if f", {form}," in case.name:
+            assert not case.run()["right"], case.name
+
+
+def test_wrong_experts_are_detected(monkeypatch):
+    def broken(x, *operands, implementation):
+        y = mix_experts(x, *operands, implementation=implementation)
+        return y.at[0].set(0) if implementation == "auto" else y
+
+    monkeypatch.setattr(products, "mix_experts", broken)
+    for case in parts.PARTS["products"].cases(True):
+        if "experts" in case.name:
+            assert not case.run()["right"], case.name
 
 
 def test_poisoned_entries_are_those_without_a_sequence():
