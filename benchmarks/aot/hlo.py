@@ -298,8 +298,8 @@ def _few_rows_work(operands: list[Instruction]) -> tuple[float, float]:
     """Return the operations of the kernel for few rows: of products, and others.
 
     Args:
-      operands: x, the matrix, the levels of its scales, those of its minima if it has any, and the
-        residual.
+      operands: x, the matrix, its scales, its minima if it has any, and the residual. Scales and
+        minima have one array per level.
     """
     x, matrix, scale, *others = operands
     rows, values = x.shapes[0][0], matrix.elements

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import predicted
+from benchmarks.gpu import errors, predicted
 from benchmarks.gpu.clock import seconds
 from benchmarks.gpu.device import copy_bytes_per_s
 from benchmarks.gpu.parts import Case
@@ -173,10 +173,7 @@ def _error(check: Check, batch: Batch) -> dict[str, Any]:
     if check.poison:
         kv = [_poisoned(layer, batch) for layer in kv]
     attend = _attend(check.implementation, shape, batch, arrays, uniform=check.uniform)
-    got = attend(q, kv).astype(jnp.float32)
-    error = float(jnp.abs(got - exact).max() / jnp.abs(exact).max())
-    row: dict[str, Any] = {"right": bool(error < TOLERANCE)}
-    return {**row, "error": error} if np.isfinite(error) else {**row, "failed": "not a number"}
+    return errors.row(attend(q, kv), exact, TOLERANCE)
 
 
 def _poisoned(layer: jax.Array | QuantizedKV, batch: Batch) -> jax.Array | QuantizedKV:

@@ -121,9 +121,15 @@ def _row(name: str, tokens: int, fused: bool, tiny: bool) -> dict[str, Any]:
 
 def _random(layer: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Return random bits, or small floats, without an array of another type on the device."""
-    rng = np.random.default_rng(layer)
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return jnp.full(leaf.shape, 0.01 * (1 + layer), leaf.dtype)
+    return random_values(np.random.default_rng(layer), leaf)
+
+
+def random_values(rng: np.random.Generator, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return random values of a quantized matrix: integers, or bits of FP8 without NaN."""
     if leaf.dtype == jnp.int4:
         return jnp.asarray(rng.integers(-8, 8, leaf.shape, np.int8), jnp.int4)
-    return jnp.asarray(rng.integers(0, 120, leaf.shape, np.uint8).astype(leaf.dtype))
+    if leaf.dtype == jnp.int8:
+        return jnp.asarray(rng.integers(-128, 128, leaf.shape, np.int8))
+    return jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8) & 0xEF)  # at most 120 in FP8

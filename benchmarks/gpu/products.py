@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.linears import quantizations
+from benchmarks.gpu import errors
+from benchmarks.gpu.linears import quantizations, random_values
 from benchmarks.gpu.parts import Case
 from forge_jax.weights.formats import fused_values
 from forge_kernels.experts import mix_experts
@@ -23,11 +24,11 @@ FEW_ROWS = ("int4, groups of 128", "Q4_K", "Q6_K", "Q8_0")
 FORMS = {"plain": 3, "swiglu": 8, "residual": 1}  # rows
 OF_EXPERTS = ("int4, groups of 128", "fp8, blocks of 128")
 EXPERTS, PER_TOKEN = 8, 2
-TOKENS = (4, 200)  # products by pair, and those of the grouped kernel
+TOKENS = (4, 200)  # experts are multiplied pair by pair, and by the grouped kernel
 
 
 def checks(tiny: bool) -> Iterator[Case]:
-    """Yield the checks of the kernel for few rows, then those of experts."""
+    """Yield checks of the kernel for few rows, then checks of experts."""
     found = quantizations(fused_values(jax.devices()[0]), tiny)
     outputs, inputs = (256, 512) if tiny else (1024, 2048)
     for name in FEW_ROWS:
@@ -58,7 +59,7 @@ def _linear_error(quantization: Quantization, form: str, rows: int) -> dict[str,
             return jax.nn.silu(gate) * up
         return y if above is None else y + above.astype(jnp.float32)
 
-    return _row(got, exact(x, w))
+    return errors.row(got, exact(x, w), TOLERANCE)
 
 
 def _experts_error(quantization: Quantization | None, tokens: int) -> dict[str, Any]:
@@ -78,18 +79,11 @@ def _experts_error(quantization: Quantization | None, tokens: int) -> dict[str, 
     chosen = np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :PER_TOKEN].astype(np.int32)
     weights = rng.random((tokens, PER_TOKEN), np.float32)
     x = _normal((tokens, width), 4, 4 * width**-0.5)
-    mixed = (
+    got, exact = (
         jax.jit(partial(mix_experts, implementation=implementation))(x, *matrices, chosen, weights)
         for implementation in ("auto", "reference")
     )
-    return _row(*mixed)
-
-
-def _row(got: jax.Array, exact: jax.Array) -> dict[str, Any]:
-    got, exact = got.astype(jnp.float32), exact.astype(jnp.float32)
-    error = float(jnp.abs(got - exact).max() / jnp.abs(exact).max())
-    row: dict[str, Any] = {"right": error < TOLERANCE}
-    return {**row, "error": error} if np.isfinite(error) else {**row, "failed": "not a number"}
+    return errors.row(got, exact, TOLERANCE)
 
 
 def _normal(shape: tuple[int, ...], seed: int, size: float) -> jax.Array:
@@ -107,12 +101,6 @@ def _matrix(quantization: Quantization, seed: int) -> QuantizedWeight:
     def random(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.asarray(rng.uniform(1, 3, leaf.shape) / most, leaf.dtype)
-        if leaf.dtype == jnp.int4:
-            return jnp.asarray(rng.integers(-8, 8, leaf.shape, np.int8), jnp.int4)
-        if leaf.dtype == jnp.int8:
-            return jnp.asarray(rng.integers(-128, 128, leaf.shape, np.int8))
-        # Two 4-bit values; or FP8 up to 60, whose bits are below 0x68 without the sign.
-        low, sign = rng.integers(0, (0x68, 2), (*leaf.shape, 2), np.uint8).transpose()
-        return jnp.asarray((low | sign << 7).transpose())
+        return random_values(rng, leaf)
 
     return jax.tree.map(random, QuantizedWeight.abstract(quantization))

@@ -5,8 +5,8 @@ memory run several steps ahead. They are TMA from compute capability 9.0 on and 
 The scales of the next step are loaded into registers meanwhile.
 
 Values of 4 or 8 bits are multiplied without their scales, by `mma`. The sum of each group is scaled
-in float32, so no value is rounded. A second `mma` with ones adds up x, for the minima. The norm is
-computed by XLA, but SwiGLU and residual are part of the kernel.
+in float32, so no value is rounded. For the minima, a second `mma` adds up x. SwiGLU and residual
+are part of the kernel. XLA computes the norm.
 
 The order of summation depends on the matrix only, so the bits of a row do not depend on other rows.
 """
@@ -35,7 +35,7 @@ from forge_kernels.linear.tiles import DEPTH, MOST_ROWS, TILE
 if TYPE_CHECKING:
     from forge_kernels.linear.quantized import Quantization, QuantizedWeight
 
-Factors = list[list[jax.Array]]  # levels of scales, and of minima if any, [TILE, n] each
+Factors = list[list[jax.Array]]  # [TILE, n] per level, of the scales, and of any minima
 STAGES = 6  # copies in shared memory
 LANES = {"int4": 8, "int8": 4}  # consecutive inputs that a lane multiplies: 32 bits of the matrix
 # Exclusive or of a 4-bit value and these bits is the float `value + offset`.
@@ -163,7 +163,7 @@ class _Kernel:
     ) -> tuple[jax.Array, ...]:
         """Return the sums of each tile of the matrix, f32[TILE, T].
 
-        `factor_refs` are the levels of scales, and those of minima if there are any.
+        `factor_refs` lists the scales, and the minima if there are any: one array per level.
         """
         steps = self.quantization.inputs // self.depth
         zero = plgpu.layout_cast(jnp.zeros((TILE, self.rows), jnp.float32), self._sums)
