@@ -15,6 +15,7 @@ from playwright.sync_api import Page, expect
 
 STORY = "Tell me a story about a dog."
 ARRIVAL_S = 1000.0
+MOST_SPANS = 65  # of a row
 NAME = "<b>one</b>"  # all 8 characters of a name that are shown, and 2 that are not
 SPANS = [
     ["queued", 0, 0.5, 0, 0, 0, 0],
@@ -89,6 +90,7 @@ def row_of(page: Page) -> list[str]:
     texts = [said(page, "Home")]
     while (text := said(page, "ArrowRight")) != texts[-1]:
         texts.append(text)
+        assert len(texts) <= MOST_SPANS, texts
     return texts
 
 
@@ -283,22 +285,30 @@ def test_rows_and_memory_are_bounded(replay):
     assert {len(each["spans"]) for each in state["sequences"] + state["finished"]} == {65}
 
 
-def test_growing_spans_of_live_states_are_merged(slow_server, visit):
+AT_ONCE = [["queued", 0, 0, 0, 0, 0, 0], ["prefill", 0, 1, 1, 512, 0, 0], *SPANS[3:]]
+AT_ONCE_TEXTS = ["queued, 0.0 ms", "prefill chunk, 512 tokens, 1.00 s", *TEXTS[3:]]
+
+
+@pytest.mark.parametrize(
+    ("news", "texts"),
+    [
+        ([SPANS[:1], SPANS[:3], [SPANS[3], ["decode", 1.25, 0.1, 2, 2, 0, 0]], SPANS[4:]], TEXTS),
+        ([AT_ONCE[:1], AT_ONCE[:2], AT_ONCE], AT_ONCE_TEXTS),
+        ([AT_ONCE[:1], AT_ONCE[1:3], AT_ONCE[1:]], AT_ONCE_TEXTS),
+    ],
+    ids=["waits", "admitted at once", "only news"],
+)
+def test_growing_spans_of_live_states_are_merged(slow_server, visit, news, texts):
     """Answers polls with news only, as the server does."""
     page = visit(slow_server).page
-    news = [
-        sequence(spans=SPANS[:1]),
-        sequence(spans=[SPANS[0], SPANS[1], SPANS[2]]),
-        sequence(spans=[SPANS[3], ["decode", 1.25, 0.1, 2, 2, 0, 0]], queue_s=None, ttft_s=None),
-        sequence(spans=SPANS[4:], queue_s=None, ttft_s=None),
-    ]
     base = slow_server.get("/engine_state")
     polls = 0
 
     def answer(route):
         nonlocal polls
-        at = news[min(polls, len(news) - 1)]
-        seq = {name: value for name, value in at.items() if value is not None}
+        seq = sequence(spans=news[min(polls, len(news) - 1)])
+        if polls > 1:  # the client knows them
+            del seq["queue_s"], seq["ttft_s"]
         route.fulfill(json={**base, "sequences": [seq], "finished": [], "time_s": ARRIVAL_S + 4})
         polls += 1
 
@@ -308,7 +318,7 @@ def test_growing_spans_of_live_states_are_merged(slow_server, visit):
     while polls < len(news) + 1:
         page.wait_for_timeout(100)
     said(page, "End")
-    assert row_of(page) == [f"{NAME[:8]}: {text}" for text in TEXTS]
+    assert row_of(page) == [f"{NAME[:8]}: {text}" for text in texts]
     expect(page.locator("#request-figures")).to_contain_text("first token after 1.25 s")
 
 

@@ -49,9 +49,7 @@ export class Timelines {
   _merge(seq) {
     const key = keyOf(seq);
     const before = this._rows.get(key);
-    const [kind, start] = seq.spans[0] ?? ["", Infinity];
-    const isOlder = (span) => span[1] < start || (span[1] === start && span[0] !== kind);
-    const spans = [...(before?.spans ?? []).filter(isOlder), ...seq.spans];
+    const spans = withNews(before?.spans ?? [], seq.spans);
     if (spans.length > MOST_SPANS) spans.splice(1, spans.length - MOST_SPANS);
     this._rows.set(key, { ...before, ...seq, spans });
     return key;
@@ -66,6 +64,15 @@ export class Timelines {
     const sequences = state.sequences.map((seq) => this._rows.get(keyOf(seq)) ?? seq);
     return { ...state, sequences, finished: this.rows.filter(ended) };
   }
+}
+
+/** Return spans with the latest ones replaced by `news`, whose first span may be known. Spans may take no time. */
+function withNews(spans, news) {
+  if (!news.length) return spans;
+  const [kind, start] = news[0];
+  const known = spans.findIndex((span) => span[0] === kind && span[1] === start);
+  const older = known < 0 ? spans.filter((span) => span[1] <= start) : spans.slice(0, known);
+  return [...older, ...news];
 }
 
 const keyOf = (seq) => `${seq.arrival_s} ${seq.prompt} ${seq.sample}`;
