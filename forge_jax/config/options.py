@@ -342,6 +342,12 @@ class ParallelConfig:
         "compile at every start, without reading or writing a cache",
         flag="--no-compile-cache",
     )
+    saved_executables: bool = option(
+        False,
+        "load executables that an earlier process saved in the compile cache, without tracing, and "
+        "save new ones. It does not notice functions that were replaced at run time",
+        flag=None,
+    )
     engine_timeout_s: float = option(
         120.0,
         "seconds until the process of --engine-process is replaced, if it sends no heartbeat or "

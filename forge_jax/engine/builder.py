@@ -29,7 +29,7 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.steering import SteeringVectors, read_steering
 from forge_jax.config import SELF, EngineConfig, split_lora, split_steering
 from forge_jax.engine.adapters import Adapters, LoadedAdapter, Run
-from forge_jax.engine.bundle import bundle_folder, identity, open_bundle
+from forge_jax.engine.bundle import bundle_folder, identity, open_bundle, open_saved
 from forge_jax.engine.compile_cache import (
     default_cache_folder,
     drop_broken_entries,
@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from forge_jax.step.inputs import StepShape
     from forge_jax.step.mesh import TensorMesh
     from forge_jax.step.placement import Placement
+    from forge_jax.step.saved import SavedExecutables
     from forge_jax.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class Design:
       device: the device of this process with the least memory.
       mesh: the mesh of `device`; None: there is no other device.
       bundle: holds executables that are loaded instead of compiled.
+      saved: executables that earlier starts saved, if there is no bundle.
       select: returns the shapes of steps to compile. None: all.
     """
 
@@ -139,6 +141,7 @@ class Design:
     sizes: Sizes
     stages: tuple[PipelineStage, ...] = ()
     bundle: Bundle | None = None
+    saved: SavedExecutables | None = None
     select: Select | None = None
 
     @property
@@ -185,7 +188,7 @@ def assemble(
     """
     startup = startup or StartupTimes()
     design = _with_bundle(make_design(config, startup, folder))
-    design = _same_on_all(design, group)
+    design = _with_saved(_same_on_all(design, group))
     design = dataclasses.replace(design, select=select)
     compilations = SinceReady()
     runner = _make_runner(design)
@@ -414,6 +417,14 @@ def _with_bundle(design: Design) -> Design:
     return design
 
 
+def _with_saved(design: Design) -> Design:
+    """Return the design with the executables that earlier starts with the same sizes saved."""
+    saved = None if design.bundle else open_saved(design, runner_options(design))
+    if saved is not None and saved.folder.is_dir():
+        log.info("loading executables that an earlier start saved in %s", saved.folder)
+    return dataclasses.replace(design, saved=saved)
+
+
 def _load_weights(design: Design) -> tuple[Leaves, Leaves]:
     mapped = may_map(design.config, design.device)
     if design.stages:
@@ -452,7 +463,8 @@ def _fit_memory(
         return design, runner
     runner.background.cancel()
     runner.release()  # the caller still references it, and the next KV cache needs its memory
-    design = dataclasses.replace(design, sizes=design.sizes.smaller(design.config, missing))
+    sizes = design.sizes.smaller(design.config, missing)
+    design = _with_saved(dataclasses.replace(design, sizes=sizes))
     runner = _make_runner(design)
     missing = design.missing_bytes(runner.memory_bytes())
     if group is not None:
@@ -746,7 +758,7 @@ def runner_options(design: Design) -> RunnerOptions:
         host_copies=bool(sizes.host_blocks),
         memory_limit=design.memory_limit - sizes.draft_bytes - sizes.staging_bytes,
         mesh=design.mesh,
-        bundle=design.bundle,
+        store=design.bundle or design.saved,
         stages=design.stages,
     )
 
@@ -787,7 +799,7 @@ def draft_options(
         compiler_options=of_runner.compiler_options,
         memory_limit=design.memory_limit - resident_bytes + shared_bytes,
         mesh=design.mesh,
-        bundle=design.bundle,
+        store=design.bundle or design.saved,
     )
 
 

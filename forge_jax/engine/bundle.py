@@ -1,4 +1,4 @@
-"""The identity of an engine's executables, and the choice of a bundle by it."""
+"""The identity of an engine's executables, and the choice of stored ones by it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import numpy as np
 
 import forge_jax
 import forge_kernels
+from forge_jax.engine.compile_cache import is_url
 from forge_jax.engine.fingerprint import cpu_instructions
 from forge_jax.errors import ConfigError
 from forge_jax.models.plugins import code_digest
 from forge_jax.step.bundle import Bundle, BundleError, is_bundle
+from forge_jax.step.saved import SavedExecutables
 from forge_kernels import cpu
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from forge_jax.step.options import RunnerOptions
 
 PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")  # XLA's compiler for GPUs
+SAVED = "saved"  # folder in the compile cache
 JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+DIGITS = 32  # length of a folder's name
 FAST_COMPILES = "jax_disable_most_optimizations"
 
 log = logging.getLogger(__name__)
@@ -65,6 +69,28 @@ def open_bundle(config: EngineConfig, device: jax.Device) -> Bundle | None:
     except BundleError as error:
         log.warning("bundle %s: not used, so this start compiles: %s", folder, error)
         return None
+
+
+def open_saved(design: Design, options: RunnerOptions) -> SavedExecutables | None:
+    """Return the executables that earlier starts of the same engine saved.
+
+    None if the configuration does not select them, if the engine has several devices, or if JAX's
+    compilation cache is not a folder.
+    """
+    parallel, folder = design.config.parallel, jax.config.jax_compilation_cache_dir
+    if (
+        not parallel.saved_executables
+        or parallel.num_devices > 1
+        or not jax.config.jax_enable_compilation_cache
+        or folder is None
+        or is_url(folder)
+    ):
+        return None
+    # A bundle is also loaded where these differ, such as JAX_PLATFORMS.
+    variables = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
+    known = {**identity(design, options), "--num-blocks": design.sizes.kv.num_blocks}
+    digest = _digest([known, variables], DIGITS)
+    return SavedExecutables(Path(folder) / SAVED / digest, design.device)
 
 
 def identity(design: Design, options: RunnerOptions) -> dict[str, Any]:
@@ -156,9 +182,9 @@ def _source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _digest(value: Any) -> str:
+def _digest(value: Any, digits: int = 12) -> str:
     text = json.dumps(value, sort_keys=True, default=_canonical)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def _canonical(value: Any) -> Any:

@@ -25,13 +25,12 @@ from forge_jax.speculate.draft_step import (
     make_extend,
 )
 from forge_jax.step.draft_probs import DraftProbs, Proposed
-from forge_jax.step.executables import PATIENCE_S, BackgroundCompile, Executables
+from forge_jax.step.executables import PATIENCE_S, BackgroundCompile, Executables, Store
 from forge_jax.step.placement import Placement
 from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
-    from forge_jax.step.bundle import Bundle
     from forge_jax.step.kv_cache import KVShape
     from forge_jax.step.mesh import TensorMesh
     from forge_jax.step.options import CompilerOptions
@@ -52,7 +51,7 @@ class DraftModelOptions:
       draft_probs: receives the distributions of drafts, from shapes that propose.
       uniform: True in the deterministic tier.
       memory_limit: the device memory in bytes for weights, KV cache and a call; None: no limit.
-      bundle: holds executables that are loaded instead of compiled.
+      store: holds executables that are loaded instead of compiled.
     """
 
     shapes: DraftShapes
@@ -66,7 +65,7 @@ class DraftModelOptions:
     uniform: bool = False
     compiler_options: CompilerOptions = field(default_factory=dict)
     memory_limit: int | None = None
-    bundle: Bundle | None = None
+    store: Store | None = None
 
     @cached_property
     def placement(self) -> Placement:
@@ -99,7 +98,7 @@ class DraftModel:
         self._shapes = options.shapes
         self._ready: list[DraftShape] = []
         self._draft_probs = options.draft_probs
-        self._executables = Executables(options.compiler_options, bundle=options.bundle)
+        self._executables = Executables(options.compiler_options, store=options.store)
         self._compiled: dict[str, jax.stages.Compiled] = {}  # active
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: KV = ()

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +140,15 @@ class Bundle:
             return Stored(self, entry, args, self._device)
         return None
 
+    def save(self, name: str, compiled: jax.stages.Compiled) -> None:
+        """Do nothing, because a bundle does not change."""
+
+    def read(self, entry: Entry) -> bytes:
+        return read_private(self.folder / entry.file)
+
+    def failed(self, entry: Entry, reason: str) -> None:
+        self.warn(f"{entry.file} is compiled again, because it cannot be loaded: {reason}")
+
     def warn(self, reason: str) -> None:
         """Log why something is compiled. Only the first reason is logged."""
         with self._lock:
@@ -148,26 +157,36 @@ class Bundle:
             self._warned = True
 
 
+class Source(Protocol):
+    """The place of stored executables."""
+
+    def read(self, entry: Entry) -> bytes:
+        """Return an executable as XLA serialized it. Raise an error if that fails."""
+        ...
+
+    def failed(self, entry: Entry, reason: str) -> None:
+        """Report that an executable was not loaded, so it is compiled."""
+        ...
+
+
 @dataclass(frozen=True)
 class Stored:
-    """One executable of a bundle."""
+    """One executable of a bundle, or of an earlier start."""
 
-    bundle: Bundle
+    source: Source
     entry: Entry
     args: tuple[Any, ...]
     device: jax.Device
 
     def load(self, compiler_options: Mapping[str, Any]) -> jax.stages.Compiled | None:
         """Load it onto the device. Return None, after a warning, if that fails. Thread-safe."""
-        file = self.entry.file
         try:
-            data = _read(self.bundle.folder / file)
+            data = self.source.read(self.entry)
             if hashlib.sha256(data).hexdigest() != self.entry.sha256:
                 raise BundleError("its checksum differs")
             return _deserialize(data, self.entry, self.args, self.device, compiler_options)
         except Exception as error:  # XLA or JAX rejected it
-            reason = str(error) or type(error).__name__
-            self.bundle.warn(f"{file} is compiled again, because it cannot be loaded: {reason}")
+            self.source.failed(self.entry, str(error) or type(error).__name__)
             return None
 
 
@@ -196,15 +215,20 @@ def write_bundle(
     partial.mkdir(mode=0o755)
     try:
         for name, compiled in executables.items():
-            data, entries[name] = _serialize(name, compiled)
-            size += _write(partial / entries[name].file, data)
+            data, entries[name] = serialize(name, compiled)
+            size += write_private(partial / entries[name].file, data)
         manifest = Manifest(FORMAT, _plain(identity), num_blocks, entries)
         text = msgspec.json.format(msgspec.json.encode(manifest))
-        size += _write(partial / MANIFEST, text)
+        size += write_private(partial / MANIFEST, text)
         partial.rename(folder)  # replaces only an empty folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return size
+
+
+def file_name(name: str) -> str:
+    """Return the name of the file with the executable `name`."""
+    return re.sub(r"\W+", "-", name).strip("-") + ".xla"
 
 
 def tree_of(tree: Any) -> Tree:
@@ -247,7 +271,7 @@ def _leaf(text: str) -> jax.ShapeDtypeStruct:
 
 def _read_manifest(folder: Path) -> Manifest:
     try:
-        data = msgspec.json.decode(_read(folder / MANIFEST))
+        data = msgspec.json.decode(read_private(folder / MANIFEST))
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
             raise BundleError(f"{MANIFEST} has format {_shown(found)}, not {FORMAT}")
@@ -260,12 +284,12 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{MANIFEST}: {error.strerror or error}") from error
 
 
-def _read(file: Path) -> bytes:
+def read_private(file: Path) -> bytes:
     with open(open_private(file), "rb") as stream:
         return stream.read()
 
 
-def _write(file: Path, data: bytes) -> int:
+def write_private(file: Path, data: bytes) -> int:
     """Write a file that others may read, but not write."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     with open(descriptor, "wb") as stream:
@@ -291,7 +315,7 @@ def _shown(value: Any) -> str:
 # fails, and executables are compiled as without a bundle.
 
 
-def _serialize(name: str, compiled: jax.stages.Compiled) -> tuple[bytes, Entry]:
+def serialize(name: str, compiled: jax.stages.Compiled) -> tuple[bytes, Entry]:
     """Return an executable's serialized form, and its entry.
 
     Raises:
@@ -317,7 +341,7 @@ def _serialize(name: str, compiled: jax.stages.Compiled) -> tuple[bytes, Entry]:
         raise BundleError(f"XLA cannot serialize {name}: {error}") from error
     args, _ = compiled.args_info
     return data, Entry(
-        file=re.sub(r"\W+", "-", name).strip("-") + ".xla",
+        file=file_name(name),
         sha256=hashlib.sha256(data).hexdigest(),
         function=unloaded.name,
         arguments=tree_of(args),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
@@ -23,7 +23,7 @@ from forge_jax.step.kv_cache import GIB
 from forge_jax.telemetry.compilations import expected
 
 if TYPE_CHECKING:
-    from forge_jax.step.bundle import Bundle, Stored
+    from forge_jax.step.bundle import Stored
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,24 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 1.0
 
 
+class Store(Protocol):
+    """Executables that are loaded instead of compiled: a bundle, or those of earlier starts."""
+
+    def find(self, name: str, args: tuple[Any, ...]) -> Stored | None:
+        """Return an executable for the shapes `args`; None if there is none."""
+        ...
+
+    def save(self, name: str, compiled: jax.stages.Compiled) -> None:
+        """Keep an executable that was not found. A bundle does not. Thread-safe."""
+        ...
+
+
 class Executables:
     """Executables that are lowered and compiled in threads, in the order in which they are added.
 
     Args:
       compiler_options: XLA's options of each compilation.
-      bundle: holds executables that are loaded instead. Default: everything is compiled.
+      store: holds executables that are loaded instead. Default: everything is compiled.
       within: returns a context in which everything is traced.
     """
 
@@ -45,11 +57,11 @@ class Executables:
         self,
         compiler_options: Mapping[str, str | bool | int] | None = None,
         *,
-        bundle: Bundle | None = None,
+        store: Store | None = None,
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         self._options = dict(compiler_options or {})
-        self._bundle = bundle
+        self._store = store
         self._within = within
         self._tracing = ThreadPoolExecutor(1, thread_name_prefix="forge-trace")
         self._compiling = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile")
@@ -61,13 +73,15 @@ class Executables:
     def add(self, name: str, function: Callable[..., Any], *args: Any, **jit_options: Any) -> None:
         """Queue `function` for the shapes `args`. The options are those of `jax.jit`."""
         jitted = jax.jit(function, **jit_options)
-        stored = None if self._bundle is None else self._bundle.find(name, args)
+        stored = None if self._store is None else self._store.find(name, args)
         if stored is None:
             lowered = self._tracing.submit(self._lower, jitted, args)
-            self._futures[name] = self._compiling.submit(self._compile, lowered)
+            self._futures[name] = self._compiling.submit(self._compile, name, lowered)
         else:
             turn = self._tracing.submit(lambda: None)  # after the pauses that were added before
-            self._futures[name] = self._compiling.submit(self._load, stored, turn, jitted, args)
+            self._futures[name] = self._compiling.submit(
+                self._load, name, stored, turn, jitted, args
+            )
 
     def call(self, name: str) -> Future[Any]:
         """Call `name`, which takes no arguments, as soon as it is compiled."""
@@ -131,7 +145,7 @@ class Executables:
             return jitted.lower(*args)
 
     def _load(
-        self, stored: Stored, turn: Future[None], jitted: Any, args: tuple[Any, ...]
+        self, name: str, stored: Stored, turn: Future[None], jitted: Any, args: tuple[Any, ...]
     ) -> jax.stages.Compiled:
         """Load a stored executable, or compile it if that fails."""
         turn.result()
@@ -141,11 +155,15 @@ class Executables:
         lowered: Future[jax.stages.Lowered] = Future()
         with self._one_at_a_time:
             lowered.set_result(self._lower(jitted, args))
-        return self._compile(lowered)
+        return self._compile(name, lowered)
 
-    def _compile(self, lowered: Future[jax.stages.Lowered]) -> jax.stages.Compiled:
-        with expected():
-            return lowered.result().compile(compiler_options=self._options or None)
+    def _compile(self, name: str, lowered: Future[jax.stages.Lowered]) -> jax.stages.Compiled:
+        with expected() as compilations:
+            compiled = lowered.result().compile(compiler_options=self._options or None)
+        # XLA:CPU does not serialize all of an executable that was itself loaded.
+        if self._store is not None and compilations.count and not compilations.reads:
+            self._store.save(name, compiled)
+        return compiled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
     from forge_jax.models.lora import LoraShape
     from forge_jax.models.steering import SteeringShape
-    from forge_jax.step.bundle import Bundle
     from forge_jax.step.draft_probs import DraftProbs
+    from forge_jax.step.executables import Store
     from forge_jax.step.inputs import StepShape
     from forge_jax.step.kv_cache import KVShape
     from forge_jax.step.mesh import TensorMesh
@@ -112,7 +112,7 @@ class RunnerOptions:
       activations: names of the activations that each step returns.
       host_copies: copy blocks of the KV cache to host memory and back.
       memory_limit: bytes of the device that all of this may take. None: no limit.
-      bundle: holds executables that are loaded instead of compiled, if they have these shapes.
+      store: holds executables that are loaded instead of compiled, if they have these shapes.
       stages: all stages of the model. `kv_shape`, `device` and `mesh` then belong to one stage of
         this process. Empty: the devices share all layers.
     """
@@ -135,7 +135,7 @@ class RunnerOptions:
     activations: tuple[str, ...] = ()
     host_copies: bool = False
     memory_limit: int | None = None
-    bundle: Bundle | None = None
+    store: Store | None = None
     stages: tuple[PipelineStage, ...] = ()
 
     def of_stage(self, stage: PipelineStage) -> RunnerOptions:

@@ -24,7 +24,7 @@ class Pooling:
         self.ready: list[StepShape] = []  # active, smallest first
         self._shapes = pool_shapes(list(options.shapes))
         self._compiler_options = options.compiler_options
-        self._bundle = options.bundle
+        self._store = options.store
         self._memory_limit = options.memory_limit
         self._executables: Executables | None = None
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class Pooling:
         """
         with self._lock:
             if self._executables is None:
-                self._executables = Executables(self._compiler_options, bundle=self._bundle)
+                self._executables = Executables(self._compiler_options, store=self._store)
                 for shape in self._shapes:
                     builder.add_step(self._executables, shape)
                 self._executables.close()

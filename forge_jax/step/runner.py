@@ -89,7 +89,7 @@ class Runner:
             self.state = StepState(self._builder, options)
         self.host = _host_blocks(self._whole, options) if options.host_copies else None
         self._uploads = Uploads(options, model.spec.vocab_size)
-        self._executables = Executables(options.compiler_options, bundle=options.bundle)
+        self._executables = Executables(options.compiler_options, store=options.store)
         self._ready: list[StepShape] = []  # active, smallest first
         self._pooling = Pooling(options)
 

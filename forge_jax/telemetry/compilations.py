@@ -1,19 +1,37 @@
-"""A process-wide count of XLA compilations, taken from JAX's monitoring events."""
+"""A process-wide count of XLA compilations, taken from JAX's monitoring events.
+
+JAX reports an event in the thread that compiles.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jax
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_READ = "/jax/compilation_cache/cache_hits"
 _lock = threading.Lock()
 _count = 0
 _num_expected = 0  # compilations under `expected`, included in `_count`
-_here = threading.local()  # `expected` is True while this thread is in that context
+_here = threading.local()  # the `Compilations` of this thread's `expected`, while it is in one
 _listening = False
+
+
+@dataclass
+class Compilations:
+    """Compilations of a thread.
+
+    Attributes:
+      count: all of them, including reads of JAX's persistent cache.
+      reads: those reads.
+    """
+
+    count: int = 0
+    reads: int = 0
 
 
 def _on_duration(event: str, duration_secs: float, **_: object) -> None:
@@ -21,7 +39,16 @@ def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     if event == _EVENT:
         with _lock:
             _count += 1
-            _num_expected += getattr(_here, "expected", False)
+            here = getattr(_here, "expected", None)
+            if here is not None:
+                _num_expected += 1
+                here.count += 1
+
+
+def _on_event(event: str, **_: object) -> None:
+    here = getattr(_here, "expected", None)
+    if event == _CACHE_READ and here is not None:
+        here.reads += 1
 
 
 def total() -> int:
@@ -30,18 +57,20 @@ def total() -> int:
     with _lock:
         if not _listening:
             jax.monitoring.register_event_duration_secs_listener(_on_duration)
+            jax.monitoring.register_event_listener(_on_event)
             _listening = True
         return _count
 
 
 @contextlib.contextmanager
-def expected() -> Iterator[None]:
-    """Exclude this thread's compilations in the body from `SinceReady`."""
-    _here.expected = True
+def expected() -> Iterator[Compilations]:
+    """Exclude this thread's compilations in the body from `SinceReady`, and yield their count."""
+    total()  # listens
+    _here.expected = Compilations()
     try:
-        yield
+        yield _here.expected
     finally:
-        _here.expected = False
+        _here.expected = None
 
 
 def _unexpected() -> int:

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 
 STORY = "Tell me a story about a dog."
 ARRIVAL_S = 1000.0
-MOST_SPANS = 65  # of a row
+MOST_SPANS = 65  # spans that a row shows
 NAME = "<b>one</b>"  # all 8 characters of a name that are shown, and 2 that are not
 SPANS = [
     ["queued", 0, 0.5, 0, 0, 0, 0],
@@ -307,7 +307,7 @@ def test_growing_spans_of_live_states_are_merged(slow_server, visit, news, texts
     def answer(route):
         nonlocal polls
         seq = sequence(spans=news[min(polls, len(news) - 1)])
-        if polls > 1:  # the client knows them
+        if polls > 1:  # only news
             del seq["queue_s"], seq["ttft_s"]
         route.fulfill(json={**base, "sequences": [seq], "finished": [], "time_s": ARRIVAL_S + 4})
         polls += 1

@@ -391,7 +391,7 @@ def test_failed_write_leaves_nothing(short_stories, tmp_path, monkeypatch):
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(bundles, "_write", full)
+    monkeypatch.setattr(bundles, "write_private", full)
     executables = Executables()
     executables.add("double", lambda x: 2 * x, jax.ShapeDtypeStruct((2,), np.float32))
     with pytest.raises(OSError, match="No space left"):
@@ -410,10 +410,10 @@ def test_functions_with_constants_are_not_stored():
     shape = jax.ShapeDtypeStruct((3,), np.float32)
     executables.add("called back", called_back, shape)
     with pytest.raises(BundleError, match="called back cannot be stored, because it depends on"):
-        bundles._serialize("called back", executables["called back"])
+        bundles.serialize("called back", executables["called back"])
     executables.add("constant", lambda x: x + constant, shape)
     executables.close()
-    data, entry = bundles._serialize("constant", executables["constant"])
+    data, entry = bundles.serialize("constant", executables["constant"])
     assert data and entry.arguments == {"tuple": ["float32[3]"]}
 
 

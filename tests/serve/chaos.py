@@ -280,7 +280,7 @@ class Chaos:
                 pid = await self._victim(moment, pid)
                 if successor == "compiling":
                     _signal(pid, signal.SIGSTOP)  # so that it writes no more entries
-                    for path in self._compiled():
+                    for path in [*self._compiled(), *self._saved()]:
                         path.unlink()
                 if moment == "compiling" and len(self._compiled()) == self._num_executables:
                     births.append(moment)  # it was faster: try once more
@@ -321,6 +321,9 @@ class Chaos:
 
     def _compiled(self) -> list[Path]:
         return [] if self._cache is None else list(self._cache.glob("*-cache"))
+
+    def _saved(self) -> list[Path]:
+        return [] if self._cache is None else list(self._cache.glob("saved/*/*"))
 
     async def _freeze(self, pid: int) -> None:
         """Stop a process; the server kills it."""

@@ -55,7 +55,7 @@ def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
 
 def test_no_flags_give_the_dataclass_defaults(configs):
     assert cli.main(["serve"]) == 0
-    assert configs == [(EngineConfig(), ServerConfig())]
+    assert configs == [(EngineConfig.from_options(saved_executables=True), ServerConfig())]
 
 
 def test_flags_become_fields(configs):
@@ -80,6 +80,7 @@ def test_flags_become_fields(configs):
         scheduling_policy="prefix",
         seed=7,
         revision="main",
+        saved_executables=True,
     )
     assert server == ServerConfig(
         port=0,
@@ -183,6 +184,7 @@ def test_batch_has_no_latency_target_by_default(flags, target_ms, monkeypatch):
     monkeypatch.setattr("forge_serve.batch.run.batch", batch)
     assert cli.main(["batch", "in.jsonl", "out.jsonl", *flags]) == 0
     assert configs[0].batch.itl_target_ms == target_ms
+    assert configs[0].parallel.saved_executables
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "profile diff"])

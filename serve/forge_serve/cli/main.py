@@ -276,7 +276,7 @@ def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
     try:
         limits = Limits(**taken(options, Limits))
         server = ServerConfig(**taken(options, ServerConfig), limits=limits)
-        engine = EngineConfig.from_options(**options)
+        engine = EngineConfig.from_options(**options, saved_executables=True)
         if not server.fake:
             check_model(engine)
         from forge_serve.server.process import serve
@@ -319,7 +319,7 @@ def _batch(options: dict[str, Any]) -> int:
         server = ServerConfig(**{n: options.pop(n) for n in SERVER_FLAGS}, limits=limits)
         if options["itl_target_ms"] is None:
             options["itl_target_ms"] = 0  # inter-token latency is irrelevant for batch files
-        engine = EngineConfig.from_options(**options)
+        engine = EngineConfig.from_options(**options, saved_executables=True)
         if not server.fake:
             check_model(engine)
         from forge_serve.batch.run import batch

@@ -36,7 +36,7 @@ def configs(options: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
     """Return the configurations made of the options, which must contain nothing else."""
     options = {**options, "seed": secrets.randbits(63)}  # a different text in each run
     server = ServerConfig(**{name: options.pop(name) for name in OF_SERVER})
-    return EngineConfig.from_options(**options), server
+    return EngineConfig.from_options(**options, saved_executables=True), server
 
 
 def check_model(config: EngineConfig) -> None:
