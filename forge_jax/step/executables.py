@@ -33,7 +33,7 @@ PATIENCE_S = 1.0
 
 
 class Store(Protocol):
-    """Executables that are loaded instead of compiled: a bundle, or those of earlier starts."""
+    """Executables that are loaded instead of compiled, from a bundle or an earlier start."""
 
     def find(self, name: str, args: tuple[Any, ...]) -> Stored | None:
         """Return an executable for the shapes `args`; None if there is none."""

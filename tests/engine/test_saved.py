@@ -108,7 +108,7 @@ def start(short_stories, cache, traced):
 
 @pytest.fixture
 def messages(caplog):
-    """Return a function that returns and clears what was logged of saved executables."""
+    """Return a function that returns and clears the log messages about saved executables."""
     caplog.set_level(logging.INFO)
 
     def messages() -> list[str]:
