@@ -1,1 +1,1 @@
-"""Helpers of the host process: supervised threads and tasks, Rust panics, size-limited files."""
+"""Helpers of the host process: supervised threads and tasks, exits, Rust panics, limited files."""

@@ -354,6 +354,26 @@ def test_smoke_benchmark_reports_a_missing_server_in_one_line():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_during_a_shutdown_do_not_change_its_status(number):
+    with subprocess.Popen(
+        [*FORGE, "serve", "--fake", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert "forge-jax serves" in process.stdout.readline()
+            while process.poll() is None:
+                process.send_signal(number)
+                time.sleep(0.002)
+            assert process.returncode == 0
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
 def test_second_signal_ends_at_once():
     with subprocess.Popen(
         [*FORGE, "serve", "--fake", "--port", "0", "--fake-step-time-ms", "100"],

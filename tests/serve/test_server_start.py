@@ -51,7 +51,7 @@ async def test_health_answers_while_the_engine_loads(capsys):
                         break
         assert f"serves forge-fake at {url}; try: curl {url}/v1/" in capsys.readouterr().out
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await serving is True
+        await serving
         with pytest.raises(aiohttp.ClientConnectionError):
             await http.get(url + "/health")
 
@@ -117,7 +117,7 @@ async def test_requests_are_served_before_the_last_executable_is_ready():
             labels = f'engine="0",model_name="forge-fake",phase="{phase}"'
             assert f"forge:startup_seconds{{{labels}}} {value}" in metrics
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await serving is True
+        await serving
 
 
 async def test_server_stopped_before_ready_does_not_wait_for_the_compiler():
@@ -126,7 +126,7 @@ async def test_server_stopped_before_ready_does_not_wait_for_the_compiler():
     async with aiohttp.ClientSession() as http:
         await _until_ready(http, url, {"prompt": "a", "max_tokens": 1})
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await serving is False, "threads still compile: the process must not wait for them"
+    await serving
     late.arrive("first")  # its trace ends; nothing waits for it
     assert late.background.complete and not late.active
 
@@ -143,7 +143,7 @@ async def test_signal_during_loading_does_not_wait_for_it():
     await asyncio.sleep(0.05)
     begin_s = time.monotonic()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await serving is False
+    await serving
     assert time.monotonic() - begin_s < 2
     loaded.set()
 
@@ -173,7 +173,7 @@ async def test_draining_lets_requests_finish_and_then_aborts_them(caplog):
             text = (await response.read()).decode()
             assert text.endswith("data: [DONE]\n\n") is ends_well
             assert ('"error"' in text) is not ends_well
-        assert await serving is True
+        await serving
         assert not [r for r in caplog.records if r.levelno > logging.INFO], "it was to be expected"
 
 
@@ -201,7 +201,7 @@ async def test_requests_during_a_drain_get_retry_after():
                 assert await health.json() == {"status": "stopping"}
         assert not serving.done()
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
-        assert await serving is True
+        await serving
         with pytest.raises(aiohttp.ClientConnectionError):
             await http.get(url + "/health")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, OverloadedError, RequestError
 from forge_jax.host import supervise
+from forge_jax.host.exits import leave
 from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.errors import LineError
 from forge_serve.batch.files import Input, Output
@@ -86,8 +86,7 @@ def batch(engine_config: EngineConfig, server_config: ServerConfig, config: Batc
         _say(config, "interrupted: run the same command again to resume")
     status = 128 + signals[0] if signals else 0
     if compiling:
-        sys.stderr.flush()
-        os._exit(status)
+        leave(status)
     return status
 
 

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from forge_jax.config import EngineConfig
-from forge_serve.cli.exit_status import leave
+from forge_jax.host.exits import leave
 from forge_serve.config import ServerConfig
 from forge_serve.generation.generation import Generation, Updates
 from forge_serve.http.client import (

@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
 
 from forge_jax.errors import ForgeError
 from forge_serve.cli.terminal import one_line
@@ -37,13 +36,6 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
             traceback.print_exc()
         say_error(error)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
-
-
-def leave(status: int) -> NoReturn:
-    """End the process at once, because threads that compile executables cannot be stopped."""
-    for file in filter(None, (sys.stdout, sys.stderr)):
-        file.flush()
-    os._exit(status)
 
 
 def say_error(error: BaseException) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import forge_jax
 from forge_jax.config import EngineConfig, ModelConfig, ParallelConfig
 from forge_jax.config.aliases import check_implied
+from forge_jax.host.exits import leave
 from forge_jax.step.targets import TARGETS
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.tools.profile.config import Workload
@@ -21,7 +22,7 @@ from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.cli import profile as profile_cli
 from forge_serve.cli.commands import bench, chat, compare, doctor, generate
 from forge_serve.cli.commands.engine import check_model, quiet_logs
-from forge_serve.cli.exit_status import INTERRUPTED, guarded, leave
+from forge_serve.cli.exit_status import INTERRUPTED, guarded
 from forge_serve.cli.flags import (
     ENGINE_SECTIONS,
     MODEL,

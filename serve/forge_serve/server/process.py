@@ -20,9 +20,8 @@ import resource
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -30,6 +29,7 @@ from aiohttp.http import HttpProcessingError
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.host import supervise
+from forge_jax.host.exits import leave
 from forge_jax.telemetry.log import configure
 from forge_serve.config import ServerConfig
 from forge_serve.http.connections import Runner
@@ -56,8 +56,8 @@ HURRY_S = 3.0  # maximum time from the second signal to the exit
 
 def serve(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
-) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit status.
+) -> NoReturn:
+    """Serve until SIGTERM, SIGINT or SIGHUP, and end the process with status 0.
 
     Args:
       engine_config: options of the engine.
@@ -81,7 +81,7 @@ def serve(
             "--weight-sync-dir does not work with --pipeline-parallel: omit one of them"
         )
     if engine_config.parallel.host_rank:
-        return _follow(engine_config, server_config)
+        _follow(engine_config, server_config)
     with bind(server_config.host, server_config.port) as sock:
         if server_config.fake:
             warn_of_ignored(engine_config)
@@ -93,14 +93,11 @@ def serve(
         without_gpus = server_config.fake or engine_config.parallel.backend == "cpu"
         gpus = None if without_gpus else Gpus()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            finished = runner.run(_serve(sock, server_config, load, gpus))
-    if not finished:  # a thread is still loading or compiling, and threads cannot be stopped
-        sys.stdout.flush()
-        os._exit(0)
-    return 0
+            runner.run(_serve(sock, server_config, load, gpus))
+            leave(0)  # before the event loop closes, because it then no longer handles signals
 
 
-def _follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+def _follow(engine_config: EngineConfig, server_config: ServerConfig) -> NoReturn:
     """Run `forge-jax serve` on a host other than host 0."""
     from forge_jax.engine.hosts.service import FollowerService
 
@@ -110,7 +107,7 @@ def _follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
         runner.run(serve_health(sock, server_config, follower))
-    return 0
+        leave(0)  # as in `serve`
 
 
 def _check_hosts(config: ServerConfig) -> None:
@@ -219,8 +216,8 @@ async def _serve(
     config: ServerConfig,
     load: Callable[[], AsyncEngine],
     gpus: Gpus | None = None,
-) -> bool:
-    """Serve until a signal. Return False if it came before the engine was ready."""
+) -> None:
+    """Serve until a signal. Threads that load or compile may still be running at the end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     service, tls = Service(config, gpus=gpus), ssl_context(config)
@@ -237,7 +234,7 @@ async def _serve(
         stopped = supervise.start_task(stop.wait(), "waiting for a signal", service.fail)
         await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            return False
+            return
         engine = loading.result()
         engine.start()
         service.engine = engine
@@ -247,7 +244,6 @@ async def _serve(
         )
         await stopped
         watching.cancel()
-        ready = engine.stats().state != "serving"
         await drain(service, config.drain_timeout_s)
     finally:
         service.stopping = True
@@ -259,7 +255,6 @@ async def _serve(
             await asyncio.wait([closing], timeout=LAST_SPANS_S)
         for timer in last_timers:
             timer.cancel()
-    return ready
 
 
 def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.AppRunner:
