@@ -95,7 +95,7 @@ template <KVType type>
 void prefetch_row(const Attention& op, long at) {
   const uint8_t* row = kv_row<type>(op, at);
   long bytes = op.head_dim * (type == KVType::kBf16 ? 2 : 1);
-  for (long i = 0; i < bytes; i += 64) prefetch(row + i);
+  for (long i = 0; i < bytes; i += 64) prefetch_l1(row + i);
 }
 
 // Returns a row as bf16, which represents 8 bits exactly. `room`: [D].

@@ -421,7 +421,7 @@ void tile_int8(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
     }
     if (ahead_lines > 0) {
 #pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) prefetch(ahead + 64 * i);
+      for (int i = 0; i < 2 * P; ++i) prefetch_l2(ahead + 64 * i);
       ahead += 128 * P;
       ahead_lines -= 2 * P;
     }
@@ -458,7 +458,7 @@ void tile_int4(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = isplat(-8 * sums[g * R + r]);
     if (ahead_lines > 0) {
-      for (int i = 0; i < 8; ++i) prefetch(ahead + 64 * i);
+      for (int i = 0; i < 8; ++i) prefetch_l2(ahead + 64 * i);
       ahead += 512;
       ahead_lines -= 8;
     }
@@ -504,7 +504,7 @@ struct Factors {
 
 // `block` has 32 columns, and `lane` is 0 or 16.
 template <Format format>
-inline Factors factors_of(const Blocks& blocks, const uint8_t* block, long group, int lane) {
+FORGE_INLINE Factors factors_of(const Blocks& blocks, const uint8_t* block, long group, int lane) {
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
   const int8_t* bytes = reinterpret_cast<const int8_t*>(block + (blocks.minima ? 128 : 64));
   F16 scale = load_f16(halves + lane), minimum = zero();
@@ -520,7 +520,7 @@ inline Factors factors_of(const Blocks& blocks, const uint8_t* block, long group
 
 // Returns 32 values of 16 columns, two each, as in the first format. `at` is a word of a block.
 template <Format format>
-inline I16 word_of(const uint8_t* at, const Factors& factors) {
+FORGE_INLINE I16 word_of(const uint8_t* at, const Factors& factors) {
   F16 low, high;
   if constexpr (format == Format::kBlocks4) {
     load_u4(at, low, high);
@@ -564,7 +564,7 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
         values += kWordBytes<format>;
         if (ahead_lines > 0) {
 #pragma GCC unroll 2
-          for (int p = 0; p < P; ++p) prefetch(ahead + 64 * p);
+          for (int p = 0; p < P; ++p) prefetch_l1(ahead + 64 * p);
           ahead += 64 * P;
           ahead_lines -= P;
         }
@@ -638,7 +638,8 @@ struct Columns {
 // Reads a panel in the order of k, which is its order in memory.
 template <Format format>
 struct BlockReader {
-  static constexpr int kAhead = has_4_bits(format) ? 1 : 2;  // lines per word
+  static constexpr bool kPrefetches = true;
+  static constexpr long kAhead = 8192;  // bytes; past the end of a panel, this is the next one
   const Blocks& blocks;
   const uint8_t* block;
   const uint8_t* values;
@@ -649,21 +650,27 @@ struct BlockReader {
     begin_block();
   }
 
-  void begin_block() {
+  FORGE_INLINE void begin_block() {
     values = block + blocks.values();
+    for (const uint8_t* at = block; at < values; at += 64) prefetch_l2(at + kAhead);
     load_f16_in(order_of<format>(), block, factors.scale[0], factors.scale[1]);
     if (blocks.minima)
       load_f16_in(order_of<format>(), block + 64, factors.minimum[0], factors.minimum[1]);
   }
 
   // Four values of each column: word number `number` from the current position on.
-  void word(int number, I16& first, I16& second) const {
+  FORGE_INLINE void word(int number, I16& first, I16& second) const {
     if constexpr (has_4_bits(format)) {
-      I16 both = pair_columns(values + 64 * number);
+      const uint8_t* at = values + 64 * number;
+      prefetch_l2(at + kAhead);
+      I16 both = pair_columns(at);
       first = low_nibbles(both);
       second = high_nibbles(both);
     } else {
-      pair_columns(values + 128 * number, values + 128 * number + 64, first, second);
+      const uint8_t* at = values + 128 * number;
+      prefetch_l2(at + kAhead);
+      prefetch_l2(at + 64 + kAhead);
+      pair_columns(at, at + 64, first, second);
       first = signed_words(first);
       second = signed_words(second);
     }
@@ -671,7 +678,7 @@ struct BlockReader {
 
   // Returns the factors of a group whose words have been read. `last` means the last of a panel.
   template <int words>
-  Columns end_group(bool last) {
+  FORGE_INLINE Columns end_group(bool last) {
     Columns found = factors;
     values += words * (has_4_bits(format) ? 64 : 128);
     if (blocks.two_levels()) {
@@ -697,7 +704,7 @@ struct BlockReader {
 // Reads a panel that `unpack_rounded` has made for many rows.
 template <int words>
 struct UnpackedReader {
-  static constexpr int kAhead = 0;
+  static constexpr bool kPrefetches = false;
   const uint8_t* values;  // [groups, words of a group, 2, 64], words in the order of products
   const float* factors;   // [groups, 2 or 4, 16]
   bool minima;
@@ -707,13 +714,13 @@ struct UnpackedReader {
         factors(reinterpret_cast<const float*>(unpacked + op.K * kPanel)),
         minima(op.blocks.minima) {}
 
-  void word(int number, I16& first, I16& second) const {
+  FORGE_INLINE void word(int number, I16& first, I16& second) const {
     first = load_bits(values + 128 * number);
     second = load_bits(values + 128 * number + 64);
   }
 
   template <int>
-  Columns end_group(bool) {
+  FORGE_INLINE Columns end_group(bool) {
     Columns found{{load(factors), load(factors + 16)}, {}};
     if (minima) {
       found.minimum[0] = load(factors + 32);
@@ -747,17 +754,15 @@ void unpack_rounded(const Linear& op, const uint8_t* panel, uint8_t* out) {
   }
 }
 
-// Memory to prefetch. If no lines are left, the last line is prefetched again.
+// Memory to prefetch, in lines.
 struct Ahead {
   const char* at;
   long lines;
 
-  void read(int count) {
-    long step = lines > 0 ? 64 : 0;
-#pragma GCC unroll 2
-    for (int i = 0; i < count; ++i) prefetch(at + i * step);
-    at += count * step;
-    lines -= count;
+  FORGE_INLINE void read() {
+    if (lines-- <= 0) return;
+    prefetch_l2(at);
+    at += 64;
   }
 };
 
@@ -807,18 +812,17 @@ struct RoundedRows {
 
   // Adds groups that share scales of x. `last` means the last of the panel.
   template <int groups, class Reader>
-  inline __attribute__((always_inline)) void add(Reader& reader, Ahead& ahead, bool last) {
+  FORGE_INLINE void add(Reader& reader, Ahead& ahead, bool last) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
       I16 part[R][2];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = isplat(starts[r]);
-      if (Reader::kAhead > 0 || ahead.lines > 0) ahead.read(1);
+      if (!Reader::kPrefetches) ahead.read();
 #pragma GCC unroll 8
       for (int i = 0; i < words; ++i) {
         I16 first, second;
         reader.word(i, first, second);
-        if constexpr (Reader::kAhead > 0) ahead.read(Reader::kAhead);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           part[r][0] = dot(part[r][0], first, x[r]);

@@ -10,7 +10,7 @@ namespace forge {
 // `w` is u16[P, words, 32, 2] and `x` the packed rows, as described in linear.h. `ahead_lines` lines
 // from `ahead` on are prefetched.
 template <int R, int P>
-inline __attribute__((always_inline)) void multiply_pairs(const uint16_t* w, long words,
+FORGE_INLINE void multiply_pairs(const uint16_t* w, long words,
                                                           const uint32_t* x, const char* ahead,
                                                           long ahead_lines, F16 (&acc)[R][2 * P]) {
 #pragma GCC unroll 14
@@ -26,7 +26,7 @@ inline __attribute__((always_inline)) void multiply_pairs(const uint16_t* w, lon
     }
     if (ahead_lines > 0) {
 #pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) prefetch(ahead + 64 * i);
+      for (int i = 0; i < 2 * P; ++i) prefetch_l2(ahead + 64 * i);
       ahead += 128 * P;
       ahead_lines -= 2 * P;
     }

@@ -12,13 +12,21 @@
 #include <cstdint>
 #include <cstring>
 
+// A call moves all vectors in registers to memory and back. GCC inlines large functions only if told to.
+#define FORGE_INLINE inline __attribute__((always_inline))
+
 namespace forge {
 
-// Prefetches a line. This is assembly, because GCC considers a function that only prefetches to have no
-// effects, and drops calls to it.
-inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*(const char*)p)); }
+// Prefetch a line to the first or second level of cache. A line on its way to the first level occupies one
+// of few miss buffers (24 in AMD's Zen 4), which loads from the second level need as well. Weights that are
+// read as fast as memory delivers them are therefore prefetched to the second level.
+//
+// These are assembly, because GCC considers a function that only prefetches to have no effects, and drops
+// calls to it.
+FORGE_INLINE void prefetch_l1(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*(const char*)p)); }
+FORGE_INLINE void prefetch_l2(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*(const char*)p)); }
 
-inline float bf16_to_f32(uint16_t bits) {
+FORGE_INLINE float bf16_to_f32(uint16_t bits) {
   uint32_t wide = uint32_t(bits) << 16;
   float value;
   std::memcpy(&value, &wide, 4);
@@ -45,22 +53,22 @@ constexpr int kMaxRowsWide = 5;
 using F16 = __m512;
 using I16 = __m512i;
 
-inline F16 zero() { return _mm512_setzero_ps(); }
-inline I16 izero() { return _mm512_setzero_si512(); }
-inline F16 splat(float x) { return _mm512_set1_ps(x); }
-inline I16 isplat(int32_t x) { return _mm512_set1_epi32(x); }
-inline F16 load(const float* p) { return _mm512_loadu_ps(p); }
-inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x); }
-inline I16 load_bits(const void* p) { return _mm512_loadu_si512(p); }
-inline void store_bits(void* p, I16 x) { _mm512_storeu_si512(p, x); }
-inline F16 load_bf16(const uint16_t* p) {
+FORGE_INLINE F16 zero() { return _mm512_setzero_ps(); }
+FORGE_INLINE I16 izero() { return _mm512_setzero_si512(); }
+FORGE_INLINE F16 splat(float x) { return _mm512_set1_ps(x); }
+FORGE_INLINE I16 isplat(int32_t x) { return _mm512_set1_epi32(x); }
+FORGE_INLINE F16 load(const float* p) { return _mm512_loadu_ps(p); }
+FORGE_INLINE void store(float* p, F16 x) { _mm512_storeu_ps(p, x); }
+FORGE_INLINE I16 load_bits(const void* p) { return _mm512_loadu_si512(p); }
+FORGE_INLINE void store_bits(void* p, I16 x) { _mm512_storeu_si512(p, x); }
+FORGE_INLINE F16 load_bf16(const uint16_t* p) {
   __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 #if defined(__AVX512BF16__)
-inline __m256i narrow_bf16(F16 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+FORGE_INLINE __m256i narrow_bf16(F16 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 #else
-inline __m256i narrow_bf16(F16 x) {  // rounds ties to even
+FORGE_INLINE __m256i narrow_bf16(F16 x) {  // rounds ties to even
   __m512i bits = _mm512_castps_si512(x);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_srli_epi32(
@@ -69,100 +77,100 @@ inline __m256i narrow_bf16(F16 x) {  // rounds ties to even
   return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0)));
 }
 #endif
-inline void store_bf16(uint16_t* p, F16 x) {
+FORGE_INLINE void store_bf16(uint16_t* p, F16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x));
 }
-inline F16 add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
-inline F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
-inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
-inline F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
-inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
-inline F16 abs(F16 a) { return _mm512_abs_ps(a); }
+FORGE_INLINE F16 add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
+FORGE_INLINE F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
+FORGE_INLINE F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
+FORGE_INLINE F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
+FORGE_INLINE F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
+FORGE_INLINE F16 abs(F16 a) { return _mm512_abs_ps(a); }
 // Returns the magnitude of a positive number with the sign of another.
-inline F16 copy_sign(F16 magnitude, F16 sign) {
+FORGE_INLINE F16 copy_sign(F16 magnitude, F16 sign) {
   I16 bit = _mm512_and_si512(_mm512_castps_si512(sign), _mm512_set1_epi32(int(0x80000000)));
   return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), bit));
 }
-inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
-inline I16 iadd(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
-inline I16 isub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
-inline F16 to_float(I16 a) { return _mm512_cvtepi32_ps(a); }
-inline I16 to_int(F16 a) { return _mm512_cvtps_epi32(a); }
-inline float sum(F16 a) { return _mm512_reduce_add_ps(a); }
-inline float maximum(F16 a) { return _mm512_reduce_max_ps(a); }
-inline int32_t isum(I16 a) { return _mm512_reduce_add_epi32(a); }
-inline void store_s8(int8_t* p, I16 x) {
+FORGE_INLINE F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+FORGE_INLINE I16 iadd(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
+FORGE_INLINE I16 isub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
+FORGE_INLINE F16 to_float(I16 a) { return _mm512_cvtepi32_ps(a); }
+FORGE_INLINE I16 to_int(F16 a) { return _mm512_cvtps_epi32(a); }
+FORGE_INLINE float sum(F16 a) { return _mm512_reduce_add_ps(a); }
+FORGE_INLINE float maximum(F16 a) { return _mm512_reduce_max_ps(a); }
+FORGE_INLINE int32_t isum(I16 a) { return _mm512_reduce_add_epi32(a); }
+FORGE_INLINE void store_s8(int8_t* p, I16 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
 }
 // Replaces lanes from `count` on by `other`.
-inline F16 keep_first(F16 x, int count, float other) {
+FORGE_INLINE F16 keep_first(F16 x, int count, float other) {
   __mmask16 kept = count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
   return _mm512_mask_blend_ps(kept, _mm512_set1_ps(other), x);
 }
 // Replaces lanes before `count` by `other`.
-inline F16 drop_first(F16 x, int count, float other) {
+FORGE_INLINE F16 drop_first(F16 x, int count, float other) {
   __mmask16 dropped = count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
   return _mm512_mask_blend_ps(dropped, x, _mm512_set1_ps(other));
 }
-inline F16 load_f16(const uint16_t* p) {
+FORGE_INLINE F16 load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-inline F16 load_s8(const void* p) {
+FORGE_INLINE F16 load_s8(const void* p) {
   __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 // Returns the numbers for the low and the high four bits of sixteen bytes.
-inline void load_u4(const void* p, F16& low, F16& high) {
+FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
   low = _mm512_permutexvar_ps(bytes, numbers);  // uses only four bits of an index
   high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
 }
 // Repeats each of lanes 0 to 7, or 8 to 15, twice.
-inline F16 twice_low(F16 x) {
+FORGE_INLINE F16 twice_low(F16 x) {
   const __m512i at = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   return _mm512_permutexvar_ps(at, x);
 }
-inline F16 twice_high(F16 x) {
+FORGE_INLINE F16 twice_high(F16 x) {
   const __m512i at =
       _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
   return _mm512_permutexvar_ps(at, x);
 }
 // Rounds both to bfloat16, one after the other.
 #if defined(__AVX512BF16__)
-inline I16 to_bf16(F16 a, F16 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+FORGE_INLINE I16 to_bf16(F16 a, F16 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 #else
-inline I16 to_bf16(F16 a, F16 b) {
+FORGE_INLINE I16 to_bf16(F16 a, F16 b) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bf16(a)), narrow_bf16(b), 1);
 }
 #endif
 // Returns 2^n * x for integer n.
-inline F16 scale_by_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
-inline F16 round_nearest(F16 x) { return _mm512_roundscale_ps(x, 0); }
+FORGE_INLINE F16 scale_by_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
+FORGE_INLINE F16 round_nearest(F16 x) { return _mm512_roundscale_ps(x, 0); }
 
 #if defined(__AVX512BF16__)
-inline F16 dot2(F16 acc, I16 w, uint32_t x) {
+FORGE_INLINE F16 dot2(F16 acc, I16 w, uint32_t x) {
   return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int32_t(x)));
 }
 #else
-inline F16 dot2(F16 acc, I16 w, F16 even, F16 odd) {
+FORGE_INLINE F16 dot2(F16 acc, I16 w, F16 even, F16 odd) {
   F16 w_even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
   F16 w_odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int32_t(0xffff0000))));
   return _mm512_fmadd_ps(w_odd, odd, _mm512_fmadd_ps(w_even, even, acc));
 }
-inline F16 dot2(F16 acc, I16 w, uint32_t x) {
+FORGE_INLINE F16 dot2(F16 acc, I16 w, uint32_t x) {
   return dot2(acc, w, _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(x << 16))),
               _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(x & 0xffff0000))));
 }
 #endif
 #if defined(__AVX512VNNI__)
-inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
+FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   return _mm512_dpbusd_epi32(acc, w_u8, _mm512_set1_epi32(int32_t(x_s8)));
 }
 // Sums products of u8 up to 15 and s8.
-inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+FORGE_INLINE I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
 #else
-inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
+FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   // Even and odd bytes separately, because pairs of u8 * s8 would overflow the 16 bits of maddubs.
   __m512i x = _mm512_set1_epi32(int32_t(x_s8));
   __m512i even = _mm512_madd_epi16(_mm512_and_si512(w_u8, _mm512_set1_epi16(0x00ff)),
@@ -170,40 +178,40 @@ inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w_u8, 8), _mm512_srai_epi16(x, 8));
   return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
 }
-inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
+FORGE_INLINE I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
   __m512i pairs = _mm512_maddubs_epi16(w, _mm512_set1_epi32(int32_t(x_s8)));
   return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
 #endif
-inline I16 low_nibbles(I16 x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+FORGE_INLINE I16 low_nibbles(I16 x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+FORGE_INLINE I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 // Sums products of s8 and s8, for weights from `signed_words`. Each product also adds kSignedBias times
 // the s8 of x.
 constexpr int kSignedBias = 128;
-inline I16 signed_words(I16 w_s8) { return _mm512_xor_si512(w_s8, _mm512_set1_epi8(-128)); }
-inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+FORGE_INLINE I16 signed_words(I16 w_s8) { return _mm512_xor_si512(w_s8, _mm512_set1_epi8(-128)); }
+FORGE_INLINE I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
 // Combines two rows of 32 16-bit values to pairs of each column, with columns in the order of
 // `kOrder8`, in groups of four.
-inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
+FORGE_INLINE void pair_columns(const void* a, const void* b, I16& first, I16& second) {
   I16 x = load_bits(a), y = load_bits(b);
   first = _mm512_unpacklo_epi16(x, y);
   second = _mm512_unpackhi_epi16(x, y);
 }
 // Does the same for two consecutive rows of 16 such values, with columns in the order of `kOrder4`.
-inline I16 pair_columns(const void* p) {
+FORGE_INLINE I16 pair_columns(const void* p) {
   const __m512i at = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 23, 7, 22, 6, 21, 5, 20, 4,
                                       27, 11, 26, 10, 25, 9, 24, 8, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(at, load_bits(p));
 }
 // Loads 32 values as float32, with groups of four in the given order.
-inline void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+FORGE_INLINE void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
   const int* o = order;
   __m512i at = _mm512_setr_epi64(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
   __m512i halves = _mm512_permutexvar_epi64(at, load_bits(p));
   first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
   second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
 }
-inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+FORGE_INLINE void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& second) {
   const int* o = order;
   __m256i at = _mm256_setr_epi32(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
   __m256i bytes = _mm256_permutevar8x32_epi32(
@@ -213,7 +221,7 @@ inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& se
 }
 
 // Sorts the groups of four of 32 values from the given order.
-inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
+FORGE_INLINE void sort_fours(const int (&order)[8], F16& first, F16& second) {
   int at[8];
   for (int i = 0; i < 8; ++i) at[order[i]] = 4 * i;
   auto index = [&](int i) {
@@ -227,7 +235,7 @@ inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
 }
 
 // Transposes 16 rows of 16 words in place.
-inline void transpose16(I16 r[16]) {
+FORGE_INLINE void transpose16(I16 r[16]) {
   I16 t[16];
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -254,42 +262,42 @@ inline void transpose16(I16 r[16]) {
 }
 
 // Interleaves the 16-bit values of two rows of 16: a0 b0 a1 b1 ...
-inline I16 interleave16(const uint16_t* a, const uint16_t* b) {
+FORGE_INLINE I16 interleave16(const uint16_t* a, const uint16_t* b) {
   __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
   __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
   return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
 }
 
-inline I16 imul(I16 a, I16 b) { return _mm512_mullo_epi32(a, b); }
-inline I16 ixor(I16 a, I16 b) { return _mm512_xor_si512(a, b); }
+FORGE_INLINE I16 imul(I16 a, I16 b) { return _mm512_mullo_epi32(a, b); }
+FORGE_INLINE I16 ixor(I16 a, I16 b) { return _mm512_xor_si512(a, b); }
 template <int bits>
-inline I16 shift_right(I16 a) {
+FORGE_INLINE I16 shift_right(I16 a) {
   return _mm512_srli_epi32(a, bits);
 }
 // Replaces lanes, and their tokens, by those of `value` where it is greater.
-inline void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
+FORGE_INLINE void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
   __mmask16 greater = _mm512_cmp_ps_mask(value, best, _CMP_GT_OQ);
   best = _mm512_mask_blend_ps(greater, best, value);
   best_token = _mm512_mask_blend_epi32(greater, best_token, token);
 }
-inline int count_at_least(F16 x, float t) {
+FORGE_INLINE int count_at_least(F16 x, float t) {
   return __builtin_popcount(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ));
 }
 // Returns `y` where x >= t, else 0.
-inline F16 keep_at_least(F16 y, F16 x, float t) {
+FORGE_INLINE F16 keep_at_least(F16 y, F16 x, float t) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ), y);
 }
 // Returns `y` where x >= t, else -inf.
-inline F16 mask_below(F16 y, F16 x, float t) {
+FORGE_INLINE F16 mask_below(F16 y, F16 x, float t) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ),
                               splat(-__builtin_inff()), y);
 }
 // x = 2^exponent * mantissa, with mantissa in [1, 2).
-inline void split(F16 x, F16& exponent, F16& mantissa) {
+FORGE_INLINE void split(F16 x, F16& exponent, F16& mantissa) {
   exponent = _mm512_getexp_ps(x);
   mantissa = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
 }
-inline F16 select_greater(F16 x, float t, F16 yes, F16 no) {
+FORGE_INLINE F16 select_greater(F16 x, float t, F16 yes, F16 no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GT_OQ), no, yes);
 }
 
@@ -310,30 +318,30 @@ struct I16 {
   __m256i lo, hi;
 };
 
-inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-inline I16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline I16 isplat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, F16 x) {
+FORGE_INLINE F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+FORGE_INLINE I16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+FORGE_INLINE F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+FORGE_INLINE I16 isplat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+FORGE_INLINE F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+FORGE_INLINE void store(float* p, F16 x) {
   _mm256_storeu_ps(p, x.lo);
   _mm256_storeu_ps(p + 8, x.hi);
 }
-inline I16 load_bits(const void* p) {
+FORGE_INLINE I16 load_bits(const void* p) {
   const __m256i* q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
-inline void store_bits(void* p, I16 x) {
+FORGE_INLINE void store_bits(void* p, I16 x) {
   __m256i* q = static_cast<__m256i*>(p);
   _mm256_storeu_si256(q, x.lo);
   _mm256_storeu_si256(q + 1, x.hi);
 }
-inline __m256 widen_bf16(const uint16_t* p) {
+FORGE_INLINE __m256 widen_bf16(const uint16_t* p) {
   __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
-inline F16 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
-inline __m256i round_bf16(__m256 x) {  // ties to even, in the low half of each word
+FORGE_INLINE F16 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+FORGE_INLINE __m256i round_bf16(__m256 x) {  // ties to even, in the low half of each word
   __m256i bits = _mm256_castps_si256(x);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i rounded = _mm256_srli_epi32(
@@ -341,20 +349,20 @@ inline __m256i round_bf16(__m256 x) {  // ties to even, in the low half of each 
   __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
 }
-inline __m256i narrow_bf16(F16 x) {
+FORGE_INLINE __m256i narrow_bf16(F16 x) {
   __m256i packed = _mm256_packus_epi32(round_bf16(x.lo), round_bf16(x.hi));
   return _mm256_permute4x64_epi64(packed, 0xd8);
 }
-inline void store_bf16(uint16_t* p, F16 x) {
+FORGE_INLINE void store_bf16(uint16_t* p, F16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x));
 }
-inline I16 to_bf16(F16 a, F16 b) { return {narrow_bf16(a), narrow_bf16(b)}; }
-inline __m256 floats_s8(const void* p) {
+FORGE_INLINE I16 to_bf16(F16 a, F16 b) { return {narrow_bf16(a), narrow_bf16(b)}; }
+FORGE_INLINE __m256 floats_s8(const void* p) {
   __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
-inline F16 load_s8(const void* p) { return {floats_s8(p), floats_s8(static_cast<const char*>(p) + 8)}; }
-inline void load_u4(const void* p, F16& low, F16& high) {
+FORGE_INLINE F16 load_s8(const void* p) { return {floats_s8(p), floats_s8(static_cast<const char*>(p) + 8)}; }
+FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
   alignas(16) uint8_t bits[2][16];
   __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p)), four = _mm_set1_epi8(15);
   _mm_store_si128(reinterpret_cast<__m128i*>(bits[0]), _mm_and_si128(bytes, four));
@@ -362,103 +370,103 @@ inline void load_u4(const void* p, F16& low, F16& high) {
   low = load_s8(bits[0]);
   high = load_s8(bits[1]);
 }
-inline F16 twice_half(__m256 x) {
+FORGE_INLINE F16 twice_half(__m256 x) {
   __m256 even = _mm256_unpacklo_ps(x, x), odd = _mm256_unpackhi_ps(x, x);
   return {_mm256_permute2f128_ps(even, odd, 0x20), _mm256_permute2f128_ps(even, odd, 0x31)};
 }
-inline F16 twice_low(F16 x) { return twice_half(x.lo); }
-inline F16 twice_high(F16 x) { return twice_half(x.hi); }
+FORGE_INLINE F16 twice_low(F16 x) { return twice_half(x.lo); }
+FORGE_INLINE F16 twice_high(F16 x) { return twice_half(x.hi); }
 #define FORGE_BOTH(op, a, b) \
   { op((a).lo, (b).lo), op((a).hi, (b).hi) }
-inline F16 add(F16 a, F16 b) { return FORGE_BOTH(_mm256_add_ps, a, b); }
-inline F16 sub(F16 a, F16 b) { return FORGE_BOTH(_mm256_sub_ps, a, b); }
-inline F16 mul(F16 a, F16 b) { return FORGE_BOTH(_mm256_mul_ps, a, b); }
-inline F16 div(F16 a, F16 b) { return FORGE_BOTH(_mm256_div_ps, a, b); }
-inline F16 max(F16 a, F16 b) { return FORGE_BOTH(_mm256_max_ps, a, b); }
-inline I16 iadd(I16 a, I16 b) { return FORGE_BOTH(_mm256_add_epi32, a, b); }
-inline I16 isub(I16 a, I16 b) { return FORGE_BOTH(_mm256_sub_epi32, a, b); }
-inline F16 abs(F16 a) {
+FORGE_INLINE F16 add(F16 a, F16 b) { return FORGE_BOTH(_mm256_add_ps, a, b); }
+FORGE_INLINE F16 sub(F16 a, F16 b) { return FORGE_BOTH(_mm256_sub_ps, a, b); }
+FORGE_INLINE F16 mul(F16 a, F16 b) { return FORGE_BOTH(_mm256_mul_ps, a, b); }
+FORGE_INLINE F16 div(F16 a, F16 b) { return FORGE_BOTH(_mm256_div_ps, a, b); }
+FORGE_INLINE F16 max(F16 a, F16 b) { return FORGE_BOTH(_mm256_max_ps, a, b); }
+FORGE_INLINE I16 iadd(I16 a, I16 b) { return FORGE_BOTH(_mm256_add_epi32, a, b); }
+FORGE_INLINE I16 isub(I16 a, I16 b) { return FORGE_BOTH(_mm256_sub_epi32, a, b); }
+FORGE_INLINE F16 abs(F16 a) {
   __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
 }
-inline F16 copy_sign(F16 magnitude, F16 sign) {
+FORGE_INLINE F16 copy_sign(F16 magnitude, F16 sign) {
   __m256 bit = _mm256_set1_ps(-0.0f);
   return {_mm256_or_ps(magnitude.lo, _mm256_and_ps(sign.lo, bit)),
           _mm256_or_ps(magnitude.hi, _mm256_and_ps(sign.hi, bit))};
 }
-inline F16 fma(F16 a, F16 b, F16 c) {
+FORGE_INLINE F16 fma(F16 a, F16 b, F16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
-inline F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
-inline I16 to_int(F16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
-inline float sum(F16 a) {
+FORGE_INLINE F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+FORGE_INLINE I16 to_int(F16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+FORGE_INLINE float sum(F16 a) {
   alignas(32) float x[8];
   _mm256_store_ps(x, _mm256_add_ps(a.lo, a.hi));
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
-inline float maximum(F16 a) {
+FORGE_INLINE float maximum(F16 a) {
   alignas(32) float x[8];
   _mm256_store_ps(x, _mm256_max_ps(a.lo, a.hi));
   float best = x[0];
   for (int i = 1; i < 8; ++i) best = x[i] > best ? x[i] : best;
   return best;
 }
-inline int32_t isum(I16 a) {
+FORGE_INLINE int32_t isum(I16 a) {
   alignas(32) int32_t x[8];
   _mm256_store_si256(reinterpret_cast<__m256i*>(x), _mm256_add_epi32(a.lo, a.hi));
   return x[0] + x[1] + x[2] + x[3] + x[4] + x[5] + x[6] + x[7];
 }
-inline void store_s8(int8_t* p, I16 x) {
+FORGE_INLINE void store_s8(int8_t* p, I16 x) {
   __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xd8);
   __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
-inline F16 keep_first(F16 x, int count, float other) {
+FORGE_INLINE F16 keep_first(F16 x, int count, float other) {
   __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256 o = _mm256_set1_ps(other);
   __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
   __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lane));
   return {_mm256_blendv_ps(o, x.lo, lo), _mm256_blendv_ps(o, x.hi, hi)};
 }
-inline F16 drop_first(F16 x, int count, float other) {
+FORGE_INLINE F16 drop_first(F16 x, int count, float other) {
   __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256 o = _mm256_set1_ps(other);
   __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
   __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lane));
   return {_mm256_blendv_ps(x.lo, o, lo), _mm256_blendv_ps(x.hi, o, hi)};
 }
-inline F16 load_f16(const uint16_t* p) {
+FORGE_INLINE F16 load_f16(const uint16_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
-inline __m256 scale_half(__m256 x, __m256 n) {
+FORGE_INLINE __m256 scale_half(__m256 x, __m256 n) {
   n = _mm256_max_ps(n, _mm256_set1_ps(-127.0f));
   __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
-inline F16 scale_by_power(F16 x, F16 n) {
+FORGE_INLINE F16 scale_by_power(F16 x, F16 n) {
   return {scale_half(x.lo, n.lo), scale_half(x.hi, n.hi)};
 }
-inline F16 round_nearest(F16 x) {
+FORGE_INLINE F16 round_nearest(F16 x) {
   return {_mm256_round_ps(x.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(x.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-inline __m256 dot2_half(__m256 acc, __m256i w, __m256 even, __m256 odd) {
+FORGE_INLINE __m256 dot2_half(__m256 acc, __m256i w, __m256 even, __m256 odd) {
   __m256 w_even = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
   __m256 w_odd = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int32_t(0xffff0000))));
   return _mm256_fmadd_ps(w_odd, odd, _mm256_fmadd_ps(w_even, even, acc));
 }
-inline F16 dot2(F16 acc, I16 w, uint32_t x) {
+FORGE_INLINE F16 dot2(F16 acc, I16 w, uint32_t x) {
   __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(x << 16)));
   __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(x & 0xffff0000)));
   return {dot2_half(acc.lo, w.lo, even, odd), dot2_half(acc.hi, w.hi, even, odd)};
 }
 #if defined(__AVXVNNI__)
-inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
+FORGE_INLINE __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
   return _mm256_dpbusd_avx_epi32(acc, w, x);
 }
 #else
-inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
+FORGE_INLINE __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
   // Even and odd bytes separately, because pairs of u8 * s8 would overflow the 16 bits of maddubs.
   __m256i byte = _mm256_set1_epi16(0x00ff);
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, byte),
@@ -467,48 +475,48 @@ inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
 #endif
-inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
+FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
   return {dot4_half(acc.lo, w_u8.lo, x), dot4_half(acc.hi, w_u8.hi, x)};
 }
-inline __m256i nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline I16 low_nibbles(I16 x) { return {nibbles(x.lo), nibbles(x.hi)}; }
-inline I16 high_nibbles(I16 x) {
+FORGE_INLINE __m256i nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+FORGE_INLINE I16 low_nibbles(I16 x) { return {nibbles(x.lo), nibbles(x.hi)}; }
+FORGE_INLINE I16 high_nibbles(I16 x) {
   return {nibbles(_mm256_srli_epi16(x.lo, 4)), nibbles(_mm256_srli_epi16(x.hi, 4))};
 }
 constexpr int kSignedBias = 0;
-inline I16 signed_words(I16 w_s8) { return w_s8; }
+FORGE_INLINE I16 signed_words(I16 w_s8) { return w_s8; }
 // Sums products of u8 and s8 whose pairs fit in 16 bits.
 #if defined(__AVXVNNI__)
-inline __m256i dot4_small(__m256i acc, __m256i w, __m256i x) { return dot4_half(acc, w, x); }
+FORGE_INLINE __m256i dot4_small(__m256i acc, __m256i w, __m256i x) { return dot4_half(acc, w, x); }
 #else
-inline __m256i dot4_small(__m256i acc, __m256i w, __m256i x) {
+FORGE_INLINE __m256i dot4_small(__m256i acc, __m256i w, __m256i x) {
   __m256i pairs = _mm256_maddubs_epi16(w, x);
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 #endif
 // Pairs are at most 2 * 128 * 127, provided that x is not -128.
-inline __m256i signed_half(__m256i acc, __m256i w, __m256i x) {
+FORGE_INLINE __m256i signed_half(__m256i acc, __m256i w, __m256i x) {
   return dot4_small(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 }
-inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
+FORGE_INLINE I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
   return {signed_half(acc.lo, w.lo, x), signed_half(acc.hi, w.hi, x)};
 }
-inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
+FORGE_INLINE I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
   return {dot4_small(acc.lo, w.lo, x), dot4_small(acc.hi, w.hi, x)};
 }
-inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
+FORGE_INLINE void pair_columns(const void* a, const void* b, I16& first, I16& second) {
   I16 x = load_bits(a), y = load_bits(b);
   first = FORGE_BOTH(_mm256_unpacklo_epi16, x, y);
   second = FORGE_BOTH(_mm256_unpackhi_epi16, x, y);
 }
-inline I16 pair_columns(const void* p) {
+FORGE_INLINE I16 pair_columns(const void* p) {
   I16 both = load_bits(p);
   return {_mm256_unpacklo_epi16(both.lo, both.hi), _mm256_unpackhi_epi16(both.lo, both.hi)};
 }
-inline void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+FORGE_INLINE void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
   auto floats = [&](int at) {
     auto four = [&](int i) {
       return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(p) + 8 * i));
@@ -518,7 +526,7 @@ inline void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& s
   first = {floats(0), floats(2)};
   second = {floats(4), floats(6)};
 }
-inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+FORGE_INLINE void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& second) {
   const int* o = order;
   alignas(32) int8_t bytes[32];
   __m256i at = _mm256_setr_epi32(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
@@ -528,7 +536,7 @@ inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& se
   first = load_s8(bytes);
   second = load_s8(bytes + 16);
 }
-inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
+FORGE_INLINE void sort_fours(const int (&order)[8], F16& first, F16& second) {
   alignas(32) float from[32], to[32];
   store(from, first);
   store(from + 16, second);
@@ -536,63 +544,63 @@ inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
   first = load(to);
   second = load(to + 16);
 }
-inline void transpose16(I16 r[16]) {
+FORGE_INLINE void transpose16(I16 r[16]) {
   alignas(32) uint32_t x[16][16], y[16][16];
   for (int i = 0; i < 16; ++i) store_bits(x[i], r[i]);
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < 16; ++j) y[j][i] = x[i][j];
   for (int i = 0; i < 16; ++i) r[i] = load_bits(y[i]);
 }
-inline __m256i interleave_half(const uint16_t* a, const uint16_t* b) {
+FORGE_INLINE __m256i interleave_half(const uint16_t* a, const uint16_t* b) {
   __m256i even = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a)));
   __m256i odd = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
   return _mm256_or_si256(even, _mm256_slli_epi32(odd, 16));
 }
-inline I16 interleave16(const uint16_t* a, const uint16_t* b) {
+FORGE_INLINE I16 interleave16(const uint16_t* a, const uint16_t* b) {
   return {interleave_half(a, b), interleave_half(a + 8, b + 8)};
 }
 
-inline I16 imul(I16 a, I16 b) { return FORGE_BOTH(_mm256_mullo_epi32, a, b); }
-inline I16 ixor(I16 a, I16 b) { return FORGE_BOTH(_mm256_xor_si256, a, b); }
+FORGE_INLINE I16 imul(I16 a, I16 b) { return FORGE_BOTH(_mm256_mullo_epi32, a, b); }
+FORGE_INLINE I16 ixor(I16 a, I16 b) { return FORGE_BOTH(_mm256_xor_si256, a, b); }
 template <int bits>
-inline I16 shift_right(I16 a) {
+FORGE_INLINE I16 shift_right(I16 a) {
   return {_mm256_srli_epi32(a.lo, bits), _mm256_srli_epi32(a.hi, bits)};
 }
-inline void take_half(__m256& best, __m256i& best_token, __m256 value, __m256i token) {
+FORGE_INLINE void take_half(__m256& best, __m256i& best_token, __m256 value, __m256i token) {
   __m256 greater = _mm256_cmp_ps(value, best, _CMP_GT_OQ);
   best = _mm256_blendv_ps(best, value, greater);
   best_token = _mm256_blendv_epi8(best_token, token, _mm256_castps_si256(greater));
 }
-inline void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
+FORGE_INLINE void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
   take_half(best.lo, best_token.lo, value.lo, token.lo);
   take_half(best.hi, best_token.hi, value.hi, token.hi);
 }
-inline F16 at_least(F16 x, float t) {
+FORGE_INLINE F16 at_least(F16 x, float t) {
   __m256 s = _mm256_set1_ps(t);
   return {_mm256_cmp_ps(x.lo, s, _CMP_GE_OQ), _mm256_cmp_ps(x.hi, s, _CMP_GE_OQ)};
 }
-inline int count_at_least(F16 x, float t) {
+FORGE_INLINE int count_at_least(F16 x, float t) {
   F16 mask = at_least(x, t);
   return __builtin_popcount(_mm256_movemask_ps(mask.lo)) +
          __builtin_popcount(_mm256_movemask_ps(mask.hi));
 }
-inline F16 keep_at_least(F16 y, F16 x, float t) { return FORGE_BOTH(_mm256_and_ps, y, at_least(x, t)); }
-inline F16 mask_below(F16 y, F16 x, float t) {
+FORGE_INLINE F16 keep_at_least(F16 y, F16 x, float t) { return FORGE_BOTH(_mm256_and_ps, y, at_least(x, t)); }
+FORGE_INLINE F16 mask_below(F16 y, F16 x, float t) {
   F16 mask = at_least(x, t);
   __m256 nothing = _mm256_set1_ps(-__builtin_inff());
   return {_mm256_blendv_ps(nothing, y.lo, mask.lo), _mm256_blendv_ps(nothing, y.hi, mask.hi)};
 }
-inline void split_half(__m256 x, __m256& exponent, __m256& mantissa) {
+FORGE_INLINE void split_half(__m256 x, __m256& exponent, __m256& mantissa) {
   __m256i bits = _mm256_castps_si256(x);
   exponent = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127)));
   mantissa = _mm256_castsi256_ps(_mm256_or_si256(
       _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x3f800000)));
 }
-inline void split(F16 x, F16& exponent, F16& mantissa) {
+FORGE_INLINE void split(F16 x, F16& exponent, F16& mantissa) {
   split_half(x.lo, exponent.lo, mantissa.lo);
   split_half(x.hi, exponent.hi, mantissa.hi);
 }
-inline F16 select_greater(F16 x, float t, F16 yes, F16 no) {
+FORGE_INLINE F16 select_greater(F16 x, float t, F16 yes, F16 no) {
   __m256 s = _mm256_set1_ps(t);
   return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(x.lo, s, _CMP_GT_OQ)),
           _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(x.hi, s, _CMP_GT_OQ))};
@@ -609,32 +617,32 @@ constexpr int kPairWords = 2;
 struct Pair {
   F16 even, odd;
 };
-inline Pair load_pair(const uint32_t* p, long stride) {
+FORGE_INLINE Pair load_pair(const uint32_t* p, long stride) {
   float pair[2];
   std::memcpy(&pair[0], p, 4);
   std::memcpy(&pair[1], p + stride, 4);
   return {splat(pair[0]), splat(pair[1])};
 }
-inline void store_pair(uint32_t* p, long stride, uint32_t bf16s) {
+FORGE_INLINE void store_pair(uint32_t* p, long stride, uint32_t bf16s) {
   p[0] = bf16s << 16;
   p[stride] = bf16s & 0xffff0000;
 }
-inline F16 dot2(F16 acc, I16 w, Pair x) { return dot2(acc, w, x.even, x.odd); }
+FORGE_INLINE F16 dot2(F16 acc, I16 w, Pair x) { return dot2(acc, w, x.even, x.odd); }
 #else
 constexpr int kPairWords = 1;
 using Pair = uint32_t;
-inline Pair load_pair(const uint32_t* p, long) { return *p; }
-inline void store_pair(uint32_t* p, long, uint32_t bf16s) { *p = bf16s; }
+FORGE_INLINE Pair load_pair(const uint32_t* p, long) { return *p; }
+FORGE_INLINE void store_pair(uint32_t* p, long, uint32_t bf16s) { *p = bf16s; }
 #endif
 
-inline uint16_t f32_to_bf16(float value) {
+FORGE_INLINE uint16_t f32_to_bf16(float value) {
   alignas(64) uint16_t bits[16];
   store_bf16(bits, splat(value));
   return bits[0];
 }
 
 // Returns e^x for x <= 0 (and slightly above), to about 2 units in the last place; e^-inf is 0.
-inline F16 exp(F16 x) {
+FORGE_INLINE F16 exp(F16 x) {
   x = max(splat(-104.0f), x);  // this order of arguments preserves NaN
   F16 t = mul(x, splat(1.44269504088896341f));
   F16 n = round_nearest(t);
@@ -651,7 +659,7 @@ inline F16 exp(F16 x) {
 }
 
 // Returns tanh x, with an absolute error of about 1e-7.
-inline F16 tanh(F16 x) {
+FORGE_INLINE F16 tanh(F16 x) {
   F16 e = exp(mul(abs(x), splat(-2.0f)));
   F16 y = div(sub(splat(1.0f), e), add(splat(1.0f), e));
   return copy_sign(y, x);
@@ -659,7 +667,7 @@ inline F16 tanh(F16 x) {
 
 // Converts 16 values of float8_e4m3fn via float16, whose subnormal numbers are read correctly whatever
 // the processor's mode for those of float32.
-inline F16 load_fp8(const void* p) {
+FORGE_INLINE F16 load_fp8(const void* p) {
   alignas(32) uint16_t half[16];
   __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
   __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
@@ -672,7 +680,7 @@ inline F16 load_fp8(const void* p) {
 }
 
 // Returns the natural logarithm of a positive normal number, to about 2 units in the last place.
-inline F16 log(F16 x) {
+FORGE_INLINE F16 log(F16 x) {
   F16 exponent, m;
   split(x, exponent, m);
   // m is in [sqrt(1/2), sqrt(2)), so that logarithms of numbers near 1 stay precise.
@@ -695,13 +703,13 @@ inline F16 log(F16 x) {
 }
 
 // Loads the first `count` lanes from memory; the others are -inf.
-inline F16 load_first(const float* p, int count) {
+FORGE_INLINE F16 load_first(const float* p, int count) {
   alignas(64) float lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = i < count ? p[i] : -__builtin_inff();
   return load(lanes);
 }
 
-inline F16 sigmoid(F16 x) {
+FORGE_INLINE F16 sigmoid(F16 x) {
   // Both branches use e^-|x|, which cannot overflow.
   F16 e = exp(sub(zero(), abs(x)));
   F16 positive = div(splat(1.0f), add(splat(1.0f), e));
