@@ -12,14 +12,14 @@
 #include <cstdint>
 #include <cstring>
 
-// A call moves all vectors in registers to memory and back. GCC inlines large functions only if told to.
+// A call moves all vectors in registers to memory and back, and GCC does not inline every function by itself.
 #define FORGE_INLINE inline __attribute__((always_inline))
 
 namespace forge {
 
-// Prefetch a line to the first or second level of cache. A line on its way to the first level occupies one
-// of few miss buffers (24 in AMD's Zen 4), which loads from the second level need as well. Weights that are
-// read as fast as memory delivers them are therefore prefetched to the second level.
+// Prefetch a line to the first or second level of cache. A line on its way to the first level occupies a
+// miss buffer. There are few (24 in AMD's Zen 4), and loads from the second level also need them. Weights
+// that are read as fast as memory delivers them are therefore prefetched to the second level.
 //
 // These are assembly, because GCC considers a function that only prefetches to have no effects, and drops
 // calls to it.
