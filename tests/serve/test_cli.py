@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from server_process import running
 
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
@@ -273,69 +274,55 @@ def test_missing_file_fails_with_one_line_and_exit_code_1(flags, message):
 
 
 def test_server_starts_serves_and_drains():
-    with subprocess.Popen(
-        [*FORGE, "serve", "a/model", "--fake", "--port", "0", "--fake-step-time-ms", "20"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            line = process.stdout.readline()
-            match = re.search(r"(http://127\.0\.0\.1:\d+); try: curl ", line)
-            assert match, line
-            body = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True, "stream": True}
-            request = urllib.request.Request(
-                match[1] + "/v1/completions", data=json.dumps(body).encode(), method="POST"
-            )
-            with urllib.request.urlopen(request, timeout=10) as response:
-                first = response.readline()
-                process.send_signal(signal.SIGTERM)
-                rest = response.read()
-            assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
-            assert process.wait(timeout=10) == 0
-            log = process.stderr.read()
-            assert "Traceback" not in log
-            assert "WARNING --fake loads no model and ignores MODEL" in log
-        finally:
-            process.kill()
+    command = [*FORGE, "serve", "a/model", "--fake", "--port", "0", "--fake-step-time-ms", "20"]
+    with running(command, subprocess.PIPE, subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        match = re.search(r"(http://127\.0\.0\.1:\d+); try: curl ", line)
+        assert match, line
+        body = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            match[1] + "/v1/completions", data=json.dumps(body).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:
+            first = response.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = response.read()
+        assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
+        assert process.wait(timeout=10) == 0
+        log = process.stderr.read()
+        assert "Traceback" not in log
+        assert "WARNING --fake loads no model and ignores MODEL" in log
 
 
 def test_malformed_http_is_one_line_in_the_log():
-    with subprocess.Popen(
-        [*FORGE, "serve", "--fake", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            match = re.search(r"http://127\.0\.0\.1:(\d+)", process.stdout.readline())
-            assert match
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            malformed = (
-                head + b"Transfer-Encoding: chunked\r\n\nzz\r\n",
-                head + b"Content-Length: many\r\n\r\n",
-                head + b"Authorization: Bearer sk-secret\x01\r\n\r\n",
-                head + b"Authorization: Bearer sk-secret" + b"x" * 9000 + b"\r\n\r\n",
-                head + b"Authorization : Bearer sk-secret\r\n\r\n",
-            )
-            for data in malformed:
-                with socket.create_connection(("127.0.0.1", int(match[1])), timeout=10) as client:
-                    client.sendall(data)
-                    assert b" 400 " in client.recv(4096)
-                    while client.recv(4096):
-                        pass
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=10) == 0
-            log = process.stderr.read()
-            assert "Traceback" not in log
-            assert "secret" not in log, "a key that is sent in a broken request is still a key"
-            lines = [line for line in log.splitlines() if "400, message" in line]
-            assert len(lines) == len(malformed), log
-            assert all(" WARNING " in line for line in lines)
-        finally:
-            process.kill()
+    command = [*FORGE, "serve", "--fake", "--port", "0"]
+    with running(command, subprocess.PIPE, subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        match = re.search(r"http://127\.0\.0\.1:(\d+)", process.stdout.readline())
+        assert match
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        malformed = (
+            head + b"Transfer-Encoding: chunked\r\n\nzz\r\n",
+            head + b"Content-Length: many\r\n\r\n",
+            head + b"Authorization: Bearer sk-secret\x01\r\n\r\n",
+            head + b"Authorization: Bearer sk-secret" + b"x" * 9000 + b"\r\n\r\n",
+            head + b"Authorization : Bearer sk-secret\r\n\r\n",
+        )
+        for data in malformed:
+            with socket.create_connection(("127.0.0.1", int(match[1])), timeout=10) as client:
+                client.sendall(data)
+                assert b" 400 " in client.recv(4096)
+                while client.recv(4096):
+                    pass
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+        log = process.stderr.read()
+        assert "Traceback" not in log
+        assert "secret" not in log, "a key that is sent in a broken request is still a key"
+        lines = [line for line in log.splitlines() if "400, message" in line]
+        assert len(lines) == len(malformed), log
+        assert all(" WARNING " in line for line in lines)
 
 
 def test_smoke_benchmark_reports_a_missing_server_in_one_line():
@@ -356,45 +343,31 @@ def test_smoke_benchmark_reports_a_missing_server_in_one_line():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_during_a_shutdown_do_not_change_its_status(number):
-    with subprocess.Popen(
-        [*FORGE, "serve", "--fake", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            assert "forge-jax serves" in process.stdout.readline()
-            while process.poll() is None:
-                process.send_signal(number)
-                time.sleep(0.002)
-            assert process.returncode == 0
-            assert "Traceback" not in process.stderr.read()
-        finally:
-            process.kill()
+    command = [*FORGE, "serve", "--fake", "--port", "0"]
+    with running(command, subprocess.PIPE, subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "forge-jax serves" in process.stdout.readline()
+        while process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.002)
+        assert process.returncode == 0
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_second_signal_ends_at_once():
-    with subprocess.Popen(
-        [*FORGE, "serve", "--fake", "--port", "0", "--fake-step-time-ms", "100"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            url = re.search(r"http://\S+\d", process.stdout.readline())[0]  # type: ignore[index]
-            body = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
-            request = urllib.request.Request(
-                url + "/v1/completions", data=json.dumps(body).encode(), method="POST"
-            )
-            with urllib.request.urlopen(request, timeout=10) as response:
-                response.readline()
-                process.send_signal(signal.SIGTERM)
-                time.sleep(0.2)
-                assert process.poll() is None, "it drains"
-                process.send_signal(signal.SIGINT)
-                assert b'"engine_unavailable"' in response.read()
-                assert process.wait(timeout=5) == 0
-        finally:
-            process.kill()
+    command = [*FORGE, "serve", "--fake", "--port", "0", "--fake-step-time-ms", "100"]
+    with running(command, subprocess.PIPE, subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        url = re.search(r"http://\S+\d", process.stdout.readline())[0]  # type: ignore[index]
+        body = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            url + "/v1/completions", data=json.dumps(body).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:
+            response.readline()
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            assert process.poll() is None, "it drains"
+            process.send_signal(signal.SIGINT)
+            assert b'"engine_unavailable"' in response.read()
+            assert process.wait(timeout=5) == 0

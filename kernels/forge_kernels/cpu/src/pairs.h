@@ -10,9 +10,8 @@ namespace forge {
 // `w` is u16[P, words, 32, 2] and `x` the packed rows, as described in linear.h. `ahead_lines` lines
 // from `ahead` on are prefetched.
 template <int R, int P>
-FORGE_INLINE void multiply_pairs(const uint16_t* w, long words,
-                                                          const uint32_t* x, const char* ahead,
-                                                          long ahead_lines, F16 (&acc)[R][2 * P]) {
+FORGE_INLINE void multiply_pairs(const uint16_t* w, long words, const uint32_t* x,
+                                 const char* ahead, long ahead_lines, F16 (&acc)[R][2 * P]) {
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
