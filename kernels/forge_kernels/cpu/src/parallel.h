@@ -1,15 +1,18 @@
-// Work on XLA's own thread pool in phases, each of which starts when the previous one is complete.
+// Work on as many threads as XLA's pool has, in phases that start when the previous one is complete.
 //
-// The calling thread takes part and does all unclaimed work, so nothing waits for a pool thread to
+// The calling thread takes part and does all unclaimed work, so nothing waits for another thread to
 // start. Each thread first works through its own range in order, which keeps its memory access a
 // stream, and then helps with the other ranges.
 #pragma once
 
 #include <atomic>
+#include <cfenv>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -74,24 +77,29 @@ class Phase {
   alignas(64) std::atomic<long> done_{0};
 };
 
-// A list of phases and the threads that work on it.
+// A list of phases. A thread that joins late finds nothing to claim, so it never accesses anything that
+// has gone out of scope.
 class Job {
  public:
+  explicit Job(int threads) : threads_(threads) { std::fegetenv(&float_mode_); }
+
   template <class F>
-  void add(long count, F& body, int threads) {
+  void add(long count, F& body) {
     auto call = [](void* context, long item) { (*static_cast<F*>(context))(item); };
-    phases_.push_back(std::make_unique<Phase>(count, &body, call, threads));
-    threads_ = threads;
+    phases_.push_back(std::make_unique<Phase>(count, &body, call, threads_));
   }
+
+  int threads() const { return threads_; }
 
   // Does the calling thread's part. When this returns, everything is done.
   void lead() { work(0); }
 
-  // Does another thread's part. A thread that starts late finds nothing to claim, so it never accesses
-  // anything that has gone out of scope.
-  void help() {
-    int thread = joined_.fetch_add(1, std::memory_order_relaxed);
-    if (thread < threads_) work(thread);
+  // Does the part of thread `thread` in the leader's floating-point mode, in which XLA has subnormal
+  // numbers rounded to zero.
+  void help(int thread) {
+    if (thread >= threads_) return;
+    std::fesetenv(&float_mode_);
+    work(thread);
   }
 
  private:
@@ -100,61 +108,88 @@ class Job {
   }
 
   std::vector<std::unique_ptr<Phase>> phases_;
-  int threads_ = 1;
-  std::atomic<int> joined_{1};
+  int threads_;
+  std::fenv_t float_mode_;
 };
 
-// The place where threads of the pool wait for the next job. Waking a sleeping thread takes longer than
-// most jobs do. A thread that has finished a job therefore stays awake for a moment, because the next
-// job of a step follows within microseconds. Meanwhile it yields the core to others, such as the host's
-// thread. If it only spun, the kernel would treat it as busy, and others would wait a time slice of one
-// or two milliseconds.
-class Lobby {
+// The threads that help with jobs. They are not threads of XLA's pool, because a thread that waits for
+// the next job there delays what XLA schedules.
+//
+// Waking a sleeping thread takes longer than most jobs do. A helper therefore stays awake for a moment
+// after a job, because the next job of a step follows within microseconds. Meanwhile it yields the core
+// to others, such as the host's thread. If it only spun, the kernel would treat it as busy, and others
+// would wait a time slice of one or two milliseconds.
+class Helpers {
  public:
-  static Lobby& instance() {
-    static Lobby lobby;
-    return lobby;
+  // They are never destroyed, because the threads use them until the process ends.
+  static Helpers& instance() {
+    static Helpers* helpers = new Helpers;
+    return *helpers;
   }
 
-  // Announces the job to the threads that wait here, and returns how many there are.
-  int publish(const std::shared_ptr<Job>& job) {
+  // Offers the job to all helpers that have a part in it.
+  void offer(const std::shared_ptr<Job>& job) {
     lock();
+    for (; started_ < job->threads(); ++started_) std::thread(&Helpers::run, this, started_).detach();
     job_ = job;
     unlock();
-    published_.fetch_add(1, std::memory_order_release);
-    return waiting_.load(std::memory_order_acquire);
-  }
-
-  // Works on the job, then on jobs that follow within kLinger.
-  void serve(std::shared_ptr<Job> job) {
-    for (;;) {
-      long seen = published_.load(std::memory_order_acquire);
-      job->help();
-      job.reset();
-      if (!wait(seen)) return;
-      lock();
-      job = job_.lock();
-      unlock();
-      if (!job) return;
-    }
+    offered_.fetch_add(1);
+    for (int t = 1; t < job->threads(); ++t) helpers_[t].wake();
   }
 
  private:
-  static constexpr auto kLinger = std::chrono::microseconds(100);
+  static constexpr auto kLinger = std::chrono::microseconds(1000);
 
-  bool wait(long seen) {
-    waiting_.fetch_add(1, std::memory_order_acq_rel);
+  struct alignas(64) Helper {
+    // Between the store here and the load in `wake`, either `wake` sees that this thread sleeps, or
+    // `changed` sees the new job.
+    template <class F>
+    void sleep_unless(F changed) {
+      std::unique_lock<std::mutex> held(mutex);
+      asleep.store(true);
+      if (changed()) asleep.store(false);
+      woken.wait(held, [this] { return !asleep.load(); });
+    }
+
+    void wake() {
+      if (!asleep.load()) return;
+      std::lock_guard<std::mutex> held(mutex);
+      asleep.store(false);
+      woken.notify_one();
+    }
+
+    std::atomic<bool> asleep{false};
+    std::mutex mutex;
+    std::condition_variable woken;
+  };
+
+  void run(int thread) {
+    for (long seen = 0;;) {
+      long offered = offered_.load();
+      if (offered == seen) {
+        wait(thread, seen);
+        continue;
+      }
+      seen = offered;
+      lock();
+      std::shared_ptr<Job> job = job_.lock();
+      unlock();
+      if (job) job->help(thread);
+    }
+  }
+
+  // Returns when there is a new job for this thread, and possibly earlier.
+  void wait(int thread, long seen) {
+    auto changed = [&] { return offered_.load() != seen; };
     auto end = std::chrono::steady_clock::now() + kLinger;
-    bool found = false;
     do {
-      for (int i = 0; i < 16 && !found; ++i) {
-        found = published_.load(std::memory_order_acquire) != seen;
+      for (int i = 0; i < 16; ++i) {
+        if (changed()) return;
         FORGE_PAUSE();
       }
-      if (!found) std::this_thread::yield();
-    } while (!found && std::chrono::steady_clock::now() < end);
-    waiting_.fetch_sub(1, std::memory_order_acq_rel);
-    return found;
+      std::this_thread::yield();
+    } while (std::chrono::steady_clock::now() < end);
+    helpers_[thread].sleep_unless(changed);
   }
 
   void lock() {
@@ -163,9 +198,10 @@ class Lobby {
   void unlock() { locked_.clear(std::memory_order_release); }
 
   std::atomic_flag locked_ = ATOMIC_FLAG_INIT;
+  int started_ = 1;  // with the leader, which is thread 0
   std::weak_ptr<Job> job_;
-  std::atomic<long> published_{0};
-  std::atomic<int> waiting_{0};
+  alignas(64) std::atomic<long> offered_{0};
+  Helper helpers_[kMaxThreads];
 };
 
 // Runs each body over its number of items, one phase after the other.
@@ -186,10 +222,9 @@ class Team {
       (run_alone(phases), ...);
       return;
     }
-    auto job = std::make_shared<Job>();
-    (job->add(phases.first, *phases.second, threads_), ...);
-    for (int t = 1 + Lobby::instance().publish(job); t < threads_; ++t)
-      pool_.Schedule([job] { Lobby::instance().serve(job); });
+    auto job = std::make_shared<Job>(threads_);
+    (job->add(phases.first, *phases.second), ...);
+    Helpers::instance().offer(job);
     job->lead();
   }
 
