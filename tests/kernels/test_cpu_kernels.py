@@ -37,7 +37,7 @@ def test_non_finite_row_stays_non_finite_and_isolated(form, option):
 
 
 def test_concurrent_calls_do_not_interfere():
-    """Runs jobs of different sizes at the same time, on the same thread pool."""
+    """Runs jobs of different sizes at the same time, on the same threads."""
     cases = [Case(form, rows=rows, outputs=200) for form in FORMATS for rows in (1, 9, 130)]
     arrays = [contract.make(case) for case in cases]
     want = [contract.run(case, mine) for case, mine in zip(cases, arrays, strict=True)]

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -207,7 +208,7 @@ class Helpers {
 // Runs each body over its number of items, one phase after the other.
 class Team {
  public:
-  Team(xla::ffi::ThreadPool& pool, long most_items) : pool_(pool) {
+  Team(xla::ffi::ThreadPool& pool, long most_items) {
     long threads = pool.num_threads();
     if (threads > kMaxThreads) threads = kMaxThreads;
     if (threads > most_items) threads = most_items;
@@ -234,7 +235,6 @@ class Team {
     for (long i = 0; i < phase.first; ++i) (*phase.second)(i);
   }
 
-  xla::ffi::ThreadPool& pool_;
   int threads_;
 };
 

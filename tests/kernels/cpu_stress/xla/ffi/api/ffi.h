@@ -1,8 +1,6 @@
 // The member of XLA's thread pool that parallel.h uses, for any number of threads.
 #pragma once
 
-#include <utility>
-
 namespace xla::ffi {
 
 class ThreadPool {
