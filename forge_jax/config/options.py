@@ -77,7 +77,7 @@ class ModelConfig:
     )
     gguf_weights: GGUFWeights = option(
         "packed",
-        'storage of a .gguf file\'s matrices. "packed" keeps weights at 4 or 8 bits, rounds '
+        'storage of a .gguf file\'s matrices. "packed" keeps weights at 4 to 8 bits, rounds '
         'activations to int8 and multiplies integers. "packed-exact" does not round activations. '
         '"decoded" dequantizes the matrices to floats, which uses more memory',
     )

@@ -72,8 +72,10 @@ class GGMLFormat:
         )
 
     def names(self, shape: MatrixShape) -> set[str]:
-        packing, own = self.packing(shape), f"{self.blocks.values} blocks"
-        return {own} if packing is None else {own, packing.format}
+        packing = self.packing(shape)
+        if packing is None:
+            return {f"{self.blocks.in_bytes.values} blocks"}
+        return {f"{self.blocks.values} blocks", packing.format}
 
 
 def ggml_formats(
@@ -127,7 +129,7 @@ def fused_format(format: WeightFormat, values: Collection[Values]) -> WeightForm
     if isinstance(format, QuantizedFormat):
         return replace(format, fused=format.scheme.values in values and format.packed is None)
     if isinstance(format, GGMLFormat):
-        return replace(format, fused=format.blocks.values in values and not format.packed)
+        return replace(format, fused=format.blocks.in_bytes.values in values and not format.packed)
     return format
 
 
@@ -203,15 +205,25 @@ def _joined_format(
     """Return the format of stacked tensors, a mixed one if their types differ."""
     pieces: list[Piece] = []
     pairs = zip(blocks, parts, strict=True)
-    for found, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        same = [part for _, part in group]
+    for found, group in itertools.groupby(pairs, key=lambda pair: _in_bytes(pair[0])):
+        kinds, same = zip(*group, strict=True)
         format = (
             float_format(plain)
             if found is None
-            else GGMLFormat(found, plain is not None, activations)
+            else GGMLFormat(_common(kinds), plain is not None, activations)
         )
         pieces.append(Piece(format, sum(part.rows for part in same), len(same)))
     return pieces[0].format if len(pieces) == 1 else MixedFormat(tuple(pieces))
+
+
+def _in_bytes(blocks: Blocks | None) -> Blocks | None:
+    return None if blocks is None else blocks.in_bytes
+
+
+def _common(blocks: Sequence[Blocks]) -> Blocks:
+    """Return the storage of matrices that differ at most between 6 and 8 bits."""
+    first, *others = dict.fromkeys(blocks)
+    return first.in_bytes if others else first
 
 
 def _expert_format(
@@ -222,13 +234,12 @@ def _expert_format(
     Raises:
       UnsupportedModelError: the tensors have different types.
     """
-    first, *others = dict.fromkeys(blocks)
-    if others:
-        firsts = {found: part.name for found, part in reversed([*zip(blocks, parts, strict=True)])}
+    pairs = [*zip(map(_in_bytes, blocks), parts, strict=True)]
+    firsts = {found: part.name for found, part in reversed(pairs)}
+    if len(firsts) > 1:
         raise UnsupportedModelError(
             f"{KEY}: {' and '.join(sorted(firsts.values()))} have different types, which is not "
             "supported for experts because they are computed together: use --gguf-weights "
             "decoded"
         )
-    assert first is not None
-    return GGMLFormat(first, packed)
+    return GGMLFormat(_common([each for each in blocks if each is not None]), packed)

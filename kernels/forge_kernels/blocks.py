@@ -1,4 +1,4 @@
-"""Values in blocks, as in GGUF's types: 8 or 4 bits, with scales of one level or two.
+"""Values in blocks, as in GGUF's types: 8, 6 or 4 bits, with scales of one level or two.
 
 A row consists of blocks, and a block of groups. A value is `value * scale + minimum`. The scale of
 a group is its block's float16 factor, times an int8 number if a block has several groups. The
@@ -17,19 +17,22 @@ from typing import Literal
 
 import numpy as np
 
+BITS = {"int8": 8, "int6": 6, "int4": 4}
+
 
 @dataclass(frozen=True)
 class Blocks:
     """The way the values of a row are stored.
 
     Attributes:
-      values: int8; or int4, from 0 to 15 with minima, else from -8 to 7.
+      values: the type. With minima, int4 is from 0 to 15 and int6 from 0 to 63. Without, they are
+        from -8 to 7 and from -32 to 31. XLA and GPUs keep int6 in 8 bits.
       group: the number of values that share a scale.
       size: the number of values in a block; equal to `group` if there is one level.
       minima: True if groups have minima.
     """
 
-    values: Literal["int8", "int4"]
+    values: Literal["int8", "int6", "int4"]
     group: int
     size: int
     minima: bool = False
@@ -55,7 +58,17 @@ class Blocks:
     def bytes(self) -> int:
         """The bytes of a block of one row."""
         scales = (2 if self.minima else 1) * (2 + self.two_levels * self.size // self.group)
-        return scales + self.size // (2 if self.values == "int4" else 1)
+        return scales + self.size * BITS[self.values] // 8
+
+    @property
+    def offset(self) -> int:
+        """The number added to values of 6 or 4 bits, so that stored ones are not negative."""
+        return 0 if self.minima or self.values == "int8" else 1 << (BITS[self.values] - 1)
+
+    @property
+    def in_bytes(self) -> Blocks:
+        """The same with values of 6 bits in 8, as XLA and GPUs keep them."""
+        return replace(self, values="int8") if self.values == "int6" else self
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,7 @@ def quantizations(fused: Collection[str]) -> Iterator[tuple[str, Quantization]]:
     kinds: dict[Any, str] = {}
     for format in FORMATS.values():
         if format.blocks is not None:
-            kinds.setdefault(format.blocks, format.name)
+            kinds.setdefault(format.blocks.in_bytes, format.name)
     for blocks, name in kinds.items():
         yield name, Quantization.of_blocks(blocks, OUTPUTS, INPUTS, fused=True)
 

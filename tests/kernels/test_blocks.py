@@ -40,6 +40,10 @@ KINDS = {
     "8 bits, two levels": Blocks("int8", 16, 256),
     "8 bits, two levels, groups of 32": Blocks("int8", 32, 256),
     "8 bits, two levels with minima": Blocks("int8", 32, 256, minima=True),
+    "6 bits": Blocks("int6", 32, 32),
+    "6 bits with minima": Blocks("int6", 32, 32, minima=True),
+    "6 bits, two levels": Blocks("int6", 16, 256),
+    "6 bits, two levels with minima": Blocks("int6", 32, 256, minima=True),
     "4 bits": Blocks("int4", 32, 32),
     "4 bits with minima": Blocks("int4", 32, 32, minima=True),
     "4 bits, two levels": Blocks("int4", 16, 256),
@@ -50,6 +54,7 @@ KINDS = {
 ROUNDED = {
     **KINDS,
     "8 bits, blocks of 16": Blocks("int8", 16, 16),
+    "6 bits, blocks of 16": Blocks("int6", 16, 16),
     "4 bits, blocks of 32 with two levels and minima": Blocks("int4", 16, 32, minima=True),
 }
 
@@ -59,6 +64,8 @@ def make(blocks: Blocks, outputs: int, inputs: int) -> BlockValues:
     rng = np.random.default_rng([outputs, inputs])
     if blocks.values == "int4":
         low, high = (0, 16) if blocks.minima else (-8, 8)
+    elif blocks.values == "int6":
+        low, high = (0, 64) if blocks.minima else (-32, 32)
     elif blocks.two_levels:
         low, high = (0, 32) if blocks.minima else (-32, 32)
     else:
@@ -320,7 +327,7 @@ def quantized(blocks: Blocks, values: BlockValues, *, fused: bool = False) -> Qu
     total = sum(array.size * jax.dtypes.itemsize_bits(array.dtype) for array in arrays.values())
     total //= 8
     combined = values.values.size // blocks.group * 2 - values.values.size // blocks.size * 4
-    assert total == values.values.size // blocks.size * blocks.bytes + (
+    assert total == values.values.size // blocks.size * blocks.in_bytes.bytes + (
         combined if quantization.combined else 0
     )
     none = {"zero": None, "input_scale": None}

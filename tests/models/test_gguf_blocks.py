@@ -38,12 +38,13 @@ from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
 from forge_kernels.embed import embed
 
-# Bytes of 256 values, with their scales and minima.
+# Bytes of 256 values, with their scales and minima, as the CPU kernels and as XLA keep them.
 BYTES = {
-    **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 272, "Q5_1": 288, "Q8_0": 272},
-    **{"Q2_K": 164, "Q3_K": 146, "Q4_K": 148, "Q5_K": 276, "Q6_K": 274},
+    **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 208, "Q5_1": 224, "Q8_0": 272},
+    **{"Q2_K": 164, "Q3_K": 146, "Q4_K": 148, "Q5_K": 212, "Q6_K": 210},
     **{"IQ4_NL": 272, "IQ4_XS": 266},
 }
+IN_BYTES = {**BYTES, "Q5_0": 272, "Q5_1": 288, "Q5_K": 276, "Q6_K": 274}
 MODULES = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
@@ -89,9 +90,11 @@ def test_blocks_unpack_to_the_dequantizers_values(name):
     np.testing.assert_array_equal(rows.floats(), gguf.quants.dequantize(data, kind))
     blocks = form.blocks
     assert blocks is not None and rows.factor.dtype == np.float16
-    least, most = (-128, 127) if blocks.values == "int8" else (0, 15) if blocks.minima else (-8, 7)
-    assert least <= rows.values.min() and rows.values.max() <= most
+    count = {"int8": 256, "int6": 64, "int4": 16}[blocks.values]
+    least = 0 if blocks.minima and count < 256 else -count // 2
+    assert least <= rows.values.min() and rows.values.max() < least + count
     assert blocks.bytes * 256 // blocks.size == BYTES[name]
+    assert blocks.in_bytes.bytes * 256 // blocks.size == IN_BYTES[name]
 
 
 def test_every_matrix_takes_the_bytes_of_its_type(zoo):
@@ -103,6 +106,7 @@ def test_every_matrix_takes_the_bytes_of_its_type(zoo):
             needs_kernels()
         model = loaded(zoo, **options)
         assert bool(model.model.packings) == (not options)
+        num_bytes = IN_BYTES if options else BYTES
         sizes = {}
         for name, leaf in zip(model.model.names, model.leaves, strict=True):
             base = name.rsplit(".", 1)[0]
@@ -111,14 +115,16 @@ def test_every_matrix_takes_the_bytes_of_its_type(zoo):
         for layer, kinds in enumerate(LAYERS):
             kept = dict(zip(NAMES, (kind.name for kind in kinds), strict=True))
             of = f"layers.{layer}"
-            assert sizes[f"{of}.attention.out"] == 256 * BYTES[kept["attn_output"]]
-            assert sizes[f"{of}.mlp.down"] == 512 * BYTES[kept["ffn_down"]]
+            assert sizes[f"{of}.attention.out"] == 256 * num_bytes[kept["attn_output"]]
+            assert sizes[f"{of}.mlp.down"] == 512 * num_bytes[kept["ffn_down"]]
             qkv = _total(sizes, f"{of}.attention.qkv")
-            wanted = [BYTES.get(kept[f"attn_{each}"], 256 * float_bytes) for each in "qkv"]
+            of_qkv = IN_BYTES if layer == 2 else num_bytes  # keys of Q5_0 between Q8_0
+            wanted = [of_qkv.get(kept[f"attn_{each}"], 256 * float_bytes) for each in "qkv"]
             assert qkv == np.dot(wanted, [256, 128, 128])
             both = _total(sizes, f"{of}.mlp.gate_up")
-            assert both == 512 * (BYTES[kept["ffn_gate"]] + BYTES[kept["ffn_up"]])
-        assert sizes["embedding"] == 320 * BYTES["Q4_K"] and sizes["head"] == 320 * BYTES["Q6_K"]
+            assert both == 512 * (num_bytes[kept["ffn_gate"]] + num_bytes[kept["ffn_up"]])
+        assert sizes["embedding"] == 320 * num_bytes["Q4_K"]
+        assert sizes["head"] == 320 * num_bytes["Q6_K"]
         assert sum(sizes.values()) == model.model.param_bytes
         assert (
             model.model.param_bytes
@@ -272,7 +278,8 @@ def test_fingerprint_depends_on_whether_activations_are_rounded(zoo):
         build_model(spec, "bfloat16", WeightFormats(layers="bf16", ggml_activations=rows)).formats
         for rows in (None, "int8")
     ]
-    assert names[1] - names[0] == {"int4 blocks, int8 rows", "int8 blocks, int8 rows"}
+    kinds = ("int4", "int6", "int8")
+    assert names[1] - names[0] == {f"{kind} blocks, int8 rows" for kind in kinds}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from gguf_writer import write_gguf
 from gguf_zoo import LAYERS, Q, write_zoo
 from paged import PagedRun
 from safetensors.numpy import save_file
-from test_gguf_blocks import BYTES, GREEDY, IDS, OPTIONS, loaded, needs_kernels
+from test_gguf_blocks import BYTES, GREEDY, IDS, IN_BYTES, OPTIONS, loaded, needs_kernels
 
 import forge_jax
 from forge_jax import LLM
@@ -23,12 +23,12 @@ from forge_jax.weights.ggml_formats import GGMLFormat
 from forge_jax.weights.ggml_types import KEY as TYPES_KEY
 
 EXPERTS = 3
-MIXED = (Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q5_K, Q.Q5_K, Q.Q4_0)  # experts in 8 and 4 bits
+MIXED = (Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q5_K, Q.Q5_K, Q.Q4_0)  # experts in 6 and 4 bits
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
-    """Write two layers: gates and ups in 4 bits with down in 8, and vice versa."""
+    """Write two layers: gates and ups in 4 bits with down in 6, and vice versa."""
     file = tmp_path_factory.mktemp("experts") / "zoo.gguf"
     return write_zoo(file, (LAYERS[0], MIXED), experts=EXPERTS)
 
@@ -82,8 +82,8 @@ def test_kernels_give_the_decoded_models_bits(zoo):
     }
     assert formats == {
         "layers.0.mlp.gate_up.weight": "int4 blocks",
-        "layers.0.mlp.down.weight": "int8 blocks",
-        "layers.1.mlp.gate_up.weight": "int8 blocks",
+        "layers.0.mlp.down.weight": "int6 blocks",
+        "layers.1.mlp.gate_up.weight": "int6 blocks",
         "layers.1.mlp.down.weight": "int4 blocks",
     }
     decoded = loaded(zoo, gguf_weights="decoded")
@@ -97,13 +97,14 @@ def test_experts_take_the_bytes_of_their_types(zoo):
         if not options:
             needs_kernels()
         model = loaded(zoo, **options)
+        num_bytes = IN_BYTES if options else BYTES
         sizes = {}
         for name, leaf in zip(model.model.names, model.leaves, strict=True):
             base = name.rsplit(".", 1)[0]
             sizes[base] = sizes.get(base, 0) + leaf.nbytes
         for layer, (both, down) in enumerate((("Q4_K", "Q6_K"), ("Q5_K", "Q4_0"))):
-            assert sizes[f"layers.{layer}.mlp.gate_up"] == EXPERTS * 2 * 512 * BYTES[both]
-            assert sizes[f"layers.{layer}.mlp.down"] == EXPERTS * 512 * BYTES[down]
+            assert sizes[f"layers.{layer}.mlp.gate_up"] == EXPERTS * 2 * 512 * num_bytes[both]
+            assert sizes[f"layers.{layer}.mlp.down"] == EXPERTS * 512 * num_bytes[down]
 
 
 def test_row_is_independent_of_its_neighbors(zoo):
@@ -128,6 +129,17 @@ def test_converted_folder_has_the_same_experts(zoo, tmp_path):
         tokens.append(list(outputs[0].outputs[0].token_ids))
         llm.close()
     assert tokens[0] == tokens[1] and len(tokens[0]) == 12
+
+
+def test_gates_of_5_bits_and_ups_of_8_bits_share_storage(tmp_path):
+    needs_kernels()
+    layer = (*(Q.Q4_0,) * 4, Q.Q5_0, Q.Q8_0, Q.Q5_0)
+    file = write_zoo(tmp_path / "zoo.gguf", (layer,), experts=EXPERTS)
+    packed = loaded(file, gguf_weights="packed-exact")
+    leaves = [f"layers.0.mlp.{each}.weight" for each in ("gate_up", "down")]
+    formats = [packed.model.packings[leaf].format for leaf in leaves]
+    assert formats == ["int8 blocks", "int6 blocks"]
+    np.testing.assert_array_equal(logits(packed), logits(loaded(file, gguf_weights="decoded")))
 
 
 def test_gates_and_ups_of_two_types_are_rejected_unless_decoded(tmp_path):

@@ -70,7 +70,7 @@ def test_cpu_kernels_multiply_whole_experts_in_their_formats(models):
     formats, (on_one, *on_several, scale) = found.pop("formats"), found.pop("blocks")
     assert formats == {
         **{name: name for name in ("bf16", "int8", "int4")},
-        **{"int8_rows": "int8", "w4a16": "int4", "blocks": "int8 blocks"},
+        **{"int8_rows": "int8", "w4a16": "int4", "blocks": "int6 blocks"},
     }
     for each in found.values():
         for name, form in each["forms"].items():  # sums of devices are rounded to bfloat16

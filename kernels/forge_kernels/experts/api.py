@@ -41,7 +41,7 @@ from forge_kernels.linear import (
 )
 from forge_kernels.linear.quantized import convertible
 
-IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats that the kernels can combine
+IN_BLOCKS = {"int8 blocks", "int6 blocks", "int4 blocks"}  # formats that the kernels can combine
 Implementation = Literal["auto", "reference"]
 
 Matrices = jax.Array | PackedWeight | QuantizedWeight  # matrices of all experts

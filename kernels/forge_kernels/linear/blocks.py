@@ -116,8 +116,21 @@ def _pack_panels(
     if blocks.values == "int8":
         put(by_column(values.view(np.int16)))  # keeps two consecutive values together
         return
-    numbers = values.view(np.uint8) if blocks.minima else (values + np.int8(MIDDLE)).view(np.uint8)
+    numbers = (values + np.int8(blocks.offset)).view(np.uint8)
     eights = numbers.reshape(panels * 2, 2, 8, -1)  # 8 columns, and the next 8
-    both = (eights[:, 0] | eights[:, 1] << 4).view(np.uint16)  # [2 panels, 8, K / 2]
-    both = both.reshape(panels, 16, count, -1).transpose(0, 2, 3, 1)
-    put(np.ascontiguousarray(both).reshape(panels, count, -1).view(np.uint8))
+
+    def by_word(words: np.ndarray) -> np.ndarray:
+        """Transpose u16[2 panels, 8, n] to u8[panels, count, words, 32]."""
+        rows = words.reshape(panels, 16, count, -1).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(rows).view(np.uint8)
+
+    if blocks.values == "int4":
+        both = (eights[:, 0] | eights[:, 1] << 4).view(np.uint16)
+        put(by_word(both).reshape(panels, count, -1))
+        return
+    nibbles = by_word((eights[:, 0] & 15 | eights[:, 1] << 4).view(np.uint16))
+    high = (eights[:, 0] >> 4 | eights[:, 1] & 0x30).view(np.uint16)
+    crumbs = by_word(high[..., ::2] | high[..., 1::2] << 2)
+    chunks = (panels, count, blocks.size // 16, -1)
+    both = np.concatenate([nibbles.reshape(chunks), crumbs.reshape(chunks)], axis=3)
+    put(both.reshape(panels, count, -1))

@@ -18,6 +18,7 @@ from forge_kernels.linear.reference import reference_linear
 from forge_kernels.linear.unpacked import unpacked
 
 _STORE, _RESIDUAL, _SWIGLU = range(3)
+_IN_BLOCKS = ("int8", "int6", "int4")  # in the order of `Format` in `linear.h`
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,9 @@ def format_attributes(
     if isinstance(packing, Packing):
         return _attributes(FORMATS.index(packing.format), 0, 0, False)
     blocks = packing.blocks
-    number = len(FORMATS) + ("int8", "int4").index(blocks.values)
+    number = len(FORMATS) + _IN_BLOCKS.index(blocks.values)
     if rounds_rows and packing.activations is not None:
-        number += 2
+        number += len(_IN_BLOCKS)
     return _attributes(number, blocks.size, blocks.group, blocks.minima)
 
 

@@ -90,11 +90,11 @@ class Quantization:
         fused: bool = False,
     ) -> Quantization:
         return cls(
-            values=blocks.values,
+            values="int4" if blocks.values == "int4" else "int8",
             outputs=outputs,
             inputs=inputs,
             group=blocks.group,
-            blocks=blocks,
+            blocks=blocks.in_bytes,
             experts=experts,
             fused=fused,
         )

@@ -77,9 +77,17 @@ def _of_blocks(weight: jax.Array, packing: BlockPacking) -> jax.Array:
         values = _bits(take(blocks.size // 2, jnp.int16), jnp.int8).swapaxes(3, 4)
         values = values.astype(jnp.float32)
     else:  # 8 columns in the low bits, and the next 8 in the high bits
-        data = weight[:, :, at:].reshape(panels, count, blocks.size // 2, 2, 8, 2)
-        both = jnp.stack([data & 15, data >> 4], axis=4).transpose(0, 1, 2, 6, 3, 4, 5)
-        values = both.astype(jnp.float32) - (0 if blocks.minima else MIDDLE)
+        data, crumbs = weight[:, :, at:], None
+        if blocks.values == "int6":
+            chunks = data.reshape(panels, count, blocks.size // 16, 12, PANEL)
+            data, crumbs = chunks[..., :8, :], chunks[..., 8:, :]
+        data = data.reshape(panels, count, blocks.size // 2, 2, 8, 2)
+        numbers = jnp.stack([data & 15, data >> 4], axis=4)
+        if crumbs is not None:
+            of_pair = jnp.stack([crumbs, crumbs >> 2], axis=4).reshape(data.shape)
+            numbers |= jnp.stack([of_pair << 4, of_pair], axis=4) & 0x30
+        both = numbers.transpose(0, 1, 2, 6, 3, 4, 5)
+        values = both.astype(jnp.float32) - blocks.offset
     values = values.reshape(panels, count, blocks.size, PANEL)
     scales = by_group(factor, scale)
     floats = values * jnp.repeat(scales, blocks.size // scales.shape[2], axis=2)

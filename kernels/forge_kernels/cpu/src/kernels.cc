@@ -54,8 +54,10 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
     case forge::Format::kInt8: forge::run_linear<forge::Format::kInt8>(pool, op); break;
     case forge::Format::kInt4: forge::run_linear<forge::Format::kInt4>(pool, op); break;
     case forge::Format::kBlocks8: forge::run_linear<forge::Format::kBlocks8>(pool, op); break;
+    case forge::Format::kBlocks6: forge::run_linear<forge::Format::kBlocks6>(pool, op); break;
     case forge::Format::kBlocks4: forge::run_linear<forge::Format::kBlocks4>(pool, op); break;
     case forge::Format::kRounded8: forge::run_linear<forge::Format::kRounded8>(pool, op); break;
+    case forge::Format::kRounded6: forge::run_linear<forge::Format::kRounded6>(pool, op); break;
     case forge::Format::kRounded4: forge::run_linear<forge::Format::kRounded4>(pool, op); break;
   }
   return ffi::Error::Success();
@@ -66,6 +68,9 @@ void run_experts_in_blocks(ffi::ThreadPool& pool, const forge::Experts& op, forg
   switch (down) {
     case forge::Format::kBlocks8:
       forge::run_experts<format, forge::Format::kBlocks8>(pool, op);
+      break;
+    case forge::Format::kBlocks6:
+      forge::run_experts<format, forge::Format::kBlocks6>(pool, op);
       break;
     case forge::Format::kBlocks4:
       forge::run_experts<format, forge::Format::kBlocks4>(pool, op);
@@ -105,6 +110,9 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
     case forge::Format::kInt4: forge::run_experts<forge::Format::kInt4>(pool, op); break;
     case forge::Format::kBlocks8:
       run_experts_in_blocks<forge::Format::kBlocks8>(pool, op, then);
+      break;
+    case forge::Format::kBlocks6:
+      run_experts_in_blocks<forge::Format::kBlocks6>(pool, op, then);
       break;
     case forge::Format::kBlocks4:
       run_experts_in_blocks<forge::Format::kBlocks4>(pool, op, then);

@@ -34,28 +34,35 @@
 
 namespace forge {
 
-// The last two have the blocks of the previous two, with rows of x rounded to int8.
+// The last three have the blocks of the previous three, with rows of x rounded to int8.
 enum class Format {
   kBf16 = 0,
   kInt8 = 1,
   kInt4 = 2,
   kBlocks8 = 3,
-  kBlocks4 = 4,
-  kRounded8 = 5,
-  kRounded4 = 6
+  kBlocks6 = 4,
+  kBlocks4 = 5,
+  kRounded8 = 6,
+  kRounded6 = 7,
+  kRounded4 = 8
 };
 enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2, kAddWeighted = 3 };
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;  // columns per int4 group, and per rounded group of a row of x
 
 constexpr bool has_rounded_rows(Format format) {
-  return format == Format::kRounded8 || format == Format::kRounded4;
+  return format == Format::kRounded8 || format == Format::kRounded6 || format == Format::kRounded4;
+}
+constexpr bool has_exact_blocks(Format format) {
+  return format == Format::kBlocks8 || format == Format::kBlocks6 || format == Format::kBlocks4;
 }
 constexpr bool in_blocks(Format format) {
-  return format == Format::kBlocks8 || format == Format::kBlocks4 || has_rounded_rows(format);
+  return has_exact_blocks(format) || has_rounded_rows(format);
 }
-constexpr bool has_4_bits(Format format) {
-  return format == Format::kBlocks4 || format == Format::kRounded4;
+// The bits of a value in a block.
+constexpr int bits_of(Format format) {
+  if (format == Format::kBlocks6 || format == Format::kRounded6) return 6;
+  return format == Format::kBlocks4 || format == Format::kRounded4 ? 4 : 8;
 }
 
 // The contents of a block of 32 columns, in this order:
@@ -64,10 +71,16 @@ constexpr bool has_4_bits(Format format) {
 //   s8[size / group, 32]  the groups' scales, if two levels: a scale is the factor times this
 //   s8[size / group, 32]  the same for the minima
 //   s8[size / 2, 32, 2]   the values of 8 bits, or
-//   u8[size / 2, 2, 16]   the values of 4 bits, two per byte
-// The low bits of a byte have 8 columns, with each two that are consecutive in k. The high bits have
-// the next 8 columns. A value is value * scale + minimum, or (value - 8) * scale for 4 bits without
-// minima.
+//   u8[size / 2, 2, 16]   the values of 4 bits, two per byte, or
+//   size / 16 times       the values of 6 bits:
+//     u8[8, 2, 16]        their low 4 bits, like values of 4 bits
+//     u8[4, 2, 16]        their high 2 bits, four per byte
+// The low bits of a byte of 4-bit values have 8 columns, with each two that are consecutive in k. The
+// high bits have the next 8 columns. A byte of high 2 bits (crumbs) belongs to two such bytes, which are
+// consecutive in k. The first byte's values have the crumbs at bits 0 and 4, and the second byte's
+// values at bits 2 and 6.
+// A value is value * scale + minimum. Without minima, a value of 4 or 6 bits is (value - 8) * scale or
+// (value - 32) * scale.
 struct Blocks {
   long size = 0, group = 0;
   bool minima = false;
@@ -77,7 +90,7 @@ struct Blocks {
   // The offset of the values in a block.
   long values() const { return (minima ? 2 : 1) * kPanel * (2 + (two_levels() ? groups() : 0)); }
   long bytes(Format format) const {
-    return values() + size * kPanel / (has_4_bits(format) ? 2 : 1);
+    return values() + size * kPanel * bits_of(format) / 8;
   }
   long panel_bytes(Format format, long K) const { return K / size * bytes(format); }
 };
@@ -164,7 +177,7 @@ inline void read_row(const Linear& op, long row, float* out) {
 
 // True if rows of x are multiplied as bfloat16.
 constexpr bool has_plain_rows(Format format) {
-  return format == Format::kBf16 || format == Format::kBlocks8 || format == Format::kBlocks4;
+  return format == Format::kBf16 || has_exact_blocks(format);
 }
 
 inline long words_of(Format format, long K) {
@@ -221,8 +234,9 @@ inline void quantize_row(const float* x, long K32, int8_t* out, float* scale) {
 }
 
 // The offset of stored values, for which integer sums of products must be corrected.
-constexpr int offset_of(Format format, const Blocks& blocks) {
-  return format == Format::kRounded8 ? kSignedBias : blocks.minima ? 0 : 8;
+inline int offset_of(Format format, const Blocks& blocks) {
+  if (bits_of(format) == 8) return kSignedBias;
+  return blocks.minima ? 0 : 1 << (bits_of(format) - 1);
 }
 
 // Rounds a row to int8 with a scale per 32 values, which maps the largest to 127. If all values are
@@ -514,26 +528,35 @@ FORGE_INLINE Factors factors_of(const Blocks& blocks, const uint8_t* block, long
     if (blocks.minima)
       minimum = mul(minimum, load_s8(bytes + (blocks.groups() + group) * kPanel + lane));
   }
-  if (format == Format::kBlocks4 && !blocks.minima) minimum = mul(scale, splat(-8.0f));
+  constexpr int bits = bits_of(format);
+  if (bits < 8 && !blocks.minima) minimum = mul(scale, splat(-float(1 << (bits - 1))));
   return {{twice_low(scale), twice_high(scale)}, {twice_low(minimum), twice_high(minimum)}};
 }
 
-// Returns 32 values of 16 columns, two each, as in the first format. `at` is a word of a block.
+constexpr long kChunk6 = 16 * kPanel * 6 / 8;  // bytes of 16 consecutive values of 6 bits
 template <Format format>
-FORGE_INLINE I16 word_of(const uint8_t* at, const Factors& factors) {
-  F16 low, high;
-  if constexpr (format == Format::kBlocks4) {
-    load_u4(at, low, high);
-  } else {
-    low = load_s8(at);
-    high = load_s8(at + 16);
-  }
-  return to_bf16(fma(low, factors.scale[0], factors.minimum[0]),
-                 fma(high, factors.scale[1], factors.minimum[1]));
-}
+constexpr int kWordsTogether = bits_of(format) == 6 ? 2 : 1;  // words that have bytes in common
 
+// Returns two values of each of 32 columns, as in the first format. They are word number `word + i` of a
+// block's `values`. `word` is a multiple of `kWordsTogether`.
 template <Format format>
-constexpr long kWordBytes = format == Format::kBlocks4 ? kPanel : 2 * kPanel;
+FORGE_INLINE void read_word(const uint8_t* values, unsigned long word, int i, const Factors* factors,
+                            I16* out) {
+  F16 v[4];
+  if constexpr (bits_of(format) == 4) {
+    load_u4(values + word * kPanel, v[0], v[1]);
+    load_u4(values + word * kPanel + 16, v[2], v[3]);
+  } else if constexpr (bits_of(format) == 6) {
+    const uint8_t* chunk = values + word / 8 * kChunk6;
+    const uint8_t* crumbs = chunk + 8 * kPanel + word % 8 / 2 * kPanel;
+    load_u6(chunk + (word % 8 + i) * kPanel, crumbs, 2 * i, v);
+  } else {
+    for (int j = 0; j < 4; ++j) v[j] = load_s8(values + word * 2 * kPanel + 16 * j);
+  }
+  for (int j = 0; j < 2; ++j)
+    out[j] = to_bf16(fma(v[2 * j], factors[j].scale[0], factors[j].minimum[0]),
+                     fma(v[2 * j + 1], factors[j].scale[1], factors[j].minimum[1]));
+}
 
 template <Format format, int R, int P>
 void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
@@ -554,26 +577,27 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
 #pragma GCC unroll 4
       for (int j = 0; j < 2 * P; ++j)
         factors[j] = factors_of<format>(blocks, block + j / 2 * panel_bytes, group, j % 2 * 16);
-      for (long word = 0; word < words; ++word) {
-        I16 v[2 * P];
-#pragma GCC unroll 4
-        for (int j = 0; j < 2 * P; ++j) {
-          long at = j / 2 * panel_bytes + j % 2 * (kWordBytes<format> / 2);
-          v[j] = word_of<format>(values + at, factors[j]);
-        }
-        values += kWordBytes<format>;
-        if (ahead_lines > 0) {
+      unsigned long word = group * words;
+      for (unsigned long end = word + words; word < end; word += kWordsTogether<format>) {
 #pragma GCC unroll 2
-          for (int p = 0; p < P; ++p) prefetch_l1(ahead + 64 * p);
-          ahead += 64 * P;
-          ahead_lines -= P;
-        }
+        for (int i = 0; i < kWordsTogether<format>; ++i) {
+          I16 v[2 * P];
+#pragma GCC unroll 2
+          for (int p = 0; p < P; ++p)
+            read_word<format>(values + p * panel_bytes, word, i, factors + 2 * p, v + 2 * p);
+          if (ahead_lines > 0) {
+#pragma GCC unroll 2
+            for (int p = 0; p < P; ++p) prefetch_l1(ahead + 64 * p);
+            ahead += 64 * P;
+            ahead_lines -= P;
+          }
 #pragma GCC unroll 14
-        for (int r = 0; r < R; ++r) {
+          for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-          for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], load_pair(x + r, R));
+            for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], load_pair(x + r, R));
+          }
+          x += kPairWords * R;
         }
-        x += kPairWords * R;
       }
     }
   }
@@ -596,13 +620,17 @@ void unpack_panel(const Linear& op, long panel, uint16_t* out) {
   for (long k = 0; k < op.K; k += blocks.size, block += blocks.bytes(format)) {
     const uint8_t* values = block + blocks.values();
     for (long group = 0; group < blocks.groups(); ++group) {
-      Factors first = factors_of<format>(blocks, block, group, 0);
-      Factors second = factors_of<format>(blocks, block, group, 16);
-      for (long word = 0; word < words; ++word) {
-        store_bits(out, word_of<format>(values, first));
-        store_bits(out + 32, word_of<format>(values + kWordBytes<format> / 2, second));
-        values += kWordBytes<format>;
-        out += 64;
+      Factors factors[] = {factors_of<format>(blocks, block, group, 0),
+                           factors_of<format>(blocks, block, group, 16)};
+      unsigned long word = group * words;
+      for (unsigned long end = word + words; word < end; word += kWordsTogether<format>) {
+#pragma GCC unroll 2
+        for (int i = 0; i < kWordsTogether<format>; ++i, out += 64) {
+          I16 v[2];
+          read_word<format>(values, word, i, factors, v);
+          store_bits(out, v[0]);
+          store_bits(out + 32, v[1]);
+        }
       }
     }
   }
@@ -626,8 +654,8 @@ constexpr int kOrder4[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
 template <Format format>
 constexpr const int (&order_of())[8] {
-  if constexpr (has_4_bits(format)) return kOrder4;
-  return kOrder8;
+  if constexpr (bits_of(format) == 8) return kOrder8;
+  return kOrder4;
 }
 
 // The factors of 32 columns of a group, in that order.
@@ -660,12 +688,20 @@ struct BlockReader {
 
   // Four values of each column: word number `number` from the current position on.
   FORGE_INLINE void word(int number, I16& first, I16& second) const {
-    if constexpr (has_4_bits(format)) {
+    if constexpr (bits_of(format) == 4) {
       const uint8_t* at = values + 64 * number;
       prefetch_l2(at + kAhead);
       I16 both = pair_columns(at);
       first = low_nibbles(both);
       second = high_nibbles(both);
+    } else if constexpr (bits_of(format) == 6) {
+      const uint8_t* chunk = values + number / 4 * kChunk6;
+      const uint8_t *at = chunk + 64 * (number % 4), *high = chunk + 256 + 32 * (number % 4);
+      prefetch_l2(at + kAhead);
+      if (number % 2 == 0) prefetch_l2(high + kAhead);
+      I16 both = pair_columns(at), crumbs = crumb_columns(high);
+      first = with_low_crumbs(low_nibbles(both), crumbs);
+      second = with_high_crumbs(high_nibbles(both), crumbs);
     } else {
       const uint8_t* at = values + 128 * number;
       prefetch_l2(at + kAhead);
@@ -680,7 +716,7 @@ struct BlockReader {
   template <int words>
   FORGE_INLINE Columns end_group(bool last) {
     Columns found = factors;
-    values += words * (has_4_bits(format) ? 64 : 128);
+    values += words * 4 * kPanel * bits_of(format) / 8;
     if (blocks.two_levels()) {
       const uint8_t* bytes = block + (blocks.minima ? 128 : 64) + group * kPanel;
       Columns by_group;
@@ -807,7 +843,7 @@ struct RoundedRows {
   }
 
   static I16 dot(I16 acc, I16 w, uint32_t x) {
-    return has_4_bits(format) ? dot4_nibbles(acc, w, x) : dot4_signed(acc, w, x);
+    return bits_of(format) == 8 ? dot4_signed(acc, w, x) : dot4_small(acc, w, x);
   }
 
   // Adds groups that share scales of x. `last` means the last of the panel.
@@ -1148,6 +1184,7 @@ void run_linear_alone(const Linear& op) {
 
 // These are in rounded.cc, which compiles in parallel with the rest.
 extern template void run_linear<Format::kRounded8>(xla::ffi::ThreadPool&, const Linear&);
+extern template void run_linear<Format::kRounded6>(xla::ffi::ThreadPool&, const Linear&);
 extern template void run_linear<Format::kRounded4>(xla::ffi::ThreadPool&, const Linear&);
 
 }  // namespace forge

@@ -149,12 +149,12 @@ struct PackedEmbedding {
 inline void embed_row_of_blocks(const PackedEmbedding& op, const uint8_t* panel, long lane,
                                 uint16_t* out) {
   const Blocks& blocks = op.blocks;
-  bool four = op.format == Format::kBlocks4;
+  int bits = bits_of(op.format);
   long half = lane / 16, place = lane % 16;
   auto f16_at = [](const uint8_t* p) {
-    uint16_t bits;
-    std::memcpy(&bits, p, 2);
-    return f16_to_f32(bits);
+    uint16_t f16;
+    std::memcpy(&f16, p, 2);
+    return f16_to_f32(f16);
   };
   for (long k = 0; k < op.K; ++k) {
     const uint8_t* block = panel + k / blocks.size * blocks.bytes(op.format);
@@ -168,12 +168,21 @@ inline void embed_row_of_blocks(const PackedEmbedding& op, const uint8_t* panel,
       if (blocks.minima) minimum *= float(bytes[(blocks.groups() + group) * kPanel + lane]);
     }
     float value;
-    if (four) {
-      uint8_t both = values[word * kPanel + half * 16 + place % 8 * 2 + k % 2];
-      value = float(place < 8 ? both & 15 : both >> 4);
-      if (!blocks.minima) minimum = -8.0f * scale;
-    } else {
+    if (bits == 8) {
       value = float(int8_t(values[word * 2 * kPanel + lane * 2 + k % 2]));
+    } else {
+      long column = half * 16 + place % 8 * 2 + k % 2;
+      int shift = place < 8 ? 0 : 4, number;
+      if (bits == 4) {
+        number = values[word * kPanel + column] >> shift & 15;
+      } else {
+        const uint8_t* chunk = values + word / 8 * kChunk6;
+        number = chunk[word % 8 * kPanel + column] >> shift & 15;
+        int crumbs = chunk[8 * kPanel + word % 8 / 2 * kPanel + column] >> (shift + word % 2 * 2);
+        number |= (crumbs & 3) << 4;
+      }
+      value = float(number);
+      if (!blocks.minima) minimum = -float(1 << (bits - 1)) * scale;
     }
     out[k] = f32_to_bf16(std::fma(value, scale, minimum));
   }

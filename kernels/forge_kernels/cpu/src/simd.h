@@ -33,6 +33,18 @@ FORGE_INLINE float bf16_to_f32(uint16_t bits) {
   return value;
 }
 
+// Joins the low and the high four bits of 32 bytes with two bits above them. These are in `crumbs`: those
+// from `shift` on belong to the low bits, and those from `shift + 4` on to the high ones.
+FORGE_INLINE void join_u6(const void* p, const void* crumbs, int shift, __m256i& low, __m256i& high) {
+  __m256i bytes = _mm256_loadu_si256(static_cast<const __m256i*>(p)), four = _mm256_set1_epi8(15);
+  __m256i more = _mm256_loadu_si256(static_cast<const __m256i*>(crumbs));
+  __m256i two = _mm256_set1_epi8(0x30);
+  low = _mm256_or_si256(_mm256_and_si256(bytes, four),
+                        _mm256_and_si256(_mm256_slli_epi16(more, 4 - shift), two));
+  high = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), four),
+                         _mm256_and_si256(_mm256_srli_epi16(more, shift), two));
+}
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
@@ -126,6 +138,16 @@ FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
   low = _mm512_permutexvar_ps(bytes, numbers);  // uses only four bits of an index
   high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
 }
+// Returns the numbers of `join_u6` for the first sixteen bytes, low and high, then for the others.
+FORGE_INLINE void load_u6(const void* p, const void* crumbs, int shift, F16 (&out)[4]) {
+  __m256i low, high;
+  join_u6(p, crumbs, shift, low, high);
+  auto floats = [](__m128i u8) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(u8)); };
+  out[0] = floats(_mm256_castsi256_si128(low));
+  out[1] = floats(_mm256_castsi256_si128(high));
+  out[2] = floats(_mm256_extracti128_si256(low, 1));
+  out[3] = floats(_mm256_extracti128_si256(high, 1));
+}
 // Repeats each of lanes 0 to 7, or 8 to 15, twice.
 FORGE_INLINE F16 twice_low(F16 x) {
   const __m512i at = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
@@ -167,8 +189,8 @@ FORGE_INLINE F16 dot2(F16 acc, I16 w, uint32_t x) {
 FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   return _mm512_dpbusd_epi32(acc, w_u8, _mm512_set1_epi32(int32_t(x_s8)));
 }
-// Sums products of u8 up to 15 and s8.
-FORGE_INLINE I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+// Sums products of u8 up to 63 and s8.
+FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
 #else
 FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   // Even and odd bytes separately, because pairs of u8 * s8 would overflow the 16 bits of maddubs.
@@ -178,7 +200,7 @@ FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w_u8, 8), _mm512_srai_epi16(x, 8));
   return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
 }
-FORGE_INLINE I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
+FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) {
   __m512i pairs = _mm512_maddubs_epi16(w, _mm512_set1_epi32(int32_t(x_s8)));
   return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
@@ -202,6 +224,21 @@ FORGE_INLINE I16 pair_columns(const void* p) {
   const __m512i at = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 23, 7, 22, 6, 21, 5, 20, 4,
                                       27, 11, 26, 10, 25, 9, 24, 8, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(at, load_bits(p));
+}
+// Returns the 32 bytes of high bits of these two rows, in the same order. The bits for the low nibbles
+// are in bits 0 and 1 of a byte, and for the high nibbles in bits 4 and 5.
+FORGE_INLINE I16 crumb_columns(const void* p) {
+  const __m512i at = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 7, 7, 6, 6, 5, 5, 4, 4,
+                                      11, 11, 10, 10, 9, 9, 8, 8, 3, 3, 2, 2, 1, 1, 0, 0);
+  __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  return _mm512_srlv_epi16(_mm512_permutexvar_epi16(at, both), _mm512_set1_epi32(0x00020000));
+}
+// Adds these bits to nibbles.
+FORGE_INLINE I16 with_low_crumbs(I16 nibbles, I16 crumbs) {
+  return _mm512_or_si512(nibbles, _mm512_and_si512(_mm512_slli_epi16(crumbs, 4), _mm512_set1_epi8(0x30)));
+}
+FORGE_INLINE I16 with_high_crumbs(I16 nibbles, I16 crumbs) {
+  return _mm512_or_si512(nibbles, _mm512_and_si512(crumbs, _mm512_set1_epi8(0x30)));
 }
 // Loads 32 values as float32, with groups of four in the given order.
 FORGE_INLINE void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
@@ -370,6 +407,14 @@ FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
   low = load_s8(bits[0]);
   high = load_s8(bits[1]);
 }
+FORGE_INLINE void load_u6(const void* p, const void* crumbs, int shift, F16 (&out)[4]) {
+  __m256i low, high;
+  join_u6(p, crumbs, shift, low, high);
+  alignas(32) uint8_t values[2][32];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(values[0]), low);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(values[1]), high);
+  for (int i = 0; i < 4; ++i) out[i] = load_s8(values[i % 2] + i / 2 * 16);
+}
 FORGE_INLINE F16 twice_half(__m256 x) {
   __m256 even = _mm256_unpacklo_ps(x, x), odd = _mm256_unpackhi_ps(x, x);
   return {_mm256_permute2f128_ps(even, odd, 0x20), _mm256_permute2f128_ps(even, odd, 0x31)};
@@ -503,7 +548,7 @@ FORGE_INLINE I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
   return {signed_half(acc.lo, w.lo, x), signed_half(acc.hi, w.hi, x)};
 }
-FORGE_INLINE I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
+FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
   return {dot4_small(acc.lo, w.lo, x), dot4_small(acc.hi, w.hi, x)};
 }
@@ -515,6 +560,21 @@ FORGE_INLINE void pair_columns(const void* a, const void* b, I16& first, I16& se
 FORGE_INLINE I16 pair_columns(const void* p) {
   I16 both = load_bits(p);
   return {_mm256_unpacklo_epi16(both.lo, both.hi), _mm256_unpackhi_epi16(both.lo, both.hi)};
+}
+FORGE_INLINE I16 crumb_columns(const void* p) {
+  __m256i first = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  __m256i second = _mm256_srli_epi16(first, 2);
+  return {_mm256_unpacklo_epi16(first, second), _mm256_unpackhi_epi16(first, second)};
+}
+FORGE_INLINE __m256i with_crumbs(__m256i nibbles, __m256i crumbs) {
+  return _mm256_or_si256(nibbles, _mm256_and_si256(crumbs, _mm256_set1_epi8(0x30)));
+}
+FORGE_INLINE I16 with_low_crumbs(I16 x, I16 crumbs) {
+  return {with_crumbs(x.lo, _mm256_slli_epi16(crumbs.lo, 4)),
+          with_crumbs(x.hi, _mm256_slli_epi16(crumbs.hi, 4))};
+}
+FORGE_INLINE I16 with_high_crumbs(I16 x, I16 crumbs) {
+  return {with_crumbs(x.lo, crumbs.lo), with_crumbs(x.hi, crumbs.hi)};
 }
 FORGE_INLINE void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
   auto floats = [&](int at) {
