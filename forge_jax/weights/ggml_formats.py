@@ -74,7 +74,7 @@ class GGMLFormat:
     def names(self, shape: MatrixShape) -> set[str]:
         packing = self.packing(shape)
         if packing is None:
-            return {f"{self.blocks.in_bytes.values} blocks"}
+            return {f"{self.quantization(shape).values} blocks"}
         return {f"{self.blocks.values} blocks", packing.format}
 
 

@@ -38,6 +38,7 @@ from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
 from forge_kernels.cpu.build import find_compiler
+from forge_kernels.linear.packed import LAYOUT
 
 FAKE_COMPILER = """#!/bin/sh
 case "$*" in *probe.cc*) exec {real} "$@";; --version) exit;; esac
@@ -362,12 +363,12 @@ RECORDS = {
     "dtype of a list": (lambda r: r.update(dtype=["float32"]), "dtype must be"),
     "quantization": (lambda r: r.update(quantization=4), "quantization must be"),
     "layout": (
-        lambda r: r.update(packing={"layout": "panels-of-48", "layers": "bf16"}),
-        "packing.layout must be panels-of-32 .*got 'panels-of-48': convert the original",
+        lambda r: r.update(packing={"layout": "panels-of-32", "layers": "bf16"}),
+        f"packing.layout must be {LAYOUT} .*got 'panels-of-32': convert the original",
     ),
     "packing": (lambda r: r.update(packing=[]), "packing must be"),
     "form": (
-        lambda r: r.update(packing={"layout": "panels-of-32", "layers": "int2"}),
+        lambda r: r.update(packing={"layout": LAYOUT, "layers": "int2"}),
         "packing.layers must be",
     ),
     "no devices": (lambda r: r.update(shards=0), "shards must be from 1 to 1024, got 0: convert"),

@@ -234,7 +234,7 @@ inline void quantize_row(const float* x, long K32, int8_t* out, float* scale) {
 }
 
 // The offset of stored values, for which integer sums of products must be corrected.
-inline int offset_of(Format format, const Blocks& blocks) {
+constexpr int offset_of(Format format, const Blocks& blocks) {
   if (bits_of(format) == 8) return kSignedBias;
   return blocks.minima ? 0 : 1 << (bits_of(format) - 1);
 }
