@@ -27,6 +27,7 @@ from forge_jax.speculate.draft_step import (
 from forge_jax.step.draft_probs import DraftProbs, Proposed
 from forge_jax.step.executables import PATIENCE_S, BackgroundCompile, Executables, Store
 from forge_jax.step.placement import Placement
+from forge_jax.step.results import begin_copy
 from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ class DraftModel:
             out = self._call(shape, rows[first : first + count], *proposed)
             if proposed:
                 out, *proposed = out
-            out.copy_to_host_async()
+            begin_copy(out)
             outs.append((out, count))
             first += count
         both = np.concatenate([np.asarray(out)[:, :count] for out, count in outs], axis=1)

@@ -26,30 +26,35 @@ if TYPE_CHECKING:
     from forge_jax.step.step import Pooled, StepOut
 
 
-# Results of the latest steps of all runners, including runners that no longer exist.
+# Arrays whose copies began last, of all runners, including runners that no longer exist.
 _latest: deque[jax.Array] = deque(maxlen=8)
 
 
 @atexit.register
-def _finish_steps() -> None:
-    """Wait for results that no caller reads, such as those of the step ahead of the last one.
+def _finish_copies() -> None:
+    """Wait for copies that no caller reads, such as those of the step ahead of the last one.
 
-    JAX copies results to the host in its own threads. Such a thread aborts the process if it needs
-    the interpreter after its end ("terminate called without an active exception").
+    JAX ends a copy in a thread that needs the interpreter. After the interpreter's end, the thread
+    aborts the process ("terminate called without an active exception").
     """
     while _latest:
         with contextlib.suppress(Exception):  # errors of a step that has failed
             np.asarray(_latest.popleft())
 
 
-def begin_copy(packed: jax.Array) -> None:
-    """Start to copy the result of a step to the host."""
-    packed.copy_to_host_async()
-    _latest.append(packed)
+def begin_copy(array: jax.Array) -> None:
+    """Start to copy an array to the host. `np.asarray` waits for it.
+
+    An array on a CPU needs no copy. JAX would only wrap it in a NumPy array, in a thread of XLA.
+    `np.asarray` does not wait for that thread, so it could abort a process that ends.
+    """
+    if array.platform() != "cpu":
+        array.copy_to_host_async()
+        _latest.append(array)
 
 
 class Pending(NamedTuple):
-    """A step that has been dispatched. The copy of `out.packed` to the host has begun."""
+    """A step that has been dispatched, and `begin_copy(out.packed)` with it."""
 
     plan: StepPlan
     shape: StepShape
