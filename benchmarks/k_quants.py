@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from forge_kernels.blocks import IQ4_VALUES
+
 SIZE = 256
 
 
@@ -137,9 +139,8 @@ def _q6_k(x: np.ndarray) -> list[np.ndarray]:
     return [low, _in_twos(values >> 4), scales.view(np.uint8), factors]
 
 
-# The 16 values of the IQ4 types, and the midpoints between neighbors.
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
-_IQ4_BORDERS = (_IQ4[1:] + _IQ4[:-1]) / 2
+_IQ4 = IQ4_VALUES.astype(np.int64)
+_IQ4_BORDERS = (_IQ4[1:] + _IQ4[:-1]) / 2  # midpoints between neighbors
 
 
 def _sixteenths(groups: np.ndarray, step: np.ndarray) -> np.ndarray:

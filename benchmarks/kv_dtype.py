@@ -31,6 +31,7 @@ from training.forge_tiny.tokenizer import encode
 BUNDLED = "forge-tiny"
 SEED = 20261120  # forge-tiny's corpus has seed 0
 SEQUENCES, OUTPUT = 8, 96  # concurrent sequences, and tokens of each
+TOKENS = 256  # a step has no more
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
@@ -52,7 +53,7 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 def load(args: argparse.Namespace) -> dict[str, LLM]:
     """Return the model with each cache type."""
-    sizes = {"dtype": args.dtype, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256}
+    sizes = {"dtype": args.dtype, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": TOKENS}
     return {kind: LLM(args.model, kv_dtype=kind, **sizes) for kind in get_args(KVDType)}
 
 

@@ -26,6 +26,7 @@ from benchmarks import report as reports
 from benchmarks.kv_dtype import (
     OUTPUT,
     SEQUENCES,
+    TOKENS,
     log_likelihoods,
     more_perplexity,
     parser_of,
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the report's body; `folder` is for GGUF files."""
     options = {"dtype": "bfloat16", "kernels": args.kernels, "max_num_seqs": SEQUENCES}
-    options["max_num_batched_tokens"] = 256
+    options["max_num_batched_tokens"] = TOKENS
     engines = {kind: LLM(args.model, quantization=kind, **options) for kind in (PLAIN, *args.forms)}
     for kind in args.gguf:
         file = folder / f"{kind}.gguf"

@@ -102,6 +102,19 @@ void int8_avx2(long rounds) {
   SPIN(TIMES_12)
 }
 #undef STEP
+
+// Products of 4-bit weights can be summed in 16 bits, and be widened once for many of them.
+__attribute__((always_inline)) inline __m256i dot4_avx2(__m256i a, __m256i x) {
+  __asm__ volatile("" : "+v"(x));
+  return _mm256_add_epi16(a, _mm256_maddubs_epi16(x, x));
+}
+
+#define STEP(a) dot4_avx2(a, x)
+void int4_avx2(long rounds) {
+  const __m256i x = _mm256_set1_epi8(3), start = _mm256_setzero_si256();
+  SPIN(TIMES_12)
+}
+#undef STEP
 #endif
 
 #ifdef __AMX_TILE__
@@ -162,6 +175,7 @@ const std::vector<Kernel> kKernels = {
 #endif
 #ifdef __AVX2__
     {"int8_avx2", 12 * 32 * 2, int8_avx2},
+    {"int4_avx2", 12 * 32 * 2, int4_avx2},
 #endif
 #ifdef __AMX_BF16__
     {"bf16_amx", 4 * 16 * 16 * 32 * 2, bf16_amx},

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -68,9 +69,13 @@ def probe() -> Iterator[Probe]:
 def peak_for(peaks: Mapping[str, float], bits: float) -> float | None:
     """Return the best operations/s for weights of `bits` bits, or None if not measured.
 
-    Weights of up to 8 bits may be multiplied as integers, wider ones only as floats.
+    Weights of up to 8 bits may be multiplied as integers, wider ones only as floats. Products of
+    4-bit weights may be summed in 16 bits. Scales add up to a bit per value.
     """
-    usable = [rate for name, rate in peaks.items() if bits <= 9 or not name.startswith("int8")]
+    most_bits = {"int8": 9, "int4": 5}  # by the first part of the instruction's name
+    usable = [
+        rate for name, rate in peaks.items() if bits <= most_bits.get(name.split("_")[0], math.inf)
+    ]
     return max(usable, default=None)
 
 

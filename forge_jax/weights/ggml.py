@@ -5,9 +5,9 @@ block has 256 elements in sub-blocks of 16 or 32. Each sub-block has a scale and
 minimum, which are themselves rounded. The IQ4 types space their 16 values unevenly.
 
 Blocks are unpacked to integers and their float16 factors (`forge_kernels.blocks.BlockValues`),
-which matrices keep in memory, so nothing is rounded again. Types of 5 and 6 bits and the IQ4 types
-take 8 bits per value, types of 2 and 3 bits take 4. Floats are computed from these in float32, in
-the order of `gguf.quants`, so the results are bit-identical.
+which matrices keep in memory, so nothing is rounded again. `Blocks` describes the bits per value.
+Floats are computed from these in float32, in the order of `gguf.quants`, so the results are
+bit-identical.
 
 MXFP4 is decoded to floats, except in experts of gpt-oss (`forge_jax.checkpoint.gguf.gpt_oss`).
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge_jax.weights.stored import BFLOAT16
-from forge_kernels.blocks import Blocks, BlockValues
+from forge_kernels.blocks import IQ4_VALUES, Blocks, BlockValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +185,9 @@ def _q6_k(blocks: np.ndarray) -> BlockValues:
     return BlockValues(q.view(np.int8) - np.int8(32), _half(d), scale, None, None)
 
 
-# The values of the IQ4 types (`kvalues_iq4nl`).
-_IQ4_VALUES = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)
-
-
 def _iq4_nl(blocks: np.ndarray) -> BlockValues:
     d, q = _split(blocks, 2)
-    return _of_32(_IQ4_VALUES[_nibbles(q)], d)
+    return _of_32(IQ4_VALUES[_nibbles(q)], d)
 
 
 def _iq4_xs(blocks: np.ndarray) -> BlockValues:
@@ -204,7 +198,7 @@ def _iq4_xs(blocks: np.ndarray) -> BlockValues:
     upper = ((np.ascontiguousarray(high).view("<u2") >> shifts) & 3).astype(np.uint8)
     lower = np.stack([low & 0x0F, low >> 4], axis=2).reshape(n, 8)
     scale = (lower | (upper << 4)).view(np.int8) - np.int8(32)
-    values = _IQ4_VALUES[_nibbles(q.reshape(-1, 16))].reshape(n, 256)
+    values = IQ4_VALUES[_nibbles(q.reshape(-1, 16))].reshape(n, 256)
     return BlockValues(values, _half(d), scale, None, None)
 
 
@@ -232,8 +226,8 @@ FORMATS = {
     12: BlockFormat("Q4_K", 256, 144, blocks=Blocks("int4", 32, 256, minima=True), unpack=_q4_k),
     13: BlockFormat("Q5_K", 256, 176, blocks=Blocks("int6", 32, 256, minima=True), unpack=_q5_k),
     14: BlockFormat("Q6_K", 256, 210, blocks=Blocks("int6", 16, 256), unpack=_q6_k),
-    20: BlockFormat("IQ4_NL", 32, 18, blocks=Blocks("int8", 32, 32), unpack=_iq4_nl),
-    23: BlockFormat("IQ4_XS", 256, 136, blocks=Blocks("int8", 32, 256), unpack=_iq4_xs),
+    20: BlockFormat("IQ4_NL", 32, 18, blocks=Blocks("iq4", 32, 32), unpack=_iq4_nl),
+    23: BlockFormat("IQ4_XS", 256, 136, blocks=Blocks("iq4", 32, 256), unpack=_iq4_xs),
     39: BlockFormat("MXFP4", 32, 17, decode=_mxfp4),
 }
 BY_NAME = {kind.name: kind for kind in FORMATS.values()}

@@ -17,7 +17,11 @@ from typing import Literal
 
 import numpy as np
 
-BITS = {"int8": 8, "int6": 6, "int4": 4}
+BITS = {"int8": 8, "int6": 6, "int4": 4, "iq4": 4}
+# The values of GGUF's IQ4 types (`kvalues_iq4nl`).
+IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,21 @@ class Blocks:
 
     Attributes:
       values: the type. With minima, int4 is from 0 to 15 and int6 from 0 to 63. Without, they are
-        from -8 to 7 and from -32 to 31. XLA and GPUs keep int6 in 8 bits.
+        from -8 to 7 and from -32 to 31. iq4 has `IQ4_VALUES` in groups of 32, without minima. XLA
+        and GPUs keep int6 and iq4 in 8 bits.
       group: the number of values that share a scale.
       size: the number of values in a block; equal to `group` if there is one level.
       minima: True if groups have minima.
     """
 
-    values: Literal["int8", "int6", "int4"]
+    values: Literal["int8", "int6", "int4", "iq4"]
     group: int
     size: int
     minima: bool = False
 
     def __post_init__(self) -> None:
         assert self.group % 16 == 0 and self.size % self.group == 0, self
+        assert self.values != "iq4" or (self.group == 32 and not self.minima), self
 
     @property
     def two_levels(self) -> bool:
@@ -52,7 +58,10 @@ class Blocks:
         """
         size = math.gcd(self.size, columns)
         group = min(self.group, size // 2 if self.two_levels else size)
-        return replace(self, size=size, group=group) if group and group % 16 == 0 else None
+        if not group or group % 16:
+            return None
+        kept = self.in_bytes if self.values == "iq4" and group < self.group else self
+        return replace(kept, size=size, group=group)
 
     @property
     def bytes(self) -> int:
@@ -62,13 +71,14 @@ class Blocks:
 
     @property
     def offset(self) -> int:
-        """The number added to values of 6 or 4 bits, so that stored ones are not negative."""
-        return 0 if self.minima or self.values == "int8" else 1 << (BITS[self.values] - 1)
+        """The number added to int6 and int4 values, so that stored ones are not negative."""
+        signed = self.minima or self.values in ("int8", "iq4")
+        return 0 if signed else 1 << (BITS[self.values] - 1)
 
     @property
     def in_bytes(self) -> Blocks:
-        """The same with values of 6 bits in 8, as XLA and GPUs keep them."""
-        return replace(self, values="int8") if self.values == "int6" else self
+        """The same with int6 and iq4 values in 8 bits, as XLA and GPUs keep them."""
+        return replace(self, values="int8") if self.values in ("int6", "iq4") else self
 
 
 @dataclass(frozen=True, eq=False)

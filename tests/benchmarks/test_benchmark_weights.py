@@ -8,17 +8,20 @@ import gguf
 import numpy as np
 import pytest
 
-from benchmarks import k_quants, weights
+from benchmarks import k_quants, kv_dtype, weights
 
 
 @pytest.mark.long
 @pytest.mark.quick_compile
 @pytest.mark.slow
-def test_each_format_has_a_row(stories, tmp_path, capsys):
+def test_each_format_has_a_row(short_stories, tmp_path, capsys, monkeypatch):
+    for module in (weights, kv_dtype):
+        monkeypatch.setattr(module, "SEQUENCES", 4)  # fewer shapes of steps
+        monkeypatch.setattr(module, "TOKENS", 64)
     file = tmp_path / "report.json"
     sizes = ["--texts", "2", "--rounds", "1", "--context", "8", "--output", str(file)]
     options = ["--forms", "int4", "--gguf", "Q8_0", *sizes]
-    assert weights.main(["--model", str(stories), *options]) == 0
+    assert weights.main(["--model", str(short_stories), *options]) == 0
     plain, int4, packed, exact, decoded = json.loads(file.read_text())["rows"]
     assert (plain["quantization"], int4["quantization"]) == ("none", "int4")
     assert plain["more_perplexity"] == 0 and plain["ratio"] == 1

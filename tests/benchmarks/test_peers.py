@@ -392,6 +392,10 @@ class TestLimits:
         assert peak.peak_for(peaks, 16) == 2e6 and peak.peak_for(peaks, 8.5) == 8e6
         assert peak.peak_for({}, 16) is None
 
+    def test_4_bit_weights_use_sums_of_16_bits(self):
+        peaks = {**self.MACHINE.peaks, "int4_avx2": 16e6}
+        assert peak.peak_for(peaks, 4.5) == 16e6 and peak.peak_for(peaks, 8.5) == 8e6
+
     def test_machine_without_a_peak_has_no_limits(self, tmp_path):
         model = self.model(tmp_path)
         machine = Machine(bytes_per_s=1e6, peaks={})
@@ -418,7 +422,7 @@ class TestLimits:
         with peak.probe() as probe:
             peaks = probe.operations_per_s(1)
             assert probe.read_bytes_per_s(1) > 0
-        assert {"f32_avx2", "int8_avx2"} <= peaks.keys()
+        assert {"f32_avx2", "int8_avx2", "int4_avx2"} <= peaks.keys()
         assert all(rate > 0 for rate in peaks.values())
 
     def test_peaks_are_absent_without_a_compiler(self, monkeypatch, capsys):

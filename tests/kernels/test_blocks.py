@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from forge_kernels.blocks import Blocks, BlockValues
+from forge_kernels.blocks import IQ4_VALUES, Blocks, BlockValues
 from forge_kernels.cpu.library import num_threads
 from forge_kernels.embed import embed
 from forge_kernels.linear import (
@@ -49,6 +49,8 @@ KINDS = {
     "4 bits, two levels": Blocks("int4", 16, 256),
     "4 bits, two levels with minima": Blocks("int4", 32, 256, minima=True),
     "4 bits, groups of 16 with minima": Blocks("int4", 16, 256, minima=True),
+    "IQ4": Blocks("iq4", 32, 32),
+    "IQ4, two levels": Blocks("iq4", 32, 256),
 }
 # A part of a row may end within a block. An odd number of 16-value blocks splits the last 32.
 ROUNDED = {
@@ -66,6 +68,8 @@ def make(blocks: Blocks, outputs: int, inputs: int) -> BlockValues:
         low, high = (0, 16) if blocks.minima else (-8, 8)
     elif blocks.values == "int6":
         low, high = (0, 64) if blocks.minima else (-32, 32)
+    elif blocks.values == "iq4":
+        low, high = 0, 128
     elif blocks.two_levels:
         low, high = (0, 32) if blocks.minima else (-32, 32)
     else:
@@ -78,10 +82,13 @@ def make(blocks: Blocks, outputs: int, inputs: int) -> BlockValues:
         size = rng.standard_normal((outputs, inputs // blocks.size)) / (high * inputs**0.5)
         return size.astype(np.float16)
 
+    values = numbers(low, high, inputs)
+    if blocks.values == "iq4":
+        values = IQ4_VALUES[values & 15]
     groups = inputs // blocks.group
     scales = (0, 64, groups) if blocks.minima else (-128, 128, groups)
     return BlockValues(
-        values=numbers(low, high, inputs),
+        values=values,
         factor=factors(),
         scale=numbers(*scales) if blocks.two_levels else None,
         minimum_factor=factors() if blocks.minima else None,

@@ -42,9 +42,12 @@ from forge_kernels.embed import embed
 BYTES = {
     **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 208, "Q5_1": 224, "Q8_0": 272},
     **{"Q2_K": 164, "Q3_K": 146, "Q4_K": 148, "Q5_K": 212, "Q6_K": 210},
-    **{"IQ4_NL": 272, "IQ4_XS": 266},
+    **{"IQ4_NL": 144, "IQ4_XS": 138},
 }
-IN_BYTES = {**BYTES, "Q5_0": 272, "Q5_1": 288, "Q5_K": 276, "Q6_K": 274}
+IN_BYTES = {
+    **BYTES,
+    **{"Q5_0": 272, "Q5_1": 288, "Q5_K": 276, "Q6_K": 274, "IQ4_NL": 272, "IQ4_XS": 266},
+}
 MODULES = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
@@ -90,7 +93,7 @@ def test_blocks_unpack_to_the_dequantizers_values(name):
     np.testing.assert_array_equal(rows.floats(), gguf.quants.dequantize(data, kind))
     blocks = form.blocks
     assert blocks is not None and rows.factor.dtype == np.float16
-    count = {"int8": 256, "int6": 64, "int4": 16}[blocks.values]
+    count = {"int8": 256, "iq4": 256, "int6": 64, "int4": 16}[blocks.values]
     least = 0 if blocks.minima and count < 256 else -count // 2
     assert least <= rows.values.min() and rows.values.max() < least + count
     assert blocks.bytes * 256 // blocks.size == BYTES[name]
@@ -363,6 +366,8 @@ def test_column_slices_of_blocks_equal_those_of_the_whole(name, columns):
 def test_uncuttable_blocks_error_names_valid_device_counts(tmp_path):
     assert TYPES["Q8_0"].cut(48).size == 16 and TYPES["Q4_K"].cut(48) is None
     assert TYPES["Q8_0"].cut(8) is None
+    assert TYPES["IQ4_NL"].cut(64) == TYPES["IQ4_NL"]
+    assert TYPES["IQ4_NL"].cut(48) == TYPES["Q8_0"].cut(48)
     file = write_zoo(tmp_path / "zoo.gguf", LAYERS[:1])
     spec = dataclasses.replace(
         read_spec(file), num_attention_heads=16, num_key_value_heads=16, head_dim=16

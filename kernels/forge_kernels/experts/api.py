@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.blocks import BITS
 from forge_kernels.derivatives import zero_from
 from forge_kernels.devices import current_gpu
 from forge_kernels.experts.activations import swiglu
@@ -41,7 +42,7 @@ from forge_kernels.linear import (
 )
 from forge_kernels.linear.quantized import convertible
 
-IN_BLOCKS = {"int8 blocks", "int6 blocks", "int4 blocks"}  # formats that the kernels can combine
+IN_BLOCKS = {f"{values} blocks" for values in BITS}  # formats that the kernels can combine
 Implementation = Literal["auto", "reference"]
 
 Matrices = jax.Array | PackedWeight | QuantizedWeight  # matrices of all experts

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_kernels.blocks import Blocks, BlockValues
+from forge_kernels.blocks import IQ4_VALUES, Blocks, BlockValues
 from forge_kernels.linear.panels import PANEL, aligned_empty, rows_of_panels
 from forge_kernels.threads import for_each
 
 CHUNK = 2**20  # values per thread and call
 MIDDLE = 8  # the offset of stored 4-bit values without minima
+_IQ4_NUMBERS = np.zeros(256, np.int8)  # by a value's bits
+_IQ4_NUMBERS[IQ4_VALUES.view(np.uint8)] = np.arange(16)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def _pack_panels(
     if blocks.values == "int8":
         put(by_column(values.view(np.int16)))  # keeps two consecutive values together
         return
+    if blocks.values == "iq4":
+        values = _IQ4_NUMBERS[values.view(np.uint8)]
     numbers = (values + np.int8(blocks.offset)).view(np.uint8)
     eights = numbers.reshape(panels * 2, 2, 8, -1)  # 8 columns, and the next 8
 
@@ -124,7 +128,7 @@ def _pack_panels(
         rows = words.reshape(panels, 16, count, -1).transpose(0, 2, 3, 1)
         return np.ascontiguousarray(rows).view(np.uint8)
 
-    if blocks.values == "int4":
+    if blocks.values in ("int4", "iq4"):
         both = (eights[:, 0] | eights[:, 1] << 4).view(np.uint16)
         put(by_word(both).reshape(panels, count, -1))
         return

@@ -18,7 +18,7 @@ from forge_kernels.linear.reference import reference_linear
 from forge_kernels.linear.unpacked import unpacked
 
 _STORE, _RESIDUAL, _SWIGLU = range(3)
-_IN_BLOCKS = ("int8", "int6", "int4")  # in the order of `Format` in `linear.h`
+_IN_BLOCKS = ("int8", "int6", "int4", "iq4")  # in the order of `Format` in `linear.h`
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from forge_kernels.threads import for_each
 
 Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
-LAYOUT = "panels-of-32-v2"  # the layout's name in files; any change of its bytes needs a new name
+LAYOUT = "panels-of-32-v3"  # the layout's name in files; any change of its bytes needs a new name
 GROUP = 32  # values per int4 scale
 CHUNK_BYTES = 512 * 2**10  # rows that a thread packs at once, so that they stay in its cache
 

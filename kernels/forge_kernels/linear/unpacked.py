@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from forge_kernels.blocks import IQ4_VALUES
 from forge_kernels.linear.blocks import MIDDLE, BlockPacking
 from forge_kernels.linear.packed import GROUP, Packing
 from forge_kernels.linear.panels import PANEL, rows_of_panels
@@ -87,7 +88,10 @@ def _of_blocks(weight: jax.Array, packing: BlockPacking) -> jax.Array:
             of_pair = jnp.stack([crumbs, crumbs >> 2], axis=4).reshape(data.shape)
             numbers |= jnp.stack([of_pair << 4, of_pair], axis=4) & 0x30
         both = numbers.transpose(0, 1, 2, 6, 3, 4, 5)
-        values = both.astype(jnp.float32) - blocks.offset
+        if blocks.values == "iq4":
+            values = jnp.asarray(IQ4_VALUES, jnp.float32)[both]
+        else:
+            values = both.astype(jnp.float32) - blocks.offset
     values = values.reshape(panels, count, blocks.size, PANEL)
     scales = by_group(factor, scale)
     floats = values * jnp.repeat(scales, blocks.size // scales.shape[2], axis=2)

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "parallel.h"
 #include "simd.h"
@@ -25,7 +26,8 @@ constexpr int kKeys = 64;        // per tile
 constexpr long kChunkTiles = 8;  // 512 keys
 constexpr long kItemRows[] = {256, 128, 64};  // approximate rows per item
 constexpr int kMaxHeadDim = 512;
-constexpr int kRowTile = kMaxRowsWide;
+constexpr int kWeightWords = kKeys / 2 * kPairWords;  // per row
+constexpr int kRowTile = kMaxRowsWide > 1 ? kMaxRowsWide : 4;
 constexpr float kNoScore = -1e30f;  // finite, so that e^(-inf - kNoScore) is 0
 
 enum class KVType { kBf16, kInt8, kFp8 };  // float8_e4m3fn
@@ -165,30 +167,41 @@ void pack_tile(const Attention& op, const KVTile& tile, const KVTile* next, uint
   if (type != KVType::kBf16) load_scales(op, tile, scales);
 }
 
-// acc[r][c] += sum over w of x[r][w] * y[w][c] for R rows and 4 x 16 columns.
-template <int R>
-inline void multiply64(const uint32_t* x, long x_stride, const uint32_t* y, long y_stride,
-                       long words, F16 acc[R][4]) {
+// The number of vectors, of 4 for 64 keys, that rows are multiplied by at once.
+constexpr int vectors_of(int rows) {
+  return rows == 1 || kMaxRowsWide > 1 ? 4 : rows == 2 ? 2 : 1;
+}
+
+// Adds the products of R rows of x and J vectors of 16 columns of y, which has `words` rows of words of two
+// numbers. `word(r, w, i)` returns word w of row r of x, or its float32 number i.
+template <int R, int J, class Word>
+FORGE_INLINE void multiply_rows(Word word, const uint32_t* y, long y_stride, long words,
+                                F16 (&acc)[R][J]) {
   for (long w = 0; w < words; ++w) {
-    I16 v[4];
+    I16 v[J];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) v[j] = load_bits(y + w * y_stride + 16 * j);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) acc[r][j] = dot2(acc[r][j], v[j], x[r * x_stride + w]);
-    }
+    for (int j = 0; j < J; ++j) v[j] = load_bits(y + w * y_stride + 16 * j);
+    add_dot2(acc, v, [&](int r, int i) { return word(r, w, i); });
   }
 }
 
-template <int R>
-inline void multiply16(const uint32_t* x, long x_stride, const uint32_t* y, long y_stride,
-                       long words, F16 acc[R]) {
-  for (long w = 0; w < words; ++w) {
-    I16 v = load_bits(y + w * y_stride);
+// Scales R rows of `out` by their decay, and adds the weighted values, in J vectors of 16 columns.
+template <int R, int J>
+FORGE_INLINE void add_values(const uint32_t* weights, const uint32_t* values, long D,
+                             const float (&decay)[R], float* out) {
+  F16 acc[R][J];
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) acc[r] = dot2(acc[r], v, x[r * x_stride + w]);
-  }
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) acc[r][j] = mul(load(out + r * D + 16 * j), splat(decay[r]));
+  auto weight = [&](int r, long w, int i) {
+    return weights[r * kWeightWords + kPairWords * w + i];
+  };
+  multiply_rows(weight, values, D, kKeys / 2, acc);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) store(out + r * D + 16 * j, acc[r][j]);
 }
 
 // The sums of each row over some of the keys. These are the largest score, the sum of the weights
@@ -224,11 +237,11 @@ inline void merge(const SoftmaxSums& sums, const SoftmaxSums& next, long rows, l
 
 // The buffers of one thread.
 struct AttentionScratch {
-  const uint16_t** q;  // [rows]
+  const uint32_t** q;  // [rows], of pairs as in `store_pairs`
   long* visible;       // [rows]
   uint32_t* keys;      // [D/2][64]
   uint32_t* values;    // [32][D]
-  uint32_t* weights;   // [rows][32], pairs of bf16
+  uint32_t* weights;   // [rows][32] pairs
   float* scales;       // [2][64], of keys and values in 8 bits
 };
 
@@ -237,22 +250,28 @@ template <int R, bool kPlain>
 void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long row,
                  const SoftmaxSums& sums) {
   long D = op.head_dim, start = tile * kKeys;
+  constexpr int J = vectors_of(R);
+  const uint32_t* q[R];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) q[r] = s.q[row + r];
   F16 scores[R][4];
+#pragma GCC unroll 4
+  for (int first = 0; first < 4; first += J) {
+    F16 acc[R][J];
 #pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) scores[r][j] = zero();
-  for (long w = 0; w < D / 2; ++w) {
-    I16 v[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) v[j] = load_bits(s.keys + w * kKeys + 16 * j);
+      for (int j = 0; j < J; ++j) acc[r][j] = zero();
+    auto query = [&](int r, long w, int i) {
+      uint32_t word;
+      std::memcpy(&word, q[r] + kPairWords * w + i, 4);
+      return word;
+    };
+    multiply_rows(query, s.keys + 16 * first, kKeys, D / 2, acc);
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      uint32_t pair;
-      std::memcpy(&pair, s.q[row + r] + 2 * w, 4);
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) scores[r][j] = dot2(scores[r][j], v[j], pair);
-    }
+      for (int j = 0; j < J; ++j) scores[r][first + j] = acc[r][j];
   }
   float decay[R];
 #pragma GCC unroll 6
@@ -274,42 +293,23 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
     }
     float top = maximum(best);
     F16 total = zero();
-    uint16_t* weights = reinterpret_cast<uint16_t*>(s.weights + (row + r) * (kKeys / 2));
+    uint32_t* weights = s.weights + (row + r) * kWeightWords;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       F16 e = exp(sub(scores[r][j], splat(top)));
       total = add(total, e);
       if (!kPlain && op.scale) e = mul(e, load(s.scales + kKeys + 16 * j));
-      store_bf16(weights + 16 * j, e);
+      store_pairs(weights + 8 * kPairWords * j, e);
     }
     decay[r] = sums.top[row + r] == top ? 1.0f : std::exp(sums.top[row + r] - top);
     sums.top[row + r] = top;
     sums.total[row + r] = sums.total[row + r] * decay[r] + sum(total);
   }
-  const uint32_t* weights = s.weights + row * (kKeys / 2);
+  const uint32_t* weights = s.weights + row * kWeightWords;
   float* out = sums.out + row * D;
   long d = 0;
-  for (; d + 64 <= D; d += 64) {
-    F16 acc[R][4];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j)
-        acc[r][j] = mul(load(out + r * D + d + 16 * j), splat(decay[r]));
-    multiply64<R>(weights, kKeys / 2, s.values + d, D, kKeys / 2, acc);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) store(out + r * D + d + 16 * j, acc[r][j]);
-  }
-  for (; d < D; d += 16) {
-    F16 acc[R];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) acc[r] = mul(load(out + r * D + d), splat(decay[r]));
-    multiply16<R>(weights, kKeys / 2, s.values + d, D, kKeys / 2, acc);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) store(out + r * D + d, acc[r]);
-  }
+  for (; d + 16 * J <= D; d += 16 * J) add_values<R, J>(weights, s.values + d, D, decay, out + d);
+  for (; d < D; d += 16) add_values<R, 1>(weights, s.values + d, D, decay, out + d);
 }
 
 // The existing tiles of an item in one of its chunks: [first, last).
@@ -329,13 +329,21 @@ inline AttentionScratch prepare(const Attention& op, const AttentionItem& item) 
   AttentionScratch s;
   s.keys = scratch<uint32_t>(0, D / 2 * kKeys);
   s.values = scratch<uint32_t>(1, kKeys / 2 * D);
-  s.weights = scratch<uint32_t>(2, rows * (kKeys / 2));
+  s.weights = scratch<uint32_t>(2, rows * kWeightWords + (kPairWords > 1 ? rows * D : 0));
   s.scales = scratch<float>(3, 2 * kKeys);
-  s.q = scratch<const uint16_t*>(4, rows);
+  s.q = scratch<const uint32_t*>(4, rows);
   s.visible = scratch<long>(5, rows);
   for (long i = 0; i < rows; ++i) {
     long row = item.first + i / G;
-    s.q[i] = op.q + ((op.cu_q_lens[item.seq] + row) * op.heads + item.head * G + i % G) * D;
+    long head = (op.cu_q_lens[item.seq] + row) * op.heads + item.head * G + i % G;
+    const uint16_t* q = op.q + head * D;
+    s.q[i] = reinterpret_cast<const uint32_t*>(q);
+    if (kPairWords > 1) {
+      uint32_t* pairs = s.weights + rows * kWeightWords + i * D;
+      for (long d = 0; d < D; d += 16)
+        store(reinterpret_cast<float*>(pairs + d), load_bf16(q + d));
+      s.q[i] = pairs;
+    }
     s.visible[i] = visible_keys(op, item.seq, row);
   }
   return s;
@@ -345,19 +353,18 @@ inline bool is_plain(const Attention& op) {
   return !op.scale && op.soft_cap == 0.0f && op.window == std::numeric_limits<long>::max();
 }
 
+template <bool kPlain, size_t... R>
+auto pick_rows(long rows, std::index_sequence<R...>) {
+  static constexpr decltype(&attend_rows<1, kPlain>) functions[] = {attend_rows<int(R) + 1, kPlain>...};
+  return functions[rows - 1];
+}
+
 template <bool kPlain>
 void attend_tile(const Attention& op, const AttentionScratch& s, long tile, long rows,
                  const SoftmaxSums& sums) {
   for (long row = 0; row < rows;) {
     long n = std::min<long>(kRowTile, rows - row);
-    switch (n) {
-      case 1: attend_rows<1, kPlain>(op, s, tile, row, sums); break;
-      case 2: attend_rows<2, kPlain>(op, s, tile, row, sums); break;
-      case 3: attend_rows<3, kPlain>(op, s, tile, row, sums); break;
-      case 4: attend_rows<4, kPlain>(op, s, tile, row, sums); break;
-      case 5: attend_rows<5, kPlain>(op, s, tile, row, sums); break;
-      default: attend_rows<6, kPlain>(op, s, tile, row, sums); break;
-    }
+    pick_rows<kPlain>(n, std::make_index_sequence<kRowTile>())(op, s, tile, row, sums);
     row += n;
   }
 }

@@ -59,16 +59,13 @@ struct Part {
 
 // Multiplies all tiles of a part by `count` panels from `panel` on; `ahead` is prefetched.
 template <Format format>
-void multiply_part(const Part& part, const Linear& op, long panel, long count, const char* ahead,
-                   long lines) {
+void multiply_part(const Part& part, const Linear& op, long panel, long count, Ahead ahead) {
   long step = op.rows <= kMaxRowsWide && !op.in_tiles ? count : 1;
   if (format == Format::kInt4) step = 1;
   for (long p = panel; p < panel + count; p += step) {
-    long left = (panel + count - p) / step, share = (lines + left - 1) / left;
-    multiply_panel<format>(op, part.packed, part.tiles, 0, part.tiles.count, p, int(step), ahead,
-                           share);
-    ahead += share * 64;
-    lines -= share;
+    long left = (panel + count - p) / step, share = (ahead.lines + left - 1) / left;
+    multiply_panel<format>(op, part.packed, part.tiles, 0, part.tiles.count, p, int(step),
+                           ahead.take(share));
   }
 }
 
@@ -158,7 +155,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     long next = item + 1, lines = next < num_parts * units ? up_step * up_bytes / 64 : 0;
     const Part& then = lines ? parts[next / units] : part;
     multiply_part<format>(part, part.up, item % units * up_step, up_step,
-                          panel_at(then.up, next % units * up_step, up_bytes), lines);
+                          {panel_at(then.up, next % units * up_step, up_bytes), lines});
   };
   auto multiply_down = [&](long item) {
     long panel = item * down_step, column = panel * kPanel;
@@ -168,7 +165,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
       long lines = i + 1 < num_parts ? down_step * down_bytes / 64 : 0;
       const Part& then = lines ? parts[i + 1] : parts[i];
       multiply_part<down_format>(parts[i], parts[i].down, panel, down_step,
-                            panel_at(then.down, panel, down_bytes), lines);
+                                 {panel_at(then.down, panel, down_bytes), lines});
     }
     for (long r = 0; r < op.rows; ++r) {
       const float* from = sum + r * d + column;

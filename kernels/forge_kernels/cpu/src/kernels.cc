@@ -56,9 +56,11 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
     case forge::Format::kBlocks8: forge::run_linear<forge::Format::kBlocks8>(pool, op); break;
     case forge::Format::kBlocks6: forge::run_linear<forge::Format::kBlocks6>(pool, op); break;
     case forge::Format::kBlocks4: forge::run_linear<forge::Format::kBlocks4>(pool, op); break;
+    case forge::Format::kBlocksIq4: forge::run_linear<forge::Format::kBlocksIq4>(pool, op); break;
     case forge::Format::kRounded8: forge::run_linear<forge::Format::kRounded8>(pool, op); break;
     case forge::Format::kRounded6: forge::run_linear<forge::Format::kRounded6>(pool, op); break;
     case forge::Format::kRounded4: forge::run_linear<forge::Format::kRounded4>(pool, op); break;
+    case forge::Format::kRoundedIq4: forge::run_linear<forge::Format::kRoundedIq4>(pool, op); break;
   }
   return ffi::Error::Success();
 }
@@ -74,6 +76,9 @@ void run_experts_in_blocks(ffi::ThreadPool& pool, const forge::Experts& op, forg
       break;
     case forge::Format::kBlocks4:
       forge::run_experts<format, forge::Format::kBlocks4>(pool, op);
+      break;
+    case forge::Format::kBlocksIq4:
+      forge::run_experts<format, forge::Format::kBlocksIq4>(pool, op);
       break;
     default: break;  // excluded by the caller
   }
@@ -116,6 +121,9 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
       break;
     case forge::Format::kBlocks4:
       run_experts_in_blocks<forge::Format::kBlocks4>(pool, op, then);
+      break;
+    case forge::Format::kBlocksIq4:
+      run_experts_in_blocks<forge::Format::kBlocksIq4>(pool, op, then);
       break;
     default: return ffi::Error(ffi::ErrorCode::kInternal, "experts on rows that are rounded");
   }

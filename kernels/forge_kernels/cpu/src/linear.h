@@ -12,7 +12,7 @@
 // in the same order, so the results have the same bits. Alternatively, they are multiplied as integers
 // with rows of x that are rounded to int8.
 //
-// Rows of x are packed in tiles of at most kMaxRows, so that a tile is a stream too. A tile has words
+// Rows of x are packed in tiles of a few rows (`tile_rows`), so that a tile is a stream. A tile has words
 // of 2 bfloat16 or 4 int8, [K/2 or K/4, rows]. If FMAs multiply bfloat16, it is float32, [K, rows].
 //
 // Every element of y is one chain of sums over k, in order. The number of rows, their place and the
@@ -34,7 +34,7 @@
 
 namespace forge {
 
-// The last three have the blocks of the previous three, with rows of x rounded to int8.
+// The last four have the blocks of the previous four, with rows of x rounded to int8.
 enum class Format {
   kBf16 = 0,
   kInt8 = 1,
@@ -42,28 +42,38 @@ enum class Format {
   kBlocks8 = 3,
   kBlocks6 = 4,
   kBlocks4 = 5,
-  kRounded8 = 6,
-  kRounded6 = 7,
-  kRounded4 = 8
+  kBlocksIq4 = 6,
+  kRounded8 = 7,
+  kRounded6 = 8,
+  kRounded4 = 9,
+  kRoundedIq4 = 10
 };
 enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2, kAddWeighted = 3 };
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;  // columns per int4 group, and per rounded group of a row of x
 
 constexpr bool has_rounded_rows(Format format) {
-  return format == Format::kRounded8 || format == Format::kRounded6 || format == Format::kRounded4;
+  return format == Format::kRounded8 || format == Format::kRounded6 ||
+         format == Format::kRounded4 || format == Format::kRoundedIq4;
 }
 constexpr bool has_exact_blocks(Format format) {
-  return format == Format::kBlocks8 || format == Format::kBlocks6 || format == Format::kBlocks4;
+  return format == Format::kBlocks8 || format == Format::kBlocks6 || format == Format::kBlocks4 ||
+         format == Format::kBlocksIq4;
 }
 constexpr bool in_blocks(Format format) {
   return has_exact_blocks(format) || has_rounded_rows(format);
 }
+// True if the 4 bits of a value are its index in `kIq4Values`.
+constexpr bool is_iq4(Format format) {
+  return format == Format::kBlocksIq4 || format == Format::kRoundedIq4;
+}
 // The bits of a value in a block.
 constexpr int bits_of(Format format) {
   if (format == Format::kBlocks6 || format == Format::kRounded6) return 6;
-  return format == Format::kBlocks4 || format == Format::kRounded4 ? 4 : 8;
+  return format == Format::kBlocks4 || format == Format::kRounded4 || is_iq4(format) ? 4 : 8;
 }
+// True if values in a block have an offset or minima, and are not negative.
+constexpr bool is_unsigned(Format format) { return bits_of(format) < 8 && !is_iq4(format); }
 
 // The contents of a block of 32 columns, in this order:
 //   f16[32]               a factor
@@ -80,7 +90,7 @@ constexpr int bits_of(Format format) {
 // consecutive in k. The first byte's values have the crumbs at bits 0 and 4, and the second byte's
 // values at bits 2 and 6.
 // A value is value * scale + minimum. Without minima, a value of 4 or 6 bits is (value - 8) * scale or
-// (value - 32) * scale.
+// (value - 32) * scale. IQ4 blocks have no minima, and a value is kIq4Values[value] * scale.
 struct Blocks {
   long size = 0, group = 0;
   bool minima = false;
@@ -235,7 +245,7 @@ inline void quantize_row(const float* x, long K32, int8_t* out, float* scale) {
 
 // The offset of stored values, for which integer sums of products must be corrected.
 constexpr int offset_of(Format format, const Blocks& blocks) {
-  if (bits_of(format) == 8) return kSignedBias;
+  if (!is_unsigned(format)) return kSignedBias;
   return blocks.minima ? 0 : 1 << (bits_of(format) - 1);
 }
 
@@ -386,10 +396,10 @@ inline void write_panel(const Linear& op, long row, long panel, F16 first, F16 s
   if (column + 16 < op.N) write16(op, row, column + 16, op.N - column - 16, op.N, second);
 }
 
-// Writes the integer sums of a row and a panel of int8.
-inline void write_int8(const Linear& op, const PackedRows& packed, long row, long panel, I16 first,
-                       I16 second) {
-  I16 offset = isplat(128 * packed.sums[row]);
+// Writes the integer sums of a row and a panel of int8 values plus `bias`.
+inline void write_int8(const Linear& op, const PackedRows& packed, long row, long panel, int bias,
+                       I16 first, I16 second) {
+  I16 offset = isplat(bias * packed.sums[row]);
   F16 row_scale = splat(packed.scales[row]);
   const float* scale = op.scale + panel * kPanel;
   write_panel(op, row, panel, mul(to_float(isub(first, offset)), mul(row_scale, load(scale))),
@@ -398,19 +408,41 @@ inline void write_int8(const Linear& op, const PackedRows& packed, long row, lon
 
 // ---- tiles: R rows times P panels -------------------------------------------------------------
 
-// `ahead_lines` lines from `ahead` on are prefetched into the L2 cache.
+// Memory that a tile prefetches into the L2 cache, in lines.
+struct Ahead {
+  const char* at;
+  long lines;
+
+  FORGE_INLINE void read() {
+    if (lines-- <= 0) return;
+    prefetch_l2(at);
+    at += 64;
+  }
+  // Returns at most `most` lines, which the caller prefetches.
+  Ahead take(long most) {
+    Ahead taken{at, std::min(lines, most)};
+    at += 64 * most;
+    lines -= most;
+    return taken;
+  }
+};
+
 template <int R, int P>
 void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
-               const char* ahead, long ahead_lines) {
+               Ahead ahead) {
+  constexpr int J = vectors_at_once(R, P);
   long words = (op.K + 1) / 2;
   const uint16_t* w = static_cast<const uint16_t*>(op.w) + (panel - op.first_panel) * words * 64;
-  F16 acc[R][2 * P];
-  multiply_pairs<R, P>(w, words, x, ahead, ahead_lines, acc);
   alignas(64) float out[R][2 * P][16];
+  for (int first = 0; first < 2 * P; first += J) {
+    F16 acc[R][J];
+    Ahead mine = ahead.take(J * words);
+    multiply_pairs(w + 32 * first, words, x, mine.at, mine.lines, acc);
 #pragma GCC unroll 14
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < 2 * P; ++j) store(out[r][j], acc[r][j]);
+      for (int j = 0; j < J; ++j) store(out[r][first + j], acc[r][j]);
+  }
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p)
       write_panel(op, row + r, panel + p, load(out[r][2 * p]), load(out[r][2 * p + 1]));
@@ -418,90 +450,102 @@ void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
 
 template <int R, int P>
 void tile_int8(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
-               const char* ahead, long ahead_lines) {
+               Ahead ahead) {
+  constexpr int J = vectors_at_once(R, P);
   long words = (op.K + 3) / 4;
-  const uint8_t* w = static_cast<const uint8_t*>(op.w) + panel * words * 128;
-  I16 acc[R][2 * P];
-#pragma GCC unroll 14
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int j = 0; j < 2 * P; ++j) acc[r][j] = izero();
-  for (long k = 0; k < words; ++k) {
-    I16 v[2 * P];
-#pragma GCC unroll 2
-    for (int p = 0; p < P; ++p) {
-      v[2 * p] = load_bits(w + p * words * 128 + k * 128);
-      v[2 * p + 1] = load_bits(w + p * words * 128 + k * 128 + 64);
-    }
-    if (ahead_lines > 0) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) prefetch_l2(ahead + 64 * i);
-      ahead += 128 * P;
-      ahead_lines -= 2 * P;
-    }
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot4(acc[r][j], v[j], x[k * R + r]);
-    }
-  }
+  const uint8_t* panels = static_cast<const uint8_t*>(op.w) + panel * words * 128;
   alignas(64) int32_t out[R][2 * P][16];
+  for (int first = 0; first < 2 * P; first += J) {
+    const uint8_t* w = panels + 64 * first;
+    I16 acc[R][J];
 #pragma GCC unroll 14
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < 2 * P; ++j) store_bits(out[r][j], acc[r][j]);
+      for (int j = 0; j < J; ++j) acc[r][j] = izero();
+    Ahead mine = ahead.take(J * words);
+    for (long k = 0; k < words; ++k) {
+      I16 v[J];
+#pragma GCC unroll 4
+      for (int j = 0; j < J; ++j)
+        v[j] = packed_words(load_bits(w + j / 2 * words * 128 + k * 128 + j % 2 * 64));
+      if (mine.lines > 0) {
+#pragma GCC unroll 4
+        for (int j = 0; j < J; ++j) prefetch_l2(mine.at + 64 * j);
+        mine.at += 64 * J;
+        mine.lines -= J;
+      }
+#pragma GCC unroll 14
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int j = 0; j < J; ++j) acc[r][j] = dot4(acc[r][j], v[j], x[k * R + r]);
+      }
+    }
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < J; ++j) store_bits(out[r][first + j], acc[r][j]);
+  }
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p)
-      write_int8(op, packed, row + r, panel + p, load_bits(out[r][2 * p]),
+      write_int8(op, packed, row + r, panel + p, kPackedBias, load_bits(out[r][2 * p]),
                  load_bits(out[r][2 * p + 1]));
 }
 
 template <int R, int P>
 void tile_int4(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
-               const char* ahead, long ahead_lines) {
+               Ahead ahead) {
   static_assert(P == 1);
+  constexpr int J = vectors_at_once(R, 1);
   long groups = (op.K + kGroup - 1) / kGroup;
   long columns = (op.N + kPanel - 1) / kPanel * kPanel;
-  const uint8_t* w = static_cast<const uint8_t*>(op.w) + panel * groups * 512;
   const int32_t* sums = packed.sums + row * groups;
-  F16 acc[R][2];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
-  for (long g = 0; g < groups; ++g) {
-    I16 part[R][2];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = isplat(-8 * sums[g * R + r]);
-    if (ahead_lines > 0) {
-      for (int i = 0; i < 8; ++i) prefetch_l2(ahead + 64 * i);
-      ahead += 512;
-      ahead_lines -= 8;
-    }
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q) {  // words q and q + 4 of the group
-      I16 first = load_bits(w + g * 512 + q * 128);
-      I16 second = load_bits(w + g * 512 + q * 128 + 64);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        uint32_t low = x[(g * 8 + q) * R + r], high = x[(g * 8 + q + 4) * R + r];
-        part[r][0] = dot4(part[r][0], low_nibbles(first), low);
-        part[r][1] = dot4(part[r][1], low_nibbles(second), low);
-        part[r][0] = dot4(part[r][0], high_nibbles(first), high);
-        part[r][1] = dot4(part[r][1], high_nibbles(second), high);
-      }
-    }
-    const uint16_t* scale = op.scale16 + g * columns + panel * kPanel;
-    F16 s0 = load_f16(scale), s1 = load_f16(scale + 16);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      acc[r][0] = fma(to_float(part[r][0]), s0, acc[r][0]);
-      acc[r][1] = fma(to_float(part[r][1]), s1, acc[r][1]);
-    }
-  }
   alignas(64) float out[R][2][16];
+  for (int first = 0; first < 2; first += J) {
+    const uint8_t* w = static_cast<const uint8_t*>(op.w) + panel * groups * 512 + 64 * first;
+    const uint16_t* scale = op.scale16 + panel * kPanel + 16 * first;
+    F16 acc[R][J];
 #pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-    store(out[r][0], acc[r][0]);
-    store(out[r][1], acc[r][1]);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int j = 0; j < J; ++j) acc[r][j] = zero();
+    Ahead mine = ahead.take(4 * J * groups);
+    for (long g = 0; g < groups; ++g) {
+      I16 part[R][J];
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int j = 0; j < J; ++j) part[r][j] = begin_small<4>(-8 * sums[g * R + r]);
+      if (mine.lines > 0) {
+        for (int i = 0; i < 4 * J; ++i) prefetch_l2(mine.at + 64 * i);
+        mine.at += 256 * J;
+        mine.lines -= 4 * J;
+      }
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; ++q) {  // words q and q + 4 of the group
+        I16 v[J];
+#pragma GCC unroll 2
+        for (int j = 0; j < J; ++j) v[j] = load_bits(w + g * 512 + q * 128 + 64 * j);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+          uint32_t low = x[(g * 8 + q) * R + r], high = x[(g * 8 + q + 4) * R + r];
+#pragma GCC unroll 2
+          for (int j = 0; j < J; ++j) part[r][j] = dot4_small<4>(part[r][j], low_nibbles(v[j]), low);
+#pragma GCC unroll 2
+          for (int j = 0; j < J; ++j)
+            part[r][j] = dot4_small<4>(part[r][j], high_nibbles(v[j]), high);
+        }
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int j = 0; j < J; ++j)
+          acc[r][j] = fma(to_float(end_small<4>(part[r][j], -8 * sums[g * R + r])),
+                          load_f16(scale + g * columns + 16 * j), acc[r][j]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int j = 0; j < J; ++j) store(out[r][first + j], acc[r][j]);
   }
   for (int r = 0; r < R; ++r) {
     F16 row_scale = splat(packed.scales[row + r]);
@@ -529,7 +573,7 @@ FORGE_INLINE Factors factors_of(const Blocks& blocks, const uint8_t* block, long
       minimum = mul(minimum, load_s8(bytes + (blocks.groups() + group) * kPanel + lane));
   }
   constexpr int bits = bits_of(format);
-  if (bits < 8 && !blocks.minima) minimum = mul(scale, splat(-float(1 << (bits - 1))));
+  if (is_unsigned(format) && !blocks.minima) minimum = mul(scale, splat(-float(1 << (bits - 1))));
   return {{twice_low(scale), twice_high(scale)}, {twice_low(minimum), twice_high(minimum)}};
 }
 
@@ -544,8 +588,9 @@ FORGE_INLINE void read_word(const uint8_t* values, unsigned long word, int i, co
                             I16* out) {
   F16 v[4];
   if constexpr (bits_of(format) == 4) {
-    load_u4(values + word * kPanel, v[0], v[1]);
-    load_u4(values + word * kPanel + 16, v[2], v[3]);
+    constexpr auto load = is_iq4(format) ? load_iq4 : load_u4;
+    load(values + word * kPanel, v[0], v[1]);
+    load(values + word * kPanel + 16, v[2], v[3]);
   } else if constexpr (bits_of(format) == 6) {
     const uint8_t* chunk = values + word / 8 * kChunk6;
     const uint8_t* crumbs = chunk + 8 * kPanel + word % 8 / 2 * kPanel;
@@ -560,7 +605,7 @@ FORGE_INLINE void read_word(const uint8_t* values, unsigned long word, int i, co
 
 template <Format format, int R, int P>
 void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
-                 long panel, const char* ahead, long ahead_lines) {
+                 long panel, Ahead ahead) {
   const Blocks& blocks = op.blocks;
   long panel_bytes = blocks.panel_bytes(format, op.K), words = blocks.group / 2;
   const uint8_t* first = static_cast<const uint8_t*>(op.w) + panel * panel_bytes;
@@ -585,17 +630,13 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
 #pragma GCC unroll 2
           for (int p = 0; p < P; ++p)
             read_word<format>(values + p * panel_bytes, word, i, factors + 2 * p, v + 2 * p);
-          if (ahead_lines > 0) {
+          if (ahead.lines > 0) {
 #pragma GCC unroll 2
-            for (int p = 0; p < P; ++p) prefetch_l1(ahead + 64 * p);
-            ahead += 64 * P;
-            ahead_lines -= P;
+            for (int p = 0; p < P; ++p) prefetch_l1(ahead.at + 64 * p);
+            ahead.at += 64 * P;
+            ahead.lines -= P;
           }
-#pragma GCC unroll 14
-          for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-            for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], load_pair(x + r, R));
-          }
+          add_dot2(acc, v, [x](int r, int i) { return x[i * R + r]; });
           x += kPairWords * R;
         }
       }
@@ -642,11 +683,16 @@ void unpack_panel(const Linear& op, long panel, uint16_t* out) {
 //   t = t + (integer sum of value * x) * scale       once per group, of which there are one or two
 //   y = y + minimum * (integer sum of x * scale of x)   once per group
 //   y = y + t * scale of x
-// A product and the sum that it is added to are rounded once. Both instruction sets give the same bits.
-
+// A product and the sum that it is added to are rounded once. All instruction sets give the same bits.
 
 // The rows whose sums all fit in registers. Groups that share a scale of x need more of them.
-constexpr int rows_in_registers(int together) { return kMaxRows < 6 ? 1 : together == 1 ? 6 : 4; }
+constexpr int rows_in_registers(int together) {
+  return kMaxRowsAtOnce < 6 ? 1 : together == 1 ? 6 : 4;
+}
+// The rows of a tile that is multiplied by an unpacked panel.
+constexpr int max_unpacked_rows(int together) {
+  return kMaxRowsAtOnce < 6 ? kMaxRowsInt8 : rows_in_registers(together);
+}
 
 // The order of columns in two vectors, in groups of four, as `pair_columns` returns it.
 constexpr int kOrder8[8] = {0, 2, 4, 6, 1, 3, 5, 7};
@@ -658,9 +704,10 @@ constexpr const int (&order_of())[8] {
   return kOrder4;
 }
 
-// The factors of 32 columns of a group, in that order.
+// The factors of a group's columns in J vectors, in that order.
+template <int J>
 struct Columns {
-  F16 scale[2], minimum[2];
+  F16 scale[J], minimum[J];
 };
 
 // Reads a panel in the order of k, which is its order in memory.
@@ -672,7 +719,7 @@ struct BlockReader {
   const uint8_t* block;
   const uint8_t* values;
   long group = 0;  // index in the block
-  Columns factors{};
+  Columns<2> factors{};
 
   BlockReader(const Linear& op, const uint8_t* panel) : blocks(op.blocks), block(panel) {
     begin_block();
@@ -687,13 +734,18 @@ struct BlockReader {
   }
 
   // Four values of each column: word number `number` from the current position on.
-  FORGE_INLINE void word(int number, I16& first, I16& second) const {
+  FORGE_INLINE void word(int number, I16 (&out)[2]) const {
+    auto& [first, second] = out;
     if constexpr (bits_of(format) == 4) {
       const uint8_t* at = values + 64 * number;
       prefetch_l2(at + kAhead);
       I16 both = pair_columns(at);
       first = low_nibbles(both);
       second = high_nibbles(both);
+      if constexpr (is_iq4(format)) {
+        first = iq4_words(first);
+        second = iq4_words(second);
+      }
     } else if constexpr (bits_of(format) == 6) {
       const uint8_t* chunk = values + number / 4 * kChunk6;
       const uint8_t *at = chunk + 64 * (number % 4), *high = chunk + 256 + 32 * (number % 4);
@@ -714,12 +766,12 @@ struct BlockReader {
 
   // Returns the factors of a group whose words have been read. `last` means the last of a panel.
   template <int words>
-  FORGE_INLINE Columns end_group(bool last) {
-    Columns found = factors;
+  FORGE_INLINE Columns<2> end_group(bool last) {
+    Columns<2> found = factors;
     values += words * 4 * kPanel * bits_of(format) / 8;
     if (blocks.two_levels()) {
       const uint8_t* bytes = block + (blocks.minima ? 128 : 64) + group * kPanel;
-      Columns by_group;
+      Columns<2> by_group;
       load_s8_in(order_of<format>(), bytes, by_group.scale[0], by_group.scale[1]);
       for (int j = 0; j < 2; ++j) found.scale[j] = mul(factors.scale[j], by_group.scale[j]);
       if (blocks.minima) {
@@ -737,30 +789,32 @@ struct BlockReader {
   }
 };
 
-// Reads a panel that `unpack_rounded` has made for many rows.
-template <int words>
+// Reads J vectors of columns from number `first` on, of a panel that `unpack_rounded` has made.
+template <int words, int J>
 struct UnpackedReader {
   static constexpr bool kPrefetches = false;
   const uint8_t* values;  // [groups, words of a group, 2, 64], words in the order of products
   const float* factors;   // [groups, 2 or 4, 16]
   bool minima;
 
-  UnpackedReader(const Linear& op, const uint8_t* unpacked)
-      : values(unpacked),
-        factors(reinterpret_cast<const float*>(unpacked + op.K * kPanel)),
+  UnpackedReader(const Linear& op, const uint8_t* unpacked, int first)
+      : values(unpacked + 64 * first),
+        factors(reinterpret_cast<const float*>(unpacked + op.K * kPanel) + 16 * first),
         minima(op.blocks.minima) {}
 
-  FORGE_INLINE void word(int number, I16& first, I16& second) const {
-    first = load_bits(values + 128 * number);
-    second = load_bits(values + 128 * number + 64);
+  FORGE_INLINE void word(int number, I16 (&out)[J]) const {
+#pragma GCC unroll 2
+    for (int j = 0; j < J; ++j) out[j] = load_bits(values + 128 * number + 64 * j);
   }
 
   template <int>
-  FORGE_INLINE Columns end_group(bool) {
-    Columns found{{load(factors), load(factors + 16)}, {}};
+  FORGE_INLINE Columns<J> end_group(bool) {
+    Columns<J> found{};
+#pragma GCC unroll 2
+    for (int j = 0; j < J; ++j) found.scale[j] = load(factors + 16 * j);
     if (minima) {
-      found.minimum[0] = load(factors + 32);
-      found.minimum[1] = load(factors + 48);
+#pragma GCC unroll 2
+      for (int j = 0; j < J; ++j) found.minimum[j] = load(factors + 32 + 16 * j);
     }
     values += 128 * words;
     factors += minima ? 64 : 32;
@@ -778,54 +832,43 @@ void unpack_rounded(const Linear& op, const uint8_t* panel, uint8_t* out) {
   float* factors = reinterpret_cast<float*>(out + op.K * kPanel);
   for (long k = 0; k < op.K; k += 4 * words, out += 128 * words) {
     for (int i = 0; i < words; ++i) {
-      I16 first, second;
-      reader.word(i, first, second);
-      store_bits(out + 128 * i, first);
-      store_bits(out + 128 * i + 64, second);
+      I16 both[2];
+      reader.word(i, both);
+      store_bits(out + 128 * i, both[0]);
+      store_bits(out + 128 * i + 64, both[1]);
     }
-    Columns columns = reader.template end_group<words>(k + 4 * words >= op.K);
+    Columns<2> columns = reader.template end_group<words>(k + 4 * words >= op.K);
     for (int j = 0; j < 2; ++j, factors += 16) store(factors, columns.scale[j]);
     if (!op.blocks.minima) continue;
     for (int j = 0; j < 2; ++j, factors += 16) store(factors, columns.minimum[j]);
   }
 }
 
-// Memory to prefetch, in lines.
-struct Ahead {
-  const char* at;
-  long lines;
-
-  FORGE_INLINE void read() {
-    if (lines-- <= 0) return;
-    prefetch_l2(at);
-    at += 64;
-  }
-};
-
-// R x 2 sums in registers, or in memory that is opaque to the compiler if products need all registers.
+// R x J sums in registers, or in memory that is opaque to the compiler if products need all registers.
 // A sum is accessed once per 32 values of k.
-template <int R, bool in_memory>
+template <int R, int J, bool in_memory>
 struct Sums {
-  F16 sums[R][2];
+  F16 sums[R][J];
   F16 get(int r, int j) const { return sums[r][j]; }
   void set(int r, int j, F16 x) { sums[r][j] = x; }
 };
-template <int R>
-struct Sums<R, true> {
-  alignas(64) float room[R][2][16];
+template <int R, int J>
+struct Sums<R, J, true> {
+  alignas(64) float room[R][J][16];
   float* at = &room[0][0][0];
   Sums() { asm volatile("" : "+r"(at) : : "memory"); }
   Sums(const Sums&) = delete;
-  F16 get(int r, int j) const { return load(at + 32 * r + 16 * j); }
-  void set(int r, int j, F16 x) { store(at + 32 * r + 16 * j, x); }
+  F16 get(int r, int j) const { return load(at + 16 * (J * r + j)); }
+  void set(int r, int j, F16 x) { store(at + 16 * (J * r + j), x); }
 };
 
-// R rows of x while they are multiplied by a panel.
-template <Format format, int R, int words, bool minima>
+// R rows of x while they are multiplied by J vectors of columns.
+template <Format format, int R, int J, int words, bool minima>
 struct RoundedRows {
   static constexpr int kTogether = kGroup / (4 * words);  // groups per scale of x
   static constexpr bool kInMemory = R > rows_in_registers(kTogether);
-  Sums<R, kInMemory> y, t;
+  static constexpr int kBits = is_unsigned(format) ? bits_of(format) : 8;
+  Sums<R, J, kInMemory> y, t;
   const uint32_t* x;
   const float* scales;
   const int32_t* starts;
@@ -839,11 +882,23 @@ struct RoundedRows {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) y.set(r, j, zero());
+      for (int j = 0; j < J; ++j) y.set(r, j, zero());
   }
 
-  static I16 dot(I16 acc, I16 w, uint32_t x) {
-    return bits_of(format) == 8 ? dot4_signed(acc, w, x) : dot4_small(acc, w, x);
+  FORGE_INLINE static I16 begin(int32_t start) {
+    if constexpr (kBits == 8) return isplat(start);
+    return begin_small<kBits>(start);
+  }
+  FORGE_INLINE static I16 dot(I16 acc, I16 w, uint32_t x) {
+    if constexpr (kBits == 8) {
+      return dot4_signed(acc, w, x);
+    } else {
+      return dot4_small<kBits>(acc, w, x);
+    }
+  }
+  FORGE_INLINE static I16 end(I16 acc, int32_t start) {
+    if constexpr (kBits == 8) return acc;
+    return end_small<kBits>(acc, start);
   }
 
   // Adds groups that share scales of x. `last` means the last of the panel.
@@ -851,27 +906,28 @@ struct RoundedRows {
   FORGE_INLINE void add(Reader& reader, Ahead& ahead, bool last) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
-      I16 part[R][2];
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = isplat(starts[r]);
-      if (!Reader::kPrefetches) ahead.read();
-#pragma GCC unroll 8
-      for (int i = 0; i < words; ++i) {
-        I16 first, second;
-        reader.word(i, first, second);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-          part[r][0] = dot(part[r][0], first, x[r]);
-          part[r][1] = dot(part[r][1], second, x[r]);
-        }
-        x += R;
-      }
-      Columns columns = reader.template end_group<words>(last && g + 1 == groups);
+      I16 part[R][J];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int j = 0; j < 2; ++j) {
-          F16 whole = to_float(part[r][j]);
+        for (int j = 0; j < J; ++j) part[r][j] = begin(starts[r]);
+      if (!Reader::kPrefetches) ahead.read();
+#pragma GCC unroll 8
+      for (int i = 0; i < words; ++i) {
+        I16 w[J];
+        reader.word(i, w);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+          for (int j = 0; j < J; ++j) part[r][j] = dot(part[r][j], w[j], x[r]);
+        x += R;
+      }
+      Columns<J> columns = reader.template end_group<words>(last && g + 1 == groups);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int j = 0; j < J; ++j) {
+          F16 whole = to_float(end(part[r][j], starts[r]));
           F16 so_far = g ? fma(whole, columns.scale[j], t.get(r, j)) : mul(whole, columns.scale[j]);
           bool whole_row = g + 1 == groups;
           if (!whole_row) t.set(r, j, so_far);
@@ -888,24 +944,27 @@ struct RoundedRows {
   }
 };
 
-template <Format format, int R, int words, bool minima, class Reader>
+// Writes the sums to `out` from vector `first` on.
+template <Format format, int R, int J, int words, bool minima, class Reader>
 void multiply_rounded(const Linear& op, const PackedRows& packed, Reader reader, const uint32_t* x,
-                      long row, long panel, Ahead ahead) {
-  using Rows = RoundedRows<format, R, words, minima>;
+                      long row, Ahead& ahead, float (&out)[R][2][16], int first) {
+  using Rows = RoundedRows<format, R, J, words, minima>;
   constexpr int kTogether = Rows::kTogether;
   long groups = op.K / (4 * words), g = 0;
   Rows rows(packed, x, row, op.K);
   for (; g + kTogether <= groups; g += kTogether)
     rows.template add<kTogether>(reader, ahead, g + kTogether == groups);
   if (kTogether > 1 && g < groups) rows.template add<1>(reader, ahead, true);
-  alignas(64) float out[R][32];
 #pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int j = 0; j < J; ++j) store(out[r][first + j], rows.y.get(r, j));
+}
+
+template <Format format, int R>
+void write_rounded(const Linear& op, long row, long panel, const float (&out)[R][2][16]) {
   for (int r = 0; r < R; ++r) {
-    store(out[r], rows.y.get(r, 0));
-    store(out[r] + 16, rows.y.get(r, 1));
-  }
-  for (int r = 0; r < R; ++r) {
-    F16 first = load(out[r]), second = load(out[r] + 16);
+    F16 first = load(out[r][0]), second = load(out[r][1]);
     sort_fours(order_of<format>(), first, second);
     write_panel(op, row + r, panel, first, second);
   }
@@ -913,38 +972,48 @@ void multiply_rounded(const Linear& op, const PackedRows& packed, Reader reader,
 
 template <Format format, int R>
 void tile_rounded(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
-                  long panel, const char* ahead, long ahead_lines) {
+                  long panel, Ahead ahead) {
   const uint8_t* w =
       static_cast<const uint8_t*>(op.w) + panel * op.blocks.panel_bytes(format, op.K);
   BlockReader<format> reader(op, w);
-  auto multiply = op.blocks.group == kGroup
-                      ? op.blocks.minima ? multiply_rounded<format, R, 8, true, decltype(reader)>
-                                         : multiply_rounded<format, R, 8, false, decltype(reader)>
-                  : op.blocks.minima ? multiply_rounded<format, R, 4, true, decltype(reader)>
-                                     : multiply_rounded<format, R, 4, false, decltype(reader)>;
-  multiply(op, packed, reader, x, row, panel, {ahead, ahead_lines});
+  using Reader = BlockReader<format>;
+  auto multiply = multiply_rounded<format, R, 2, 8, false, Reader>;
+  if constexpr (!is_iq4(format)) {
+    if (op.blocks.group != kGroup)
+      multiply = op.blocks.minima ? multiply_rounded<format, R, 2, 4, true, Reader>
+                                  : multiply_rounded<format, R, 2, 4, false, Reader>;
+    else if (op.blocks.minima)
+      multiply = multiply_rounded<format, R, 2, 8, true, Reader>;
+  }
+  alignas(64) float out[R][2][16];
+  multiply(op, packed, reader, x, row, ahead, out, 0);
+  write_rounded<format>(op, row, panel, out);
 }
 
 // `op.w` is one unpacked panel.
 template <Format format, int R>
 void tile_unpacked(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
-                   long panel, const char* ahead, long ahead_lines) {
+                   long panel, Ahead ahead) {
+  constexpr int J = vectors_at_once(R, 1);
+  constexpr Format kAs = is_iq4(format) ? Format::kRounded8 : format;  // once unpacked
   const uint8_t* w = static_cast<const uint8_t*>(op.w);
+  alignas(64) float out[R][2][16];
   auto multiply = [&](auto words) {
-    UnpackedReader<words> reader(op, w);
-    (op.blocks.minima ? multiply_rounded<format, R, words, true, UnpackedReader<words>>
-                      : multiply_rounded<format, R, words, false, UnpackedReader<words>>)(
-        op, packed, reader, x, row, panel, {ahead, ahead_lines});
+    using Reader = UnpackedReader<words, J>;
+    for (int first = 0; first < 2; first += J)
+      (op.blocks.minima ? multiply_rounded<kAs, R, J, words, true, Reader>
+                        : multiply_rounded<kAs, R, J, words, false, Reader>)(
+          op, packed, Reader(op, w, first), x, row, ahead, out, first);
   };
   if (op.blocks.group == kGroup) {
     multiply(std::integral_constant<int, 8>());
   } else {
     multiply(std::integral_constant<int, 4>());
   }
+  write_rounded<format>(op, row, panel, out);
 }
 
-using TileFunction = void (*)(const Linear&, const PackedRows&, const uint32_t*, long, long,
-                              const char*, long);
+using TileFunction = void (*)(const Linear&, const PackedRows&, const uint32_t*, long, long, Ahead);
 
 template <Format format, int R, int P>
 constexpr TileFunction tile_function() {
@@ -964,25 +1033,29 @@ TileFunction pick(long rows, std::index_sequence<R...>) {
   return functions[rows - 1];
 }
 
-constexpr int kMaxRowsInt4 = kMaxRows < 6 ? kMaxRows : 6;
-constexpr int kMaxRowsRounded = kMaxRows < 12 ? kMaxRows : 12;
-constexpr int kMaxRowsBlocks = kMaxRows < 12 ? kMaxRows : 12;  // values need registers too
+constexpr int kMaxRowsInt4 = kMaxRowsInt8 < 6 ? kMaxRowsInt8 : 6;
+constexpr int kMaxRowsInBlocks = kMaxRowsAtOnce < 12 ? 3 : 12;  // values also need registers
+constexpr int kMaxRowsUnpacked = kMaxRowsAtOnce < 12 ? kMaxRows : 12;
 
 // True if a group has its own sums, so that only one panel is multiplied at a time.
 constexpr bool sums_by_group(Format format) {
   return format == Format::kInt4 || has_rounded_rows(format);
 }
 
+// The most rows of a tile that is multiplied by packed weights.
 constexpr int max_rows(Format format) {
-  if (has_rounded_rows(format)) return kMaxRowsRounded;
-  return format == Format::kInt4 ? kMaxRowsInt4 : in_blocks(format) ? kMaxRowsBlocks : kMaxRows;
+  if (in_blocks(format)) return kMaxRowsInBlocks;
+  if (format == Format::kBf16) return kMaxRows;
+  return format == Format::kInt4 ? kMaxRowsInt4 : kMaxRowsInt8;
 }
 
-// A few rounded rows are multiplied together, so that the weight is read once. Many rows are split into
-// tiles whose sums stay in registers.
+// A few rows are multiplied by blocks together, so that the weight is read once. For more rows, panels
+// of blocks are unpacked.
+inline bool unpacks(Format format, long rows) { return in_blocks(format) && rows > max_rows(format); }
+
 inline long tile_rows(Format format, long rows, const Blocks& blocks) {
-  if (!has_rounded_rows(format) || rows <= kMaxRowsRounded) return max_rows(format);
-  return rows_in_registers(int(kGroup / blocks.group));
+  if (!unpacks(format, rows)) return max_rows(format);
+  return has_rounded_rows(format) ? max_unpacked_rows(int(kGroup / blocks.group)) : kMaxRowsUnpacked;
 }
 
 inline Tiles tiles_of(Format format, const Linear& op) {
@@ -1008,34 +1081,30 @@ TileFunction pick(long rows, int panels) {
 
 // ---- the whole --------------------------------------------------------------------------------
 
-constexpr long kTilesUnpacked = 2;  // the number of tiles from which a panel of blocks is unpacked
-
 // Multiplies the tiles from `first` to `last` by a panel, or by two if `wide` is 2. `choose` returns
 // the function for a number of rows.
 template <Format format, class Choose>
 void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
-                    long last, long panel, const char* ahead, long lines, Choose choose) {
+                    long last, long panel, Ahead ahead, Choose choose) {
   long words = row_words_of(format, op.K, false);
   for (long tile = first; tile < last; ++tile) {
     long row = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - row);
-    long left = last - tile, share = (lines + left - 1) / left;
-    choose(rows)(op, packed, packed.words + row * words, row, panel, ahead, share);
-    ahead += share * 64;
-    lines -= share;
+    long left = last - tile, share = (ahead.lines + left - 1) / left;
+    choose(rows)(op, packed, packed.words + row * words, row, panel, ahead.take(share));
   }
 }
 
 template <Format format>
 void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
-                    long last, long panel, int wide, const char* ahead, long lines) {
-  multiply_tiles<format>(op, packed, tiles, first, last, panel, ahead, lines,
+                    long last, long panel, int wide, Ahead ahead) {
+  multiply_tiles<format>(op, packed, tiles, first, last, panel, ahead,
                          [wide](long rows) { return pick<format>(rows, wide); });
 }
 
 // Multiplies the rows of tiles from `first` to `last` by a panel, with AMX.
 template <Format format>
 void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
-                       long last, long panel, const char* ahead, long lines) {
+                       long last, long panel, Ahead ahead) {
   struct Context {
     const Linear& op;
     const PackedRows& packed;
@@ -1053,15 +1122,15 @@ void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& 
   }
   product.rows = std::min(last * tiles.rows, op.rows) - row;
   product.words = words_of(format, op.K);
-  product.ahead = ahead;
-  product.ahead_lines = lines;
+  product.ahead = ahead.at;
+  product.ahead_lines = ahead.lines;
   product.context = &context;
   product.write = [](void* context, long row, long rows, const void* sums) {
     const Context& c = *static_cast<const Context*>(context);
     const char* at = static_cast<const char*>(sums);
     for (long r = c.row + row; r < c.row + row + rows; ++r, at += 4 * kPanel) {
       if constexpr (format == Format::kInt8) {
-        write_int8(c.op, c.packed, r, c.panel, load_bits(at), load_bits(at + 64));
+        write_int8(c.op, c.packed, r, c.panel, 128, load_bits(at), load_bits(at + 64));
       } else {
         const float* y = reinterpret_cast<const float*>(at);
         write_panel(c.op, r, c.panel, load(y), load(y + 16));
@@ -1075,42 +1144,42 @@ void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& 
   }
 }
 
-// Multiplies tiles by a panel. For many tiles, a panel of blocks is converted first: to bfloat16, or
+// Multiplies tiles by a panel. For many rows, a panel of blocks is converted first: to bfloat16, or
 // for rounded rows to words that need no shuffling.
 template <Format format>
 void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
-                    long last, long panel, int wide, const char* ahead, long lines) {
+                    long last, long panel, int wide, Ahead ahead) {
   if constexpr (allows_tiles(format)) {
     if (op.in_tiles) {
-      multiply_in_tiles<format>(op, packed, tiles, first, last, panel, ahead, lines);
+      multiply_in_tiles<format>(op, packed, tiles, first, last, panel, ahead);
       return;
     }
   }
   if constexpr (has_rounded_rows(format)) {
-    if (last - first >= kTilesUnpacked) {
+    if (unpacks(format, op.rows)) {
       uint8_t* unpacked = scratch<uint8_t>(2, unpacked_bytes(op));
       const uint8_t* w = static_cast<const uint8_t*>(op.w);
       auto unpack = op.blocks.group == kGroup ? unpack_rounded<format, 8> : unpack_rounded<format, 4>;
       unpack(op, w + panel * op.blocks.panel_bytes(format, op.K), unpacked);
       Linear other = op;
       other.w = unpacked;
-      multiply_tiles<format>(other, packed, tiles, first, last, panel, ahead, lines, [](long rows) {
-        return pick_unpacked<format>(rows, std::make_index_sequence<rows_in_registers(1)>());
+      multiply_tiles<format>(other, packed, tiles, first, last, panel, ahead, [](long rows) {
+        return pick_unpacked<format>(rows, std::make_index_sequence<max_unpacked_rows(1)>());
       });
       return;
     }
   } else if constexpr (in_blocks(format)) {
-    if (last - first >= kTilesUnpacked) {
+    if (unpacks(format, op.rows)) {
       uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
       unpack_panel<format>(op, panel, unpacked);
       Linear plain = op;
       plain.w = unpacked;
       plain.first_panel = panel;
-      multiply_tiles<Format::kBf16>(plain, packed, tiles, first, last, panel, 1, ahead, lines);
+      multiply_tiles<Format::kBf16>(plain, packed, tiles, first, last, panel, 1, ahead);
       return;
     }
   }
-  multiply_tiles<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
+  multiply_tiles<format>(op, packed, tiles, first, last, panel, wide, ahead);
 }
 
 // Returns memory of the calling thread for all rows of x.
@@ -1157,7 +1226,7 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
     // The next panel is prefetched while this one is multiplied.
     const char* ahead = static_cast<const char*>(op.w) + (panel + wide) * panel_bytes;
     long lines = panel + wide < panels ? wide * panel_bytes / 64 : 0;
-    multiply_panel<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
+    multiply_panel<format>(op, packed, tiles, first, last, panel, wide, {ahead, lines});
   };
   if (tiles.count == 1) {  // a few rows: packed before the other threads are woken
     pack(0);
@@ -1178,7 +1247,7 @@ void run_linear_alone(const Linear& op) {
   for (long panel = 0; panel < panels; panel += wide) {
     const char* ahead = static_cast<const char*>(op.w) + (panel + wide) * panel_bytes;
     long lines = panel + wide < panels ? wide * panel_bytes / 64 : 0;
-    multiply_panel<format>(op, packed, tiles, 0, tiles.count, panel, wide, ahead, lines);
+    multiply_panel<format>(op, packed, tiles, 0, tiles.count, panel, wide, {ahead, lines});
   }
 }
 
@@ -1186,5 +1255,6 @@ void run_linear_alone(const Linear& op) {
 extern template void run_linear<Format::kRounded8>(xla::ffi::ThreadPool&, const Linear&);
 extern template void run_linear<Format::kRounded6>(xla::ffi::ThreadPool&, const Linear&);
 extern template void run_linear<Format::kRounded4>(xla::ffi::ThreadPool&, const Linear&);
+extern template void run_linear<Format::kRoundedIq4>(xla::ffi::ThreadPool&, const Linear&);
 
 }  // namespace forge

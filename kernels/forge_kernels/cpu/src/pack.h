@@ -181,8 +181,8 @@ inline void embed_row_of_blocks(const PackedEmbedding& op, const uint8_t* panel,
         int crumbs = chunk[8 * kPanel + word % 8 / 2 * kPanel + column] >> (shift + word % 2 * 2);
         number |= (crumbs & 3) << 4;
       }
-      value = float(number);
-      if (!blocks.minima) minimum = -float(1 << (bits - 1)) * scale;
+      value = float(is_iq4(op.format) ? kIq4Values[number] : number);
+      if (is_unsigned(op.format) && !blocks.minima) minimum = -float(1 << (bits - 1)) * scale;
     }
     out[k] = f32_to_bf16(std::fma(value, scale, minimum));
   }

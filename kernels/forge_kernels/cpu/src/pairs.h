@@ -7,34 +7,27 @@
 
 namespace forge {
 
-// `w` is u16[P, words, 32, 2] and `x` the packed rows, as described in linear.h. `ahead_lines` lines
+// Multiplies by J vectors of 16 columns, from `w` on in u16[panels, words, 32, 2]. These are one or both of
+// a panel, or both of two panels. `x` has the packed rows, as described in linear.h. `ahead_lines` lines
 // from `ahead` on are prefetched.
-template <int R, int P>
+template <int R, int J>
 FORGE_INLINE void multiply_pairs(const uint16_t* w, long words, const uint32_t* x,
-                                 const char* ahead, long ahead_lines, F16 (&acc)[R][2 * P]) {
+                                 const char* ahead, long ahead_lines, F16 (&acc)[R][J]) {
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < 2 * P; ++j) acc[r][j] = zero();
+    for (int j = 0; j < J; ++j) acc[r][j] = zero();
   for (long k = 0; k < words; ++k) {
-    I16 v[2 * P];
-#pragma GCC unroll 2
-    for (int p = 0; p < P; ++p) {
-      v[2 * p] = load_bits(w + p * words * 64 + k * 64);
-      v[2 * p + 1] = load_bits(w + p * words * 64 + k * 64 + 32);
-    }
+    I16 v[J];
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) v[j] = load_bits(w + j / 2 * words * 64 + k * 64 + j % 2 * 32);
     if (ahead_lines > 0) {
 #pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) prefetch_l2(ahead + 64 * i);
-      ahead += 128 * P;
-      ahead_lines -= 2 * P;
+      for (int j = 0; j < J; ++j) prefetch_l2(ahead + 64 * j);
+      ahead += 64 * J;
+      ahead_lines -= J;
     }
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 2 * P; ++j)
-        acc[r][j] = dot2(acc[r][j], v[j], load_pair(x + kPairWords * k * R + r, R));
-    }
+    add_dot2(acc, v, [&](int r, int i) { return x[(kPairWords * k + i) * R + r]; });
   }
 }
 

@@ -26,10 +26,13 @@ extern "C" double forge_probe(long products) {
   for (long i = 0; i < kWords * forge::kPairWords * R; ++i) rows[i] = 0x3f803f80;
   double start = now();
   for (long i = 0; i < products; ++i) {
-    forge::F16 acc[R][2];
-    forge::multiply_pairs<R, 1>(weights, kWords, rows, nullptr, 0, acc);
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < 2; ++j) forge::store(sums[r][j], acc[r][j]);
+    constexpr int J = forge::vectors_at_once(R, 1);
+    for (int first = 0; first < 2; first += J) {
+      forge::F16 acc[R][J];
+      forge::multiply_pairs(weights + 32 * first, kWords, rows, nullptr, 0, acc);
+      for (int r = 0; r < R; ++r)
+        for (int j = 0; j < J; ++j) forge::store(sums[r][first + j], acc[r][j]);
+    }
     asm volatile("" : : "r"(&sums[0][0][0]) : "memory");
   }
   return 2.0 * R * 32 * 2 * kWords * double(products) / (now() - start) * 1e-9;

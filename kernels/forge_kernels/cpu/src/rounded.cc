@@ -7,5 +7,6 @@ namespace forge {
 template void run_linear<Format::kRounded8>(xla::ffi::ThreadPool&, const Linear&);
 template void run_linear<Format::kRounded6>(xla::ffi::ThreadPool&, const Linear&);
 template void run_linear<Format::kRounded4>(xla::ffi::ThreadPool&, const Linear&);
+template void run_linear<Format::kRoundedIq4>(xla::ffi::ThreadPool&, const Linear&);
 
 }  // namespace forge

@@ -3,7 +3,8 @@
 //
 // All forms give the same results up to rounding. `dot2` and `dot4` are the inner steps of every matrix
 // product here. `dot2` sums two bfloat16 products into each float lane. `dot4` sums four products of u8
-// and s8 into each int lane. Integer sums have the same bits in all forms. `dot2` has the same bits in
+// and s8 into each int lane. Without VNNI, AVX2 makes the u8 signed first, so that its sums need no
+// correction (`kPackedBias`). Corrected sums have the same bits in all forms. `dot2` has the same bits in
 // all forms that use two FMAs, which is all except BF16.
 #pragma once
 
@@ -16,6 +17,14 @@
 #define FORGE_INLINE inline __attribute__((always_inline))
 
 namespace forge {
+
+// Hides how a sum of integers was made. Otherwise, GCC computes the products of many steps before it adds
+// them, and moves them to memory and back.
+template <class Vector>
+FORGE_INLINE Vector opaque(Vector sum) {
+  asm("" : "+v"(sum));
+  return sum;
+}
 
 // Prefetch a line to the first or second level of cache. A line on its way to the first level occupies a
 // miss buffer. There are few (24 in AMD's Zen 4), and loads from the second level also need them. Weights
@@ -45,6 +54,13 @@ FORGE_INLINE void join_u6(const void* p, const void* crumbs, int shift, __m256i&
                          _mm256_and_si256(_mm256_srli_epi16(more, shift), two));
 }
 
+// The values of GGUF's IQ4 types.
+constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
+FORGE_INLINE __m128i iq4_values() {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Values));
+}
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
@@ -61,6 +77,8 @@ constexpr int kMaxRowsWide = 6;  // rows of a tile of 64 columns
 constexpr int kMaxRows = 12;  // pairs of weights take two registers as float32
 constexpr int kMaxRowsWide = 5;
 #endif
+constexpr int kMaxRowsInt8 = kMaxRows;
+constexpr int kMaxRowsAtOnce = kMaxRows;  // rows of a tile whose 32 columns are multiplied at once
 
 using F16 = __m512;
 using I16 = __m512i;
@@ -132,11 +150,16 @@ FORGE_INLINE F16 load_s8(const void* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 // Returns the numbers for the low and the high four bits of sixteen bytes.
-FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
-  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+FORGE_INLINE void load_from(F16 numbers, const void* p, F16& low, F16& high) {
   __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
   low = _mm512_permutexvar_ps(bytes, numbers);  // uses only four bits of an index
   high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
+}
+FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
+  load_from(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), p, low, high);
+}
+FORGE_INLINE void load_iq4(const void* p, F16& low, F16& high) {
+  load_from(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(iq4_values())), p, low, high);
 }
 // Returns the numbers of `join_u6` for the first sixteen bytes, low and high, then for the others.
 FORGE_INLINE void load_u6(const void* p, const void* crumbs, int shift, F16 (&out)[4]) {
@@ -180,17 +203,16 @@ FORGE_INLINE F16 dot2(F16 acc, I16 w, F16 even, F16 odd) {
   F16 w_odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int32_t(0xffff0000))));
   return _mm512_fmadd_ps(w_odd, odd, _mm512_fmadd_ps(w_even, even, acc));
 }
-FORGE_INLINE F16 dot2(F16 acc, I16 w, uint32_t x) {
-  return dot2(acc, w, _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(x << 16))),
-              _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(x & 0xffff0000))));
-}
 #endif
 #if defined(__AVX512VNNI__)
 FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   return _mm512_dpbusd_epi32(acc, w_u8, _mm512_set1_epi32(int32_t(x_s8)));
 }
-// Sums products of u8 up to 63 and s8.
-FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+// Sums products of u8 of 4 or 6 bits and s8, between `begin_small` and `end_small`.
+template <int bits>
+FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) {
+  return dot4(acc, w, x_s8);
+}
 #else
 FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   // Even and odd bytes separately, because pairs of u8 * s8 would overflow the 16 bits of maddubs.
@@ -200,18 +222,26 @@ FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w_u8, 8), _mm512_srai_epi16(x, 8));
   return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
 }
+template <int bits>
 FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) {
   __m512i pairs = _mm512_maddubs_epi16(w, _mm512_set1_epi32(int32_t(x_s8)));
-  return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  return opaque(_mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
 }
 #endif
 FORGE_INLINE I16 low_nibbles(I16 x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 FORGE_INLINE I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+// Weights for `dot4`, from u8 that are s8 plus 128. Each product also adds kPackedBias times the s8 of x.
+constexpr int kPackedBias = 128;
+FORGE_INLINE I16 packed_words(I16 w_u8) { return w_u8; }
 // Sums products of s8 and s8, for weights from `signed_words`. Each product also adds kSignedBias times
 // the s8 of x.
 constexpr int kSignedBias = 128;
 FORGE_INLINE I16 signed_words(I16 w_s8) { return _mm512_xor_si512(w_s8, _mm512_set1_epi8(-128)); }
 FORGE_INLINE I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+// Returns the `signed_words` of IQ4 values.
+FORGE_INLINE I16 iq4_words(I16 numbers) {
+  return _mm512_shuffle_epi8(signed_words(_mm512_broadcast_i32x4(iq4_values())), numbers);
+}
 // Combines two rows of 32 16-bit values to pairs of each column, with columns in the order of
 // `kOrder8`, in groups of four.
 FORGE_INLINE void pair_columns(const void* a, const void* b, I16& first, I16& second) {
@@ -345,7 +375,10 @@ FORGE_INLINE F16 select_greater(F16 x, float t, F16 yes, F16 no) {
 #else
 #define FORGE_ISA "avx2"
 #endif
-constexpr int kMaxRows = 3;
+#define FORGE_FLOAT_PAIRS
+constexpr int kMaxRows = 5;  // rows of a tile of 16 columns: 10 of 16 registers accumulate
+constexpr int kMaxRowsInt8 = 6;
+constexpr int kMaxRowsAtOnce = 2;  // more rows are multiplied by 16 columns, then by the other 16
 constexpr int kMaxRowsWide = 1;
 
 struct F16 {
@@ -399,13 +432,21 @@ FORGE_INLINE __m256 floats_s8(const void* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 FORGE_INLINE F16 load_s8(const void* p) { return {floats_s8(p), floats_s8(static_cast<const char*>(p) + 8)}; }
-FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
+template <class Change>
+FORGE_INLINE void load_nibbles(const void* p, F16& low, F16& high, Change change) {
   alignas(16) uint8_t bits[2][16];
   __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p)), four = _mm_set1_epi8(15);
-  _mm_store_si128(reinterpret_cast<__m128i*>(bits[0]), _mm_and_si128(bytes, four));
-  _mm_store_si128(reinterpret_cast<__m128i*>(bits[1]), _mm_and_si128(_mm_srli_epi16(bytes, 4), four));
+  __m128i upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), four);
+  _mm_store_si128(reinterpret_cast<__m128i*>(bits[0]), change(_mm_and_si128(bytes, four)));
+  _mm_store_si128(reinterpret_cast<__m128i*>(bits[1]), change(upper));
   low = load_s8(bits[0]);
   high = load_s8(bits[1]);
+}
+FORGE_INLINE void load_u4(const void* p, F16& low, F16& high) {
+  load_nibbles(p, low, high, [](__m128i numbers) { return numbers; });
+}
+FORGE_INLINE void load_iq4(const void* p, F16& low, F16& high) {
+  load_nibbles(p, low, high, [](__m128i numbers) { return _mm_shuffle_epi8(iq4_values(), numbers); });
 }
 FORGE_INLINE void load_u6(const void* p, const void* crumbs, int shift, F16 (&out)[4]) {
   __m256i low, high;
@@ -445,16 +486,16 @@ FORGE_INLINE F16 fma(F16 a, F16 b, F16 c) {
 FORGE_INLINE F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 FORGE_INLINE I16 to_int(F16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 FORGE_INLINE float sum(F16 a) {
-  alignas(32) float x[8];
-  _mm256_store_ps(x, _mm256_add_ps(a.lo, a.hi));
-  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+  __m256 eight = _mm256_add_ps(a.lo, a.hi);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 FORGE_INLINE float maximum(F16 a) {
-  alignas(32) float x[8];
-  _mm256_store_ps(x, _mm256_max_ps(a.lo, a.hi));
-  float best = x[0];
-  for (int i = 1; i < 8; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+  __m256 eight = _mm256_max_ps(a.lo, a.hi);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 FORGE_INLINE int32_t isum(I16 a) {
   alignas(32) int32_t x[8];
@@ -467,6 +508,7 @@ FORGE_INLINE void store_s8(int8_t* p, I16 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 FORGE_INLINE F16 keep_first(F16 x, int count, float other) {
+  if (count >= 16) return x;
   __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256 o = _mm256_set1_ps(other);
   __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
@@ -496,33 +538,19 @@ FORGE_INLINE F16 round_nearest(F16 x) {
   return {_mm256_round_ps(x.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(x.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-FORGE_INLINE __m256 dot2_half(__m256 acc, __m256i w, __m256 even, __m256 odd) {
-  __m256 w_even = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
-  __m256 w_odd = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int32_t(0xffff0000))));
-  return _mm256_fmadd_ps(w_odd, odd, _mm256_fmadd_ps(w_even, even, acc));
+// Adds w * x in the register of the sum. GCC would use the register of x, and move sums to memory.
+FORGE_INLINE void add_product(__m256& sum, __m256 w, __m256 x) {
+  asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(w), "xm"(x));
 }
-FORGE_INLINE F16 dot2(F16 acc, I16 w, uint32_t x) {
-  __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(x << 16)));
-  __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(x & 0xffff0000)));
-  return {dot2_half(acc.lo, w.lo, even, odd), dot2_half(acc.hi, w.hi, even, odd)};
+// The first and the second bfloat16 of each word.
+FORGE_INLINE F16 even_floats(I16 w) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(w.lo, 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(w.hi, 16))};
 }
-#if defined(__AVXVNNI__)
-FORGE_INLINE __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
-  return _mm256_dpbusd_avx_epi32(acc, w, x);
-}
-#else
-FORGE_INLINE __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
-  // Even and odd bytes separately, because pairs of u8 * s8 would overflow the 16 bits of maddubs.
-  __m256i byte = _mm256_set1_epi16(0x00ff);
-  __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, byte),
-                                   _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
-  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-}
-#endif
-FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
-  __m256i x = _mm256_set1_epi32(int32_t(x_s8));
-  return {dot4_half(acc.lo, w_u8.lo, x), dot4_half(acc.hi, w_u8.hi, x)};
+FORGE_INLINE F16 odd_floats(I16 w) {
+  __m256i high = _mm256_set1_epi32(int32_t(0xffff0000));
+  return {_mm256_castsi256_ps(_mm256_and_si256(w.lo, high)),
+          _mm256_castsi256_ps(_mm256_and_si256(w.hi, high))};
 }
 FORGE_INLINE __m256i nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 FORGE_INLINE I16 low_nibbles(I16 x) { return {nibbles(x.lo), nibbles(x.hi)}; }
@@ -531,27 +559,70 @@ FORGE_INLINE I16 high_nibbles(I16 x) {
 }
 constexpr int kSignedBias = 0;
 FORGE_INLINE I16 signed_words(I16 w_s8) { return w_s8; }
-// Sums products of u8 and s8 whose pairs fit in 16 bits.
+FORGE_INLINE I16 iq4_words(I16 numbers) {
+  __m256i values = _mm256_broadcastsi128_si256(iq4_values());
+  return {_mm256_shuffle_epi8(values, numbers.lo), _mm256_shuffle_epi8(values, numbers.hi)};
+}
 #if defined(__AVXVNNI__)
-FORGE_INLINE __m256i dot4_small(__m256i acc, __m256i w, __m256i x) { return dot4_half(acc, w, x); }
-#else
-FORGE_INLINE __m256i dot4_small(__m256i acc, __m256i w, __m256i x) {
-  __m256i pairs = _mm256_maddubs_epi16(w, x);
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+constexpr int kPackedBias = 128;
+FORGE_INLINE I16 packed_words(I16 w_u8) { return w_u8; }
+FORGE_INLINE I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
+  __m256i x = _mm256_set1_epi32(int32_t(x_s8));
+  return {_mm256_dpbusd_avx_epi32(acc.lo, w_u8.lo, x),
+          _mm256_dpbusd_avx_epi32(acc.hi, w_u8.hi, x)};
 }
-#endif
-// Pairs are at most 2 * 128 * 127, provided that x is not -128.
-FORGE_INLINE __m256i signed_half(__m256i acc, __m256i w, __m256i x) {
-  return dot4_small(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-}
+// x is not -128, which has no opposite.
 FORGE_INLINE I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
-  return {signed_half(acc.lo, w.lo, x), signed_half(acc.hi, w.hi, x)};
+  auto half = [x](__m256i acc, __m256i w) {
+    return _mm256_dpbusd_avx_epi32(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  };
+  return {half(acc.lo, w.lo), half(acc.hi, w.hi)};
 }
+template <int bits>
+FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) {
+  return dot4(acc, w, x_s8);
+}
+#else
+FORGE_INLINE __m256i add_shorts(__m256i acc, __m256i x) {
+  return opaque(_mm256_add_epi32(acc, _mm256_madd_epi16(x, _mm256_set1_epi16(1))));
+}
+// Pairs are at most 2 * 128 * 127, provided that x is not -128.
+FORGE_INLINE I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
+  __m256i x = _mm256_set1_epi32(int32_t(x_s8));
+  auto half = [x](__m256i acc, __m256i w) {
+    return add_shorts(acc, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+  };
+  return {half(acc.lo, w.lo), half(acc.hi, w.hi)};
+}
+constexpr int kPackedBias = 0;
+FORGE_INLINE I16 packed_words(I16 w_u8) {
+  __m256i sign = _mm256_set1_epi8(-128);
+  return {_mm256_xor_si256(w_u8.lo, sign), _mm256_xor_si256(w_u8.hi, sign)};
+}
+FORGE_INLINE I16 dot4(I16 acc, I16 w, uint32_t x_s8) { return dot4_signed(acc, w, x_s8); }
+template <int bits>
 FORGE_INLINE I16 dot4_small(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
-  return {dot4_small(acc.lo, w.lo, x), dot4_small(acc.hi, w.hi, x)};
+  auto half = [x](__m256i acc, __m256i w) {
+    __m256i products = _mm256_maddubs_epi16(w, x);
+    return bits == 4 ? opaque(_mm256_add_epi16(acc, products)) : add_shorts(acc, products);
+  };
+  return {half(acc.lo, w.lo), half(acc.hi, w.hi)};
 }
+// Products with 4 bits are summed as int16 over 32 values: 16 * 15 * 127 < 2^15.
+#define FORGE_SHORT_SUMS
+template <int bits>
+FORGE_INLINE I16 begin_small(int32_t start) {
+  return isplat(bits == 4 ? 0 : start);
+}
+template <int bits>
+FORGE_INLINE I16 end_small(I16 acc, int32_t start) {
+  if (bits != 4) return acc;
+  __m256i from = _mm256_set1_epi32(start);
+  return {add_shorts(from, acc.lo), add_shorts(from, acc.hi)};
+}
+#endif
 FORGE_INLINE void pair_columns(const void* a, const void* b, I16& first, I16& second) {
   I16 x = load_bits(a), y = load_bits(b);
   first = FORGE_BOTH(_mm256_unpacklo_epi16, x, y);
@@ -604,12 +675,35 @@ FORGE_INLINE void sort_fours(const int (&order)[8], F16& first, F16& second) {
   first = load(to);
   second = load(to + 16);
 }
+FORGE_INLINE void transpose8(__m256i (&r)[8]) {
+  __m256i t[8], u[8];
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 2; ++j) {
+      u[4 * i + 2 * j] = _mm256_unpacklo_epi64(t[4 * i + j], t[4 * i + j + 2]);
+      u[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(t[4 * i + j], t[4 * i + j + 2]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x31);
+  }
+}
 FORGE_INLINE void transpose16(I16 r[16]) {
-  alignas(32) uint32_t x[16][16], y[16][16];
-  for (int i = 0; i < 16; ++i) store_bits(x[i], r[i]);
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 16; ++j) y[j][i] = x[i][j];
-  for (int i = 0; i < 16; ++i) r[i] = load_bits(y[i]);
+  __m256i quarter[4][8];
+  for (int i = 0; i < 8; ++i) {
+    quarter[0][i] = r[i].lo;
+    quarter[1][i] = r[i].hi;
+    quarter[2][i] = r[i + 8].lo;
+    quarter[3][i] = r[i + 8].hi;
+  }
+  for (auto& rows : quarter) transpose8(rows);
+  for (int i = 0; i < 8; ++i) {
+    r[i] = {quarter[0][i], quarter[2][i]};
+    r[i + 8] = {quarter[1][i], quarter[3][i]};
+  }
 }
 FORGE_INLINE __m256i interleave_half(const uint16_t* a, const uint16_t* b) {
   __m256i even = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a)));
@@ -671,28 +765,77 @@ FORGE_INLINE F16 select_greater(F16 x, float t, F16 yes, F16 no) {
 #endif
 
 // The layout of two neighbors in a row of x: a word of two bfloat16, or two float32 that are `stride`
-// apart. The latter is for products with FMAs, which read them directly.
+// apart. The latter is for products with FMAs, which read them directly. `store_pairs` rounds 16 numbers of
+// a row, with a stride of 1.
 #if defined(FORGE_FLOAT_PAIRS)
 constexpr int kPairWords = 2;
-struct Pair {
-  F16 even, odd;
-};
-FORGE_INLINE Pair load_pair(const uint32_t* p, long stride) {
-  float pair[2];
-  std::memcpy(&pair[0], p, 4);
-  std::memcpy(&pair[1], p + stride, 4);
-  return {splat(pair[0]), splat(pair[1])};
+FORGE_INLINE void store_pairs(uint32_t* p, F16 x) {
+  alignas(64) uint16_t rounded[16];
+  store_bf16(rounded, x);
+  store(reinterpret_cast<float*>(p), load_bf16(rounded));
+}
+FORGE_INLINE F16 splat_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return splat(x);
 }
 FORGE_INLINE void store_pair(uint32_t* p, long stride, uint32_t bf16s) {
   p[0] = bf16s << 16;
   p[stride] = bf16s & 0xffff0000;
 }
-FORGE_INLINE F16 dot2(F16 acc, I16 w, Pair x) { return dot2(acc, w, x.even, x.odd); }
 #else
 constexpr int kPairWords = 1;
-using Pair = uint32_t;
-FORGE_INLINE Pair load_pair(const uint32_t* p, long) { return *p; }
 FORGE_INLINE void store_pair(uint32_t* p, long, uint32_t bf16s) { *p = bf16s; }
+FORGE_INLINE void store_pairs(uint32_t* p, F16 x) { store_bf16(reinterpret_cast<uint16_t*>(p), x); }
+#endif
+
+// The number of vectors of columns, of two per panel, that rows are multiplied by at once.
+constexpr int vectors_at_once(int rows, int panels) {
+  return rows <= kMaxRowsAtOnce ? 2 * panels : 1;
+}
+
+// Adds the products of w[j] and a word of row r of x to acc[r][j]. `word(r, i)` returns that word, or its
+// float32 number i.
+template <int R, int J, class Word>
+FORGE_INLINE void add_dot2(F16 (&acc)[R][J], const I16 (&w)[J], Word word) {
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) acc[r][j] = dot2(acc[r][j], w[j], word(r, 0));
+#elif defined(__AVX512F__)
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j)
+      acc[r][j] = dot2(acc[r][j], w[j], splat_bits(word(r, 0)), splat_bits(word(r, 1)));
+#else
+  // The even values of all rows come first, because 16 registers do not hold both.
+#pragma GCC unroll 2
+  for (int odd = 0; odd < 2; ++odd)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) {
+      F16 half = odd ? odd_floats(w[j]) : even_floats(w[j]);
+#pragma GCC unroll 5
+      for (int r = 0; r < R; ++r) {
+        F16 x = splat_bits(word(r, odd));
+        add_product(acc[r][j].lo, half.lo, x.lo);
+        add_product(acc[r][j].hi, half.hi, x.lo);
+      }
+    }
+#endif
+}
+
+#if !defined(FORGE_SHORT_SUMS)
+// The beginning and the end of a sum of `dot4_small` over at most 32 values.
+template <int bits>
+FORGE_INLINE I16 begin_small(int32_t start) {
+  return isplat(start);
+}
+template <int bits>
+FORGE_INLINE I16 end_small(I16 acc, int32_t) {
+  return acc;
+}
 #endif
 
 FORGE_INLINE uint16_t f32_to_bf16(float value) {
