@@ -233,10 +233,14 @@ class _Structure:
 
 
 # Small texts come first, to detect exponential patterns before they take long. Then the time of a
-# text is compared with that of one a quarter as long: 4x is linear, 16x is quadratic.
+# long text is compared with the time of short texts that have as many characters together. A
+# linear pattern takes the same time for both, even on a busy machine. A quadratic one takes four
+# times as long for a text of 2048 characters and 16 times as long for 8192. The first limit is low,
+# because its only purpose is to avoid most trials of the longest text.
 SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 256), 0.02
-SIZES = (512, 2048, 8192)
-MAX_GROWTH = 8
+SHORT, MIDDLE, LONG = 512, 2048, 8192
+MAX_GROWTH_TO_MIDDLE, MAX_GROWTH_TO_LONG = 1.25, 3
+NUM_COMPARISONS = 3  # a pattern is rejected if all have the same result
 MIN_SECONDS = 0.0002  # shorter times are dominated by the clock's noise
 
 
@@ -246,14 +250,15 @@ def _try(pattern: str) -> None:
     # character is one that patterns do not name, so that a match does not end before it.
     end = "\ue000\n" + re.sub(r"\W", "", pattern) + re.sub(r"\w", "", pattern) + "~" * 64
 
-    def seconds(unit: str, size: int) -> float:
-        """Return the lower CPU time of two trials."""
+    def seconds(unit: str, size: int, count: int = 1) -> float:
+        """Return the lower CPU time of two trials, each with `count` texts of `size` characters."""
         text = (unit * size)[:size] + end
         times = []
         for _ in range(2):
             begin = time.thread_time()
             try:
-                split.pre_tokenize_str(text)
+                for _ in range(count):
+                    split.pre_tokenize_str(text)
             except BaseException as error:
                 if not is_panic(error):
                     raise
@@ -263,18 +268,18 @@ def _try(pattern: str) -> None:
                 break
         return min(times)
 
-    def grows(unit: str) -> bool:
-        before = seconds(unit, SIZES[0])
-        for size in SIZES[1:]:
-            now = seconds(unit, size)
-            if now < max(MIN_SECONDS, MAX_GROWTH * before):
-                return False
-            before = now
-        return True
+    def grows(unit: str, size: int, max_growth: float) -> bool:
+        whole = seconds(unit, size)
+        return whole > MIN_SECONDS and whole > max_growth * seconds(unit, SHORT, size // SHORT)
 
-    for unit in _units(pattern):
-        if any(seconds(unit, size) > SMALL_SECONDS for size in SMALL_SIZES) or grows(unit):
-            raise PatternError("it backtracks: its time grows faster than the text's length")
+    def is_slow(unit: str) -> bool:
+        return any(seconds(unit, size) > SMALL_SECONDS for size in SMALL_SIZES) or (
+            grows(unit, MIDDLE, MAX_GROWTH_TO_MIDDLE)
+            and all(grows(unit, LONG, MAX_GROWTH_TO_LONG) for _ in range(NUM_COMPARISONS))
+        )
+
+    if any(map(is_slow, _units(pattern))):
+        raise PatternError("it backtracks: its time grows faster than the text's length")
 
 
 def _units(pattern: str) -> Iterator[str]:
