@@ -53,10 +53,11 @@ test-browser: .venv/.serve .venv-browser/.driver ## test the page in headless Ch
 
 test-cuda-compile: .venv-aot/.aot ## compile kernels, steps, products, experts and bundles for five GPUs; needs no GPU
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
-	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/linears.py $(filter --quick,$(ARGS))
-	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/experts.py $(filter --quick,$(ARGS))
-	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/predictions.py $(filter --quick,$(ARGS))
-	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/bundle.py $(filter --quick,$(ARGS))
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target cuda-experts cuda-bundle cuda-predictions cuda-linears
+
+# Two run at a time, because some use only one processor, or end with one process.
+cuda-%: .venv-aot/.aot
+	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/$*.py $(filter --quick,$(ARGS))
 
 soak: .venv/.dev ## run the long tests: leaks, millions of scheduler steps
 	$(BIN)/python -m pytest -m soak --timeout 3600

@@ -2,17 +2,14 @@
 
 import gc
 import inspect
-import json
 import os
-import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
-from safetensors.numpy import load_file, save_file
+from model_folders import with_layers
 
 from forge_jax.engine.gc_tuning import short_pauses
 
@@ -111,17 +108,7 @@ def stories() -> Path:
 @pytest.fixture(scope="session")
 def short_stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return two of the five layers of `stories`, whose steps compile in half the time."""
-    stories = FIXTURES / "stories260k-hf"
-    folder = tmp_path_factory.mktemp("stories") / stories.name
-    folder.mkdir()
-    for file in stories.glob("*.json"):
-        shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    tensors = load_file(stories / "model.safetensors")
-    kept = {n: t for n, t in tensors.items() if not re.search(r"\.layers\.[2-4]\.", n)}
-    save_file(kept, folder / "model.safetensors")
-    return folder
+    return with_layers(FIXTURES / "stories260k-hf", range(2), tmp_path_factory.mktemp("stories"))
 
 
 @pytest.fixture(scope="session")
@@ -148,19 +135,20 @@ def chaos_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that `quick_cases` leaves out as slow, and start with files of long tests.
+    """Mark the cases that `quick_cases` and `ci_cases` leave out, and start with long files.
 
     If a long file started last, the other processes would be idle.
     """
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("quick_cases") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for each in cases.values():
-        mark = each[0].get_closest_marker("quick_cases")
-        assert mark is not None
-        for item in spread_out(each, left=mark.args[0]):
-            item.add_marker(pytest.mark.slow)
+    for limit, left_out in (("quick_cases", pytest.mark.slow), ("ci_cases", pytest.mark.soak)):
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker(limit) is not None:
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for each in cases.values():
+            mark = each[0].get_closest_marker(limit)
+            assert mark is not None
+            for item in spread_out(each, left=mark.args[0]):
+                item.add_marker(left_out)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

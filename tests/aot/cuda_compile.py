@@ -2,12 +2,14 @@
 
 Most programs are for an H200. The others get attention, and steps with and without quantization.
 
-    python tests/aot/cuda_compile.py [--only TEXT] [--target TARGET] [--layers N] [--quick]
-                                     [--output FILE]
+    python tests/aot/cuda_compile.py [--only TEXT] [--target TARGET] [--part N] [--layers N]
+                                     [--quick] [--output FILE]
 
 Prints a table. The exit code is 1 if a program fails a check: spilled registers, shared memory,
 copies of caches or matrices, command buffers, unrequested values. Each GPU has its own process,
-because Mosaic compiles for only one GPU per process.
+because Mosaic compiles for only one GPU per process. An H200 has two, because it has most programs.
+
+`--quick` compiles the programs in QUICK.
 """
 
 from benchmarks.aot import deviceless  # first, because jax reads its settings at import  # isort: skip
@@ -64,17 +66,35 @@ from forge_kernels.experts.xla import FUSED_BYTES, all_experts
 # One of each head size, and one with sinks.
 OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b", "gpt-oss-20b")
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
-QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "gpt-oss-20b, mixed")
-QUICK += ("the check", "step")
-QUICK_MIXED_LAYERS = 4
+# A step costs 30 to 40 CPU seconds with 1 or 32 layers. The steps here cover decode and mixed, both
+# caches, float and quantized matrices, and each kind of parallelism. Kernels that they contain are
+# not compiled alone too.
+QUICK = {
+    "h200": (
+        "llama-3.1-8b, mixed",
+        "gemma-2-9b, mixed",
+        "gpt-oss-20b, mixed, int8",
+        "gemma-2-9b, mixed, float8_e4m3fn",
+        "the check",
+        "step mixed[512] of llama-3.1-8b, 2 layers, fp8 cache",
+        "quantized (Q4_K_M): step decode[64] of llama-3.1-8b, 1 layer",
+        "deterministic step mixed[512] of llama-3.1-8b, 1 layer, on 8 devices",
+        "step decode[64] of llama-3.1-8b, stage 0 of 2, on 2 devices",
+        "expert parallel: step decode[64] of qwen-3-30b-a3b, 1 layer, on 2 devices",
+    ),
+    "a100": ("a100: deterministic step mixed[512] of llama-3.1-8b, 1 layer",),
+    "l4": ("l4: llama-3.1-8b, decode",),  # a prediction compiles a step for it
+    "b200": ("b200: step decode[64] of llama-3.1-8b, 1 layer",),
+    "rtx5090": ("rtx5090: step decode[64] of llama-3.1-8b (gptq), 1 layer",),
+}
+QUICK_LAYERS = 2
+PARTS = {"h200": 2}  # processes of a target; others have one
 QUANTIZED_TEMP_BYTES = (
     300e6  # 165e6 for a step without quantization; the largest matrix is 117e6 in bfloat16
 )
 EXPERTS_TEMP_BYTES = 250e6  # gates and ups of all experts are 302e6 in 4 bits
-QUICK += ("deterministic", f"quantized ({Q4_K_M})", "experts: step", "expert parallel")
 SHARDS, SHARED_LAYERS = (2, 8), 2
 PUBLISHED_CONFIGS = Path(__file__).parents[1] / "fixtures/published_configs"
-OTHER_TARGETS = tuple(target for target in TARGETS if target != "h200")
 # The collective before a sum, for a matrix in this format that is cut by its inputs.
 BEFORE_SUMS = {"fp8": "all-reduce", "gptq": "all-gather"}
 
@@ -360,10 +380,34 @@ def nondeterministic_faults(program: deviceless.Program) -> Iterator[str]:
         yield "no cuBLAS matrix products"
 
 
-def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
-    def wanted(name: str) -> bool:
-        return only in name and (not quick or any(name.startswith(text) for text in QUICK))
+@dataclass
+class Selection:
+    """The programs of one process.
 
+    Attributes:
+      only: text that the names contain.
+      part: this process' number, of PARTS. Programs are dealt to the parts in turn.
+      named: the names of all programs of the target.
+      selected: number of selected programs in all parts.
+    """
+
+    target: str
+    only: str
+    quick: bool
+    part: int = 0
+    named: set[str] = field(default_factory=set)
+    selected: int = 0
+
+    def __call__(self, name: str) -> bool:
+        """Return True if this process compiles the program. Call this once per program."""
+        self.named.add(name)
+        if self.only not in name or (self.quick and name not in QUICK[self.target]):
+            return False
+        self.selected += 1
+        return (self.selected - 1) % PARTS.get(self.target, 1) == self.part
+
+
+def run(wanted: Selection, layers: int) -> Iterator[Result]:
     compiler = deviceless.Compiler()
     for name, case in cases():
         if wanted(name):
@@ -377,20 +421,20 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
     options = StepOptions(
         compiler=compiler_options("gpu", command_buffers=True, deterministic=False)
     )
-    mixed_layers = min(layers, QUICK_MIXED_LAYERS) if quick else layers
     decode, mixed = StepShape.decode(SEQS), StepShape.mixed(512, SEQS, SEQS, 64)
-    for shape, count, kv_dtype, note in (
-        (decode, layers, "auto", ""),
-        (mixed, mixed_layers, "auto", ""),
-        (decode, mixed_layers if quick else layers, "fp8", ", fp8 cache"),
+    for shape, kv_dtype, note in (
+        (decode, "auto", ""),
+        (mixed, "auto", ""),
+        (decode, "fp8", ", fp8 cache"),
+        (mixed, "fp8", ", fp8 cache"),
     ):
-        name = f"step {shape.name} of llama-3.1-8b, {count} layers{note}"
+        name = f"step {shape.name} of llama-3.1-8b, {layers} layers{note}"
         if wanted(name):
             start = time.perf_counter()
             of_cache = replace(options, cache=Cache(dtype=kv_dtype))
-            program = compile_step(compiler, shape, llama(count), of_cache)
+            program = compile_step(compiler, shape, llama(layers), of_cache)
             result = Result(name, program, time.perf_counter() - start)
-            result.faults += step_faults(program, count, kv_dtype)
+            result.faults += step_faults(program, layers, kv_dtype)
             yield result
     name = f"deterministic step {mixed.name} of llama-3.1-8b, 1 layer"
     if wanted(name):
@@ -434,7 +478,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
     )
     for shards in SHARDS:
         name = f"step {decode.name} of llama-3.1-8b, {SHARED_LAYERS} layers, on {shards} devices"
-        if wanted(name) and not (quick and shards != SHARDS[0]):
+        if wanted(name):
             start = time.perf_counter()
             several = deviceless.Compiler(shards, AXIS)
             program = compile_shared_step(several, decode, llama(SHARED_LAYERS), shared_options)
@@ -443,7 +487,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             yield result
     for shape in (decode, mixed):
         name = f"step {shape.name} of llama-3.1-8b, 1 layer, 2 hosts with 8 devices"
-        if wanted(name) and not quick:
+        if wanted(name):
             start = time.perf_counter()
             several = deviceless.Compiler(16, AXIS, hosts=2)
             program = compile_shared_step(several, shape, llama(1), shared_options)
@@ -463,7 +507,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
         yield result
     for index, shards in product((0, 1), SHARDS):
         name = f"step {decode.name} of llama-3.1-8b, stage {index} of 2, on {shards} devices"
-        if wanted(name) and not (quick and shards != SHARDS[0]):
+        if wanted(name):
             start = time.perf_counter()
             several = deviceless.Compiler(shards, AXIS)
             layers = range(index, index + 1)
@@ -473,7 +517,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result.faults += shared_step_faults(program, llama(2), shards, stage=stage)
             yield result
     name = "stream of llama-3.1-8b between stages on 2 hosts"
-    if wanted(name) and not quick:
+    if wanted(name):
         start = time.perf_counter()
         program = compile_link(deviceless.Compiler(2, STAGE, hosts=2), mixed, llama(1))
         result = Result(name, program, time.perf_counter() - start)
@@ -492,7 +536,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             yield result
     for shape, shards in product((decode, mixed), SHARDS):
         name = f"expert parallel: step {shape.name} of qwen-3-30b-a3b, 1 layer, on {shards} devices"
-        if wanted(name) and not (quick and (shape, shards) != (decode, SHARDS[0])):
+        if wanted(name):
             start = time.perf_counter()
             several = deviceless.Compiler(shards, AXIS)
             spec = with_whole_experts(qwen_3_30b_a3b(1, None))
@@ -502,26 +546,26 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             yield result
 
 
-def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
+def run_on(target: str, wanted: Selection) -> Iterator[Result]:
     """Compile attention and steps of one layer for a GPU other than an H200."""
     compiler, decode = deviceless.Compiler(target=target), StepShape.decode(SEQS)
 
     def result(name: str, make: Callable[[], deviceless.Program]) -> Iterator[Result]:
         name = f"{target}: {name}"
-        if only in name:
+        if wanted(name):
             start = time.perf_counter()
             program = make()
             yield Result(name, program, time.perf_counter() - start)
 
     for name, case in cases():
-        if not quick and supported(case, compiler.target.gpu):
+        if supported(case, compiler.target.gpu):
             for done in result(name, partial(compile_case, compiler, case)):
                 done.faults += kernel_faults(done.program, spill_bytes(case, target))
                 yield done
     options = StepOptions(
         compiler=compiler_options("gpu", command_buffers=True, deterministic=False)
     )
-    for quantized in (None, "gptq") if quick else (None, "gptq", Q4_K_M):
+    for quantized in (None, "gptq", Q4_K_M):
         note = "" if quantized is None else f" ({quantized})"
         make = partial(compile_step, compiler, decode, llama(1, quantized), options)
         for done in result(f"step {decode.name} of llama-3.1-8b{note}, 1 layer", make):
@@ -530,25 +574,25 @@ def run_on(target: str, only: str, quick: bool) -> Iterator[Result]:
     exact = StepOptions(
         compiler=compiler_options("gpu", command_buffers=True, deterministic=True), uniform=True
     )
-    if not quick or target == OTHER_TARGETS[0]:
-        mixed = StepShape.mixed(512, SEQS, SEQS, 64)
-        make = partial(compile_step, compiler, mixed, llama(1), exact)
-        for done in result(f"deterministic step {mixed.name} of llama-3.1-8b, 1 layer", make):
-            done.faults += step_faults(done.program, 1)
-            done.faults += nondeterministic_faults(done.program)
-            yield done
-    if not quick:
-        make = partial(compile_step, compiler, decode, qwen_3_5_27b(4), exact)
-        for done in result(f"deterministic step {decode.name} of qwen-3.5-27b, 4 layers", make):
-            done.faults += kernel_faults(done.program, 24)
-            done.faults += nondeterministic_faults(done.program)
-            yield done
+    mixed = StepShape.mixed(512, SEQS, SEQS, 64)
+    make = partial(compile_step, compiler, mixed, llama(1), exact)
+    for done in result(f"deterministic step {mixed.name} of llama-3.1-8b, 1 layer", make):
+        done.faults += step_faults(done.program, 1)
+        done.faults += nondeterministic_faults(done.program)
+        yield done
+    make = partial(compile_step, compiler, decode, qwen_3_5_27b(4), exact)
+    for done in result(f"deterministic step {decode.name} of qwen-3.5-27b, 4 layers", make):
+        done.faults += kernel_faults(done.program, 24)
+        done.faults += nondeterministic_faults(done.program)
+        yield done
 
 
 def check_the_check(compiler: deviceless.Compiler) -> None:
     """Check that copies, loops outside command buffers and unchosen experts are detected."""
     options = StepOptions(donated=())
-    program = compile_step(compiler, StepShape.decode(SEQS), llama(1), options)
+    stage = Stage(index=0, count=2, layers=range(1), tied=False)  # without the sampler: 20 s less
+    one = deviceless.Compiler(1, AXIS)
+    program = compile_stage(one, StepShape.decode(SEQS), llama(2), options, stage)
     faults = list(step_faults(program, 1))
     noticed = ("written in place", "makes an array as large as a matrix")
     assert all(any(text in fault for fault in faults) for text in noticed), faults
@@ -599,21 +643,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose names contain this")
     parser.add_argument("--target", choices=TARGETS, help="default: all")
-    parser.add_argument("--layers", type=int, default=LLAMA_3_1_8B.layers)
-    parser.add_argument("--quick", action="store_true", help="a few kernels, fewer layers")
+    parser.add_argument(
+        "--part", type=int, choices=range(PARTS["h200"]), help="of the programs of an H200"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help=f"layers of the longest steps (default: 32, with --quick {QUICK_LAYERS})",
+    )
+    parser.add_argument("--quick", action="store_true", help="one program of each kind")
     parser.add_argument("--output", type=Path, help="write the table of all targets there too")
     args = parser.parse_args()
-    if args.target is None:
-        sys.exit(run_each_target(HEADER, args.output))
+    if args.target is None or (args.target in PARTS and args.part is None):
+        targets = TARGETS if args.target is None else (args.target,)
+        sys.exit(run_each_target(HEADER, args.output, tuple(targets), PARTS))
+    wanted = Selection(args.target, args.only, args.quick, args.part or 0)
     if args.target == "h200":
-        found = run(args.only, args.layers, args.quick)
+        found = run(wanted, args.layers or (QUICK_LAYERS if args.quick else LLAMA_3_1_8B.layers))
     else:
-        found = run_on(args.target, args.only, args.quick)
+        found = run_on(args.target, wanted)
     failed = False
     for result in found:
         print(f"| {' | '.join(result.row)} |", flush=True)
         for fault in result.faults:
             print(f"    FAULT: {fault}", flush=True)
+            failed = True
+    if args.quick and args.layers is None:
+        for name in sorted(set(QUICK[args.target]) - wanted.named):
+            print(f"    FAULT: no program is named {name}", flush=True)
             failed = True
     sys.exit(1 if failed else 0)
 

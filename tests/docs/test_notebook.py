@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from documents import ROOT
 
+from forge_jax.config import BatchConfig
+
 NOTEBOOK = json.loads((ROOT / "examples/tour.ipynb").read_text())
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
@@ -20,7 +22,10 @@ def test_outputs_are_not_committed():
 
 
 @pytest.mark.slow
-def test_cells_run_on_a_running_event_loop(capsys):
+def test_cells_run_on_a_running_event_loop(capsys, monkeypatch):
+    # With 512 tokens per step, the default, an engine compiles two steps more.
+    monkeypatch.setitem(BatchConfig.__init__.__kwdefaults__, "max_num_batched_tokens", 64)
+
     async def run() -> tuple[dict[str, Any], list[str]]:
         names: dict[str, Any] = {}
         printed = []

@@ -1,7 +1,10 @@
 """The documents: their commands run as shown, and their links resolve."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import shlex
 import signal
 import socket
@@ -9,8 +12,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from documents import (
@@ -28,30 +33,49 @@ pytestmark = [pytest.mark.long, pytest.mark.quick_compile]
 
 ADDRESS = "127.0.0.1:8000"  # address in the documents
 NAMES = {"SMALLER_MODEL": "forge-tiny", "MODEL": "forge-tiny"}
+PATHS = [ROOT, *(ROOT / part for part in ("kernels", "serve", "tests", "tests/docs"))]
+SMALL_ENGINES = ROOT / "tests/docs/small_engines"
+DEFAULT_SIZES = ("README.md",)  # pages whose engines have the sizes that users get
+
+# Only these tests use this cache. A cache holds the saved executables of 16 engines, so engines of
+# other tests would evict these. An executable that JAX's own cache returns is not saved.
+CACHE = ROOT / ".cache/tests/docs"
 
 
 class Reader:
-    """A reader who follows a page in a new folder."""
+    """A reader who follows a page in a new folder.
 
-    def __init__(self, folder: Path):
+    Args:
+      folder: where commands run.
+      shared: runs the servers of `server` notes for all pages; None: this reader runs them.
+    """
+
+    def __init__(self, folder: Path, shared: "SharedServers | None" = None):
         self.folder = folder
+        self.shared = shared
         self.server: subprocess.Popen[bytes] | None = None
         self.serves = ""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        paths = [ROOT, *(ROOT / part for part in ("kernels", "serve", "tests", "tests/docs"))]
+            self.own_port = self.port = probe.getsockname()[1]
         self.env = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join(map(str, [SMALL_ENGINES, *PATHS])),
+            "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+
+    def use_default_sizes(self) -> None:
+        self.env["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
+        self.shared = None
 
     def read(self, block: Block) -> None:
         for command in commands(block.notes.get("before", "")):
             self.run(command)
         if serve := block.notes.get("server"):
-            self.serve(serve)
+            self.use_server(serve)
         if block.language == "python":
             script = self.folder / f"line-{block.line}.py"
             script.write_text(self._here(block.text))
@@ -72,6 +96,14 @@ class Reader:
         assert done.stdout.strip() or not says, f"{command} printed nothing"
         if "curl" in command:
             assert '"error":{' not in done.stdout, f"{command}\n{done.stdout}"
+
+    def use_server(self, command: str) -> None:
+        """Send the next requests to a server of `command`, started before if possible."""
+        if self.shared is None or command == self.serves:
+            self.serve(command)
+        else:
+            self.stop()
+            self.port = self.shared.port_of(command)
 
     def serve(self, command: str) -> None:
         if command == self.serves:
@@ -99,7 +131,7 @@ class Reader:
             self.server.send_signal(signal.SIGINT)
             self.server.send_signal(signal.SIGTERM)  # at once, because nothing is running
             assert self.server.wait(60) == 0, (self.folder / "server.log").read_text()
-        self.server, self.serves = None, ""
+        self.server, self.serves, self.port = None, "", self.own_port
 
     def _answers(self) -> bool:
         try:
@@ -114,9 +146,40 @@ class Reader:
         return text.replace(ADDRESS, f"127.0.0.1:{self.port}").replace(".venv/bin/", "")
 
 
+class SharedServers:
+    """Servers that the pages' `server` notes share, each with its own reader."""
+
+    def __init__(self, factory: pytest.TempPathFactory):
+        self._factory = factory
+        self._readers: dict[str, Reader] = {}
+
+    def port_of(self, command: str) -> int:
+        """Return the port of a running server, starting it at the first call."""
+        if command not in self._readers:
+            self._readers[command] = Reader(self._factory.mktemp("server"))
+            self._readers[command].serve(command)
+        reader = self._readers[command]
+        assert reader.server is not None
+        log = reader.folder / "server.log"
+        assert reader.server.poll() is None, f"{command} has ended\n{log.read_text()}"
+        return reader.port
+
+    def stop(self) -> None:
+        for reader in self._readers.values():
+            reader.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_servers(tmp_path_factory):
+    servers = SharedServers(tmp_path_factory)
+    yield servers
+    servers.stop()
+
+
 @pytest.fixture
-def reader(tmp_path):
-    reader = Reader(tmp_path)
+def reader(tmp_path, shared_servers):
+    CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reader = Reader(tmp_path, shared_servers)
     yield reader
     reader.stop()
 
@@ -133,6 +196,8 @@ def _runs(block: Block) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in pages() if any(map(_runs, blocks(page)))])
 def test_commands_on_a_page_run(page, reader):
+    if page in DEFAULT_SIZES:
+        reader.use_default_sizes()
     for block in filter(_runs, blocks(page)):
         reader.read(block)
 
@@ -147,6 +212,24 @@ def test_every_command_on_a_page_is_covered(page):
             assert block.text.strip() in (ROOT / source).read_text(), f"{source} has it otherwise"
 
 
+def printed_by(module: str, *arguments: str) -> str:
+    """Return the output of `python -m module`, which must end the process with status 0.
+
+    It runs here, because a process per program would spend its time on imports.
+    """
+    printed = io.StringIO()
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(sys, "argv", [module, *arguments]),
+        contextlib.redirect_stdout(printed),
+        warnings.catch_warnings(action="ignore", category=RuntimeWarning),  # imported by a test
+        pytest.raises(SystemExit) as end,
+    ):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert end.value.code in (0, None), f"{module} {arguments}: status {end.value.code}"
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def helps():
     known: dict[str, str] = {}
@@ -154,12 +237,7 @@ def helps():
     def help_of(program: str) -> str:
         if program not in known:
             every = "--help=all" if program.startswith("forge_serve") else "--help"
-            done = subprocess.run(
-                [sys.executable, "-m", *program.split(), every],
-                cwd=ROOT, capture_output=True, text=True, timeout=120,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            known[program] = done.stdout
+            known[program] = printed_by(*program.split(), every)
         return known[program]
 
     return help_of
@@ -213,6 +291,19 @@ def test_anchors_follow_headings():
 
 
 # Planted errors.
+
+
+def test_unknown_flag_is_an_error(helps):
+    assert "--max-num-seqs" in helps("forge_serve serve")
+    with pytest.raises(AssertionError, match="status 2"):
+        printed_by("forge_serve", "serve", "--no-such-flag")
+
+
+def test_processes_have_small_engines(reader):
+    command = "python -c 'from forge_jax import EngineConfig; print(EngineConfig().batch)'"
+    reader.run(f"{command} | grep max_num_seqs=4,", says=True)
+    reader.use_default_sizes()
+    reader.run(f"{command} | grep max_num_seqs=256,", says=True)
 
 
 def test_failing_command_fails_the_page(reader):

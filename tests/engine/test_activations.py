@@ -121,12 +121,13 @@ def test_streams_return_each_position_with_its_token(llm):
         assert array.tobytes() == whole.outputs[0].activations.arrays[name].tobytes()
 
 
-def test_bits_of_other_requests_do_not_depend_on_returned_activations(llm):
+def test_bits_of_other_requests_do_not_depend_on_returned_activations(short_stories):
     scored = replace(GREEDY, logprobs=0)
     prompts = [IDS, LONG, IDS[::-1]]
-    alike = run(llm, prompts, scored)
-    core_of(llm).scheduler.pool.reset()
-    mixed = run(llm, prompts, [scored, returning(ALL, scored), scored])
+    with LLM(short_stories, **OPTIONS, **SERVED, itl_target_ms=0) as llm:
+        alike = run(llm, prompts, scored)
+        core_of(llm).scheduler.pool.reset()
+        mixed = run(llm, prompts, [scored, returning(ALL, scored), scored])
     for before, after in zip(alike, mixed, strict=True):
         assert before.outputs[0].logprobs == after.outputs[0].logprobs
 

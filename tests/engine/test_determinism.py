@@ -432,10 +432,13 @@ def test_request_has_the_same_bits_at_the_bundled_models_size(dtype):
 # ---- the comparison detects differences ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("one_shape", "uniform"), [(False, False), (True, False), (False, True)])
-def test_default_tier_and_each_half_of_the_deterministic_one_differ(one_shape, uniform):
-    """Float32 only, because in bfloat16 rounding hides the differences of so small a model."""
-    comparison = Comparison(make_runner("float32", one_shape=one_shape, uniform=uniform))
+@pytest.mark.parametrize("uniform", [False, True])
+def test_without_one_shape_logits_differ(uniform):
+    """Float32 only, because in bfloat16 rounding hides the differences of so small a model.
+
+    Attention alone changes logits only on some CPUs.
+    """
+    comparison = Comparison(make_runner("float32", one_shape=False, uniform=uniform))
     comparison.check(some(40))
     assert comparison.differing
 

@@ -62,15 +62,21 @@ def successors(monkeypatch) -> threading.Event:
     return allowed
 
 
+def submit_to_both(group: EngineGroup) -> list:
+    """Submit long requests until each engine has one, however many others each has finished."""
+    streams = []
+    while len({stream.engine for stream in streams}) < 2:
+        streams.append(group.submit([len(streams)], LONG, request_id=f"long{len(streams)}"))
+    return streams
+
+
 async def test_group_survives_kills_with_the_results_of_one_engine(group, successors):
     work = jobs(24)
     expected = await undisturbed(work)
     results = asyncio.create_task(outcomes(group, work))
     await until(lambda: all(each.stats().generation_tokens for each in group.engines), "tokens")
     victim, other = group.engines
-    long = [group.submit([i], LONG, request_id=f"long{i}") for i in range(4)]
-    placed = [stream.engine for stream in long]
-    assert set(placed) == {0, 1}
+    long = submit_to_both(group)
     os.kill(victim.pid, signal.SIGKILL)
     await until(lambda: victim.stats().state == "recovering", "a crash")
 
@@ -82,14 +88,13 @@ async def test_group_survives_kills_with_the_results_of_one_engine(group, succes
         new = [group.submit([9], LONG, request_id=f"new{i}") for i in range(3)]
         assert {stream.engine for stream in new} == {1}
         assert all([len(await tokens(stream)) == 400 for stream in new])
-    assert not results.done()
-    assert other.stats().restarts == 0
+    assert victim.streams and other.stats().restarts == 0
 
     successors.set()
     assert await results == expected
     async with asyncio.timeout(WAIT_S):
         found += [await tokens(stream) for stream in long if stream.engine == 0]
-    assert len(found) == 4 and all(len(each) == 400 for each in found)
+    assert len(found) == len(long) and all(len(each) == 400 for each in found)
     assert group.stats().state == "ready" and group.stats().restarts == 1
     assert not group._running and not group.streams
 
@@ -130,9 +135,7 @@ async def test_streams_of_an_engine_that_cannot_restart_continue_on_another(grou
     results = asyncio.create_task(outcomes(group, work))
     await until(lambda: all(each.stats().generation_tokens for each in group.engines), "tokens")
     victim, other = group.engines
-    long = []  # on both engines, however many of the jobs each has finished
-    while len({stream.engine for stream in long}) < 2:
-        long.append(group.submit([len(long)], LONG, request_id=f"long{len(long)}"))
+    long = submit_to_both(group)
     group.submit([5], LONG, request_id="dropped").abort()
     refusals.set()
     os.kill(victim.pid, signal.SIGKILL)

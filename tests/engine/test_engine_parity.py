@@ -7,7 +7,7 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.testing import core_of
 
-pytestmark = [pytest.mark.long, pytest.mark.full_compile, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=20)
 

@@ -1,6 +1,7 @@
 """Grammars: compilation within limits, and the matchers' allowed tokens."""
 
 import asyncio
+import contextlib
 import json
 import random
 import threading
@@ -16,6 +17,7 @@ from forge_jax.grammar import matcher as matchers
 from forge_jax.grammar.build import build
 from forge_jax.grammar.masks import mask_width
 from forge_jax.grammar.matcher import MaskPool
+from forge_jax.grammar.probe import ProbeLimits
 from forge_jax.grammar.trial import try_out
 from forge_jax.grammar.vocabulary import Vocabulary, canonical_tokenizer
 from forge_jax.text import Tokenizer
@@ -346,9 +348,13 @@ TOO_COSTLY = {
 
 
 @pytest.mark.parametrize("name", TOO_COSTLY)
-def test_costly_grammar_is_rejected_with_the_limit_before_it_runs(compiler, name):
+def test_costly_grammar_is_rejected_with_the_limit_before_it_runs(tokenizer, name):
     spec, why = TOO_COSTLY[name]
-    with pytest.raises(RequestError, match=why):
+    limits = ProbeLimits(cpu_s=10.0)  # on slow CPUs, compiling some of these exceeds the default
+    compiler = GrammarCompiler(
+        tokenizer, tokenizer.vocab_size + 5, [tokenizer.eos_token_id], limits=limits
+    )
+    with contextlib.closing(compiler), pytest.raises(RequestError, match=why):
         compiler.check(spec)
 
 

@@ -753,9 +753,7 @@ def differing_schedules(**options: Any) -> list[str]:
     context = 150
     seqs = ((context, context), *((1, 90 + i) for i in range(9)))
     kv_dtype = options.get("kv_dtype")
-    arrays = make(
-        Batch(seqs=seqs, head_dim=32), kv_dtype=kv_dtype
-    )  # at 16 or 64, XLA:CPU's sums agree by chance
+    arrays = make(Batch(seqs=seqs, head_dim=32), kv_dtype=kv_dtype)
 
     def last_rows(rows: int, num_beside: int) -> np.ndarray:
         index = [*range(1, num_beside + 1), 0]
@@ -800,8 +798,14 @@ def test_uniform_8_bit_row_has_the_same_bits_on_every_schedule(implementation, u
     assert differing_schedules(**kind) == []
 
 
-def test_walking_form_depends_on_the_schedule():
-    assert differing_schedules(implementation="xla", uniform=False)
+@pytest.mark.full_compile
+def test_results_that_depend_on_other_sequences_are_found(monkeypatch):
+    def dependent(arrays, **options):
+        return attend(arrays, **options) * (1 + 2.0**-20 * float(arrays[-1]))
+
+    monkeypatch.setitem(globals(), "run", dependent)
+    found = differing_schedules(implementation="reference", uniform=False)
+    assert "7 rows beside 9 sequences" in found and "7 rows beside 0 sequences" not in found
 
 
 FAULTS = {

@@ -30,12 +30,16 @@ CHILD = Path(__file__).with_name("mosaic_child.py")
 @pytest.mark.parametrize("kernel", ["wgmma", "mma"])
 @pytest.mark.parametrize(
     "group",
-    ["cases", "quantized", "bits", "some faults", pytest.param("faults", marks=pytest.mark.soak)],
+    [
+        *("bits", "some cases", "some quantized", "some faults"),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("cases", "quantized", "faults")),
+    ],
 )
 def test_interpreted_kernels_keep_the_contract(kernel, group):
     """`wgmma` is the kernel for Hopper, `mma` the one for other GPUs, as compiled for an A100.
 
-    The group `faults` checks that each fault planted into the kernels is detected."""
+    The group `faults` checks that each fault planted into the kernels is detected.
+    """
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(

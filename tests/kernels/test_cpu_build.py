@@ -288,12 +288,13 @@ def child(*arguments: str) -> dict:
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "avx512_bf16"])
-def test_other_instruction_sets_pass_the_same_checks(cpu_kernels, isa):
+def test_other_instruction_sets_pass_the_same_checks(cpu_kernels, isa, monkeypatch, tmp_path):
     from cpu_contract import digests
     from test_blocks import rounded_digests
 
     if isa not in runnable_isas(cpu_features()):
-        assert build(isa).exists()  # it compiles
+        monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))  # in a third of the time
+        assert build(isa, tmp_path / "cache").exists()
         return
     result = child("--isa", isa)
     assert result["isa"] == isa and result["failed"] == {}
@@ -316,8 +317,8 @@ def test_one_cpu_computes_the_same_bits(cpu_kernels):
 
 FAULTS = {  # file: (correct text, faulty text), each in its own part of the suite
     "linear.h": (
-        # int8 loses the offset of its weights; the last columns of a matrix are shifted.
-        ("isplat(128 * packed.sums[row])", "isplat(127 * packed.sums[row])"),
+        # int8 has another offset of its weights; the last columns of a matrix are shifted.
+        ("isplat(bias * packed.sums[row])", "isplat((bias - 1) * packed.sums[row])"),
         ("for (long i = 0; i < columns; ++i) {", "for (long i = 1; i < columns; ++i) {"),
         # Rows are rounded with a scale of 16 values instead of 32.
         ("float top = maximum(max(abs(first), abs(second)));", "float top = maximum(abs(first));"),

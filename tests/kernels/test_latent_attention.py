@@ -172,8 +172,15 @@ def test_uniform_row_has_the_same_bits_on_every_schedule():
     assert differing_schedules(uniform=True) == []
 
 
-def test_default_form_depends_on_the_schedule():
-    assert differing_schedules(uniform=False)
+@pytest.mark.full_compile
+def test_results_that_depend_on_other_sequences_are_found(monkeypatch):
+    def dependent(arrays, **options):
+        out = latent_attention(*arrays, sm_scale=SCALE, **options)
+        return out * (1 + 2.0**-20 * float(arrays[-1]))
+
+    monkeypatch.setitem(globals(), "attend", dependent)
+    found = differing_schedules(uniform=True)
+    assert "7 rows beside 9 sequences" in found and "7 rows beside 0 sequences" not in found
 
 
 @pytest.mark.parametrize("fault", ["rotated keys first", "no rotated keys", "keys as values"])

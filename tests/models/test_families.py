@@ -340,6 +340,7 @@ def _kernels(compilation_cache):
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.quick_cases(1)
+@pytest.mark.ci_cases(20)
 def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
     stored = read_header(GOLDENS / name / "golden.safetensors")
     ids = np.array(stored["input_ids"].read()).tolist()

@@ -88,6 +88,7 @@ def logits_of(model):
     ],
 )
 @pytest.mark.quick_cases(1)
+@pytest.mark.ci_cases(8)
 def test_adapters_in_one_step_match_merged_weights(name, goldens, tmp_path, figure):
     base = goldens / name
     model = make_model(base)

@@ -16,6 +16,13 @@ from forge_kernels.attention import kv_shape_dtype
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 GOLDENS = sorted(path.parent.name for path in FIXTURES.glob("goldens/*/golden.safetensors"))
+# Attention of each kind: with biases, windows, soft caps, sinks, chunks, one key head, shared
+# caches, latents and recurrent states.
+ATTENTION = [
+    *("llama31", "llama4", "llama_bias", "mistral_window", "gemma2", "gemma4_shared", "gpt_oss"),
+    *("cohere2", "falcon", "deepseek_v3", "granitemoehybrid", "qwen3_next"),
+]
+EVERY_MODEL = [("xla", name) for name in GOLDENS] + [("reference", name) for name in ATTENTION]
 STORY = ", there was a little girl named Lily. She loved to play outside in the park."
 
 
@@ -39,7 +46,7 @@ def stories():
     return forge_jax.load(str(FIXTURES / "stories260k-hf"), progress=False)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(("implementation", "name"), EVERY_MODEL, indirect=["name"])
 def test_whole_prompts_match_hugging_face_logits(loaded, name, implementation, figure):
     want = golden(name)
     run = PagedRun(loaded, 3, implementation=implementation)
@@ -49,21 +56,16 @@ def test_whole_prompts_match_hugging_face_logits(loaded, name, implementation, f
     np.testing.assert_allclose(np.stack(scores), want["logits"], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "chunk"),
-    [("xla", 1), ("xla", 7), ("xla", 16), pytest.param("reference", 7, marks=pytest.mark.slow)],
-)
-def test_chunked_prompt_matches_the_whole_prompts_logits(
-    loaded, name, implementation, chunk, figure
-):
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(16, marks=pytest.mark.soak)])
+def test_chunked_prompt_matches_the_whole_prompts_logits(loaded, name, chunk, figure):
     want = golden(name)
-    run = PagedRun(loaded, 3, implementation=implementation)
+    run = PagedRun(loaded, 3)
     scores = [
         np.stack(run.step(want["input_ids"][:, start : start + chunk].tolist()))
         for start in range(0, 61, chunk)
     ]
     found = np.concatenate(scores, axis=1)
-    if (implementation, chunk) == ("xla", 7):
+    if chunk == 7:
         figure("families", name, "chunks", np.abs(found - want["logits"]).max())
     np.testing.assert_allclose(found, want["logits"], atol=2e-4, rtol=0)
 
@@ -78,9 +80,7 @@ def test_sequences_at_different_stages_share_a_step(loaded, name):
         np.testing.assert_allclose(scores[s], want["logits"][s, rows], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "implementation", [pytest.param("reference", marks=pytest.mark.slow), "xla"]
-)
+@pytest.mark.parametrize(("implementation", "name"), EVERY_MODEL, indirect=["name"])
 def test_greedy_decoding_matches_hugging_face_tokens(loaded, name, implementation, figure):
     want = golden(name)
     steps = want["greedy_ids"].shape[1]

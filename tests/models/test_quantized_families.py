@@ -102,6 +102,7 @@ def _write(name: str, form: str, folder: Path) -> tuple[Path, Path, int]:
 
 @pytest.mark.parametrize(("name", "form"), CASES)
 @pytest.mark.quick_cases(2)
+@pytest.mark.ci_cases(16)
 def test_quantized_family_computes_the_logits_of_its_decoded_weights(name, form, tmp_path):
     quantized, decoded, more = _write(name, form, tmp_path)
     assert more > 0

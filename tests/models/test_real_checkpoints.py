@@ -37,6 +37,8 @@ def hub(monkeypatch, tmp_path):
             token=False,
         )
         monkeypatch.setattr(huggingface_hub, "snapshot_download", local)
+        files_of = huggingface_hub.HfApi(endpoint=hub.url, token=False).list_repo_files
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", files_of)
         yield hub
 
 

@@ -4,6 +4,7 @@
 and checks the results.
 """
 
+import functools
 import gc
 import json
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import model_folders
 import numpy as np
 from lora_files import write_adapter
 
@@ -34,7 +36,9 @@ from forge_kernels import cpu
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 GOLDENS = FIXTURES / "goldens"
+STORIES = FIXTURES / "stories260k-hf"
 SHARDS, BLOCK, BLOCKS = 4, 8, 8
+ON_ONE = {}  # the results of `run_on_one`
 LAYERS = {
     "llama31": 1,  # two query heads of a key/value head on a device, each of those on two devices
     "llama_bias": 1,
@@ -54,6 +58,17 @@ LAYERS = {
     "gpt2": 1,  # an MLP without a gate; biases of the output projections are added once
 }
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+
+
+@functools.cache
+def with_layers(model, layers):
+    """Return a folder with these layers of a model, in this order. It is written once."""
+    return model_folders.with_layers(model, layers, Path(tempfile.mkdtemp()))
+
+
+def short_stories():
+    """Return three of the five layers of `STORIES`, whose texts repeat less than other threes'."""
+    return with_layers(STORIES, (0, 3, 4))
 
 
 def mesh_of(shards):
@@ -128,6 +143,15 @@ def run(
     return np.concatenate(rows), collectives(compiled)
 
 
+def run_on_one(name, *, expert_parallel=False, **options):
+    """Return f32[T, V] of one device, which has no experts to divide. Each model runs once."""
+    key = repr((name, sorted(options.items())))
+    if key not in ON_ONE:
+        ON_ONE[key], none = run(name, 1, **options)
+        assert not none, none
+    return ON_ONE[key]
+
+
 def compare(name, shards=SHARDS, **options):
     [found] = compare_each(name, (shards,), **options)
     return found
@@ -135,8 +159,7 @@ def compare(name, shards=SHARDS, **options):
 
 def compare_each(name, counts, **options):
     """Return how the logits on each number of devices compare with those on one device."""
-    one, none = run(name, 1, **options)
-    assert not none, none
+    one = run_on_one(name, **options)
     found = []
     for shards in counts:
         several, between = run(name, shards, **options)
@@ -172,7 +195,7 @@ def packed():
     }
     found = {}
     for (name, form), weight_formats in formats.items():
-        exact, _ = run(name, 1)
+        exact = run_on_one(name)
         far = [
             run(name, n, formats=weight_formats, dtype="bfloat16")[0] - exact for n in (1, SHARDS)
         ]
@@ -185,19 +208,8 @@ PROMPTS = [
     "The dog",
     "Lily and Tom went to the park, and there they saw a " * 2,
 ]
-STORIES = FIXTURES / "stories260k-hf"
-# None, a separate model that is whole on each device, and one that is sharded like the model.
-# N-gram drafts use the same steps as these.
-SPECULATION = {
-    1: {},
-    2: {"speculation": "draft", "max_draft_tokens": 2, "draft_model": str(STORIES)},
-    4: {
-        "speculation": "draft",
-        "max_draft_tokens": 2,
-        "draft_model": "self",
-        "draft_layers": 4,
-    },
-}
+
+
 REQUESTS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24),
     "drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=16),
@@ -210,15 +222,28 @@ REQUESTS = {
 }
 
 
+def speculation(shards):
+    """Return an engine's options: none, or a draft model, whole on each device or sharded.
+
+    N-gram drafts use the same steps as these.
+    """
+    drafts = {"speculation": "draft", "max_draft_tokens": 2}
+    return {
+        1: {},
+        2: {**drafts, "draft_model": str(short_stories())},
+        4: {**drafts, "draft_model": "self", "draft_layers": 2},
+    }[shards]
+
+
 def engine():
     """Return an engine's outputs, its cache hits, and the collectives of its steps."""
-    adapter = write_adapter(Path(tempfile.mkdtemp()) / "adapter", STORIES, seed=1)
+    adapter = write_adapter(Path(tempfile.mkdtemp()) / "adapter", short_stories(), seed=1)
     return {shards: engine_on(shards, adapter) for shards in (1, 2, SHARDS)}
 
 
 def engine_on(shards, adapter):
     llm = LLM(
-        str(STORIES),
+        str(short_stories()),
         tensor_parallel=shards,
         max_model_len=128,
         max_num_seqs=8,
@@ -226,7 +251,7 @@ def engine_on(shards, adapter):
         deterministic=True,
         max_loras=2,
         max_lora_rank=4,
-        **SPECULATION[shards],
+        **speculation(shards),
     )
     core = core_of(llm)
     if shards > 1:
@@ -278,7 +303,7 @@ def host_kv():
     result = {}
     for gib in (0.0, 0.001):
         llm = LLM(
-            str(FIXTURES / "stories260k-hf"),
+            str(short_stories()),
             tensor_parallel=2,
             num_blocks=18,
             host_kv_gib=gib,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from child import GOLDENS, SHARDS, collectives, compare_each, run, spec_of
+from child import GOLDENS, SHARDS, collectives, compare_each, run, run_on_one, spec_of, with_layers
 from forms_child import as_served, bits, compared, write
 from gguf_zoo import LAYERS, write_zoo
 from safetensors.numpy import load_file, save_file
@@ -83,13 +83,13 @@ def first_experts_only(tensors):
 
 
 def families():
-    """Compare whole models; Qwen's second layer has no experts."""
+    """Compare the first layers of models; Qwen's second layer has no experts."""
     sources = {
         "mixtral": ("mixtral", 1, COUNTS),
         "qwen3_moe": ("qwen3_moe", 2, (2,)),
         "glm4_moe": ("glm4_moe", 2, (2,)),
-        "gpt_oss_mxfp4": ("gpt_oss_mxfp4", 1, COUNTS),  # biases, of experts and of their outputs
-        "qwen3_moe, fused": (changed("qwen3_moe", fused), 2, (SHARDS,)),
+        "gpt_oss_mxfp4": ("gpt_oss_mxfp4", 1, (SHARDS,)),  # biases, of experts and of their outputs
+        "qwen3_moe, fused": (changed("qwen3_moe", fused), 1, (SHARDS,)),
         "blocks": (zoo(), 1, (SHARDS,)),
     }
     found = {}
@@ -105,11 +105,15 @@ def uneven():
     return compare_experts(folder, COUNTS)
 
 
-def forms():
+def forms_on_two():
+    return forms(2)
+
+
+def forms(count=SHARDS):
     sources = {name: (write(name, experts=True), WeightFormats()) for name in FORMS}
     for values in ("int8", "fp8", "int4"):
         sources[f"rounded {values}"] = GOLDENS / "mixtral", WeightFormats(rounded=values)
-    return compared(sources, COUNTS, expert_parallel=True)
+    return compared(sources, (count,), expert_parallel=True)[count]
 
 
 def packed():
@@ -129,7 +133,7 @@ def packed():
         name: format_of(folder, formats) for name, (folder, formats) in sources.items()
     }
     file, formats = zoo(), WeightFormats(layers="bf16", head="bf16")
-    exact, _ = run(file, 1, dtype="float32")
+    exact = run_on_one(file, dtype="float32")
     each = partial(run, file, formats=formats, dtype="bfloat16", expert_parallel=True)
     far = [each(count)[0] - exact for count in (1, *COUNTS)]
     found["blocks"] = [float(np.sqrt((part**2).mean())) for part in (*far, exact)]
@@ -259,14 +263,17 @@ def engine():
         "four": {**division, "expert_parallel": True},
         "cut": division,
     }
-    return {name: engine_with(options) for name, options in engines.items()}
+    return {name: engine_with(options, drafts=name == "four") for name, options in engines.items()}
 
 
-def engine_with(options):
-    drafts = {"speculation": "draft", "draft_model": "self", "draft_layers": 1}
-    llm = LLM(str(GOLDENS / "mixtral"), **OPTIONS, **options, **(drafts if options else {}))
+def engine_with(options, *, drafts):
+    """Return the results of an engine, which verifies drafts of its first layer if `drafts`."""
+    model = with_layers(GOLDENS / "mixtral", (0, 1))
+    if drafts:
+        options = {**options, "speculation": "draft", "draft_model": "self", "draft_layers": 1}
+    llm = LLM(str(model), **OPTIONS, **options)
     core = core_of(llm)
-    if options:
+    if drafts:
         drafts_always_pay(core.speculator.policy)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=4)
     drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
@@ -282,6 +289,7 @@ def engine_with(options):
     assert core.num_recoveries
     [step] = [each for name, each in core.device.compiled().items() if "[" in name]
     found = {
+        "model": str(model),
         "prompts": PROMPTS,
         "tokens": [ids for ids, _ in together],
         "drawn": drawn_tokens,
@@ -298,5 +306,8 @@ def engine_with(options):
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     assert len(jax.devices()) == SHARDS
-    parts = {p.__name__: p for p in (families, uneven, forms, packed, reads, converted, engine)}
+    parts = {
+        p.__name__: p
+        for p in (families, uneven, forms, forms_on_two, packed, reads, converted, engine)
+    }
     print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

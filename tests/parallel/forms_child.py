@@ -23,11 +23,12 @@ from child import (
     PROMPTS,
     REQUESTS,
     SHARDS,
-    STORIES,
     collectives,
     compare,
     mesh_of,
     run,
+    run_on_one,
+    short_stories,
     spec_of,
 )
 from flax import nnx
@@ -198,7 +199,7 @@ def blocks():
         formats = WeightFormats(layers="bf16", head="bf16")
         packings = build_model(read_spec(file), formats=formats).packings.values()
         assert {each.format for each in packings} >= {"int4 blocks", "int8 blocks"}
-        exact, _ = run(file, 1, **options)
+        exact = run_on_one(file, **options)
         options |= {"formats": formats, "dtype": "bfloat16"}
         far = [run(file, n, **options)[0] - exact for n in (1, 2, SHARDS)]
         found["packed"] = [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
@@ -309,14 +310,14 @@ def rejection():
     drafted = {
         "speculation": "draft",
         "draft_model": "self",
-        "draft_layers": 5,
+        "draft_layers": 3,
         "max_draft_tokens": 2,
         "draft_verification": "rejection",
     }
     found = {}
     for shards, options in ((1, {}), (SHARDS, drafted)):
         llm = LLM(
-            str(STORIES),
+            str(short_stories()),
             tensor_parallel=shards,
             max_model_len=64,
             max_num_seqs=2,

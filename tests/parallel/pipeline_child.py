@@ -4,16 +4,13 @@
 """
 
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
+from child import short_stories, with_layers
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config import EngineConfig
 from forge_jax.grammar import GrammarSpec
 from forge_jax.testing import core_of, drafts_always_pay, failing_steps
@@ -21,7 +18,6 @@ from forge_jax.tools.convert import convert
 from forge_kernels import cpu
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-STORIES = FIXTURES / "stories260k-hf"
 GOLDENS = FIXTURES / "goldens"
 EXACT = {"deterministic": True, "kernels": "xla", "dtype": "float32"}
 # 17 blocks of 8 tokens: sequences are preempted.
@@ -87,46 +83,26 @@ def run(model, *, drafts=False, **options):
 
 
 def engines():
-    return {name: run(STORIES, drafts=True, **EXACT, **layout) for name, layout in LAYOUTS.items()}
+    model = short_stories()
+    return {name: run(model, drafts=True, **EXACT, **layout) for name, layout in LAYOUTS.items()}
 
 
 def split():
-    return {name: run(STORIES, **EXACT, **layout) for name, layout in SPLIT.items()}
+    return {name: run(short_stories(), **EXACT, **layout) for name, layout in SPLIT.items()}
 
 
 def families():
     """Run models whose layers differ, with two stages and without."""
     found = {}
-    twice = twice_the_layers(GOLDENS / "qwen3_next")
-    for name, options in {
-        "glm4_moe": {},  # a dense layer, then experts
-        twice: {},  # layers with state
-        "qwen2": {"kv_dtype": "int8"},  # a head that is also the embedding
-    }.items():
-        whole, parts = (
-            tokens(GOLDENS / name, **options, pipeline_parallel=count) for count in (1, 2)
-        )
-        found[Path(name).name] = whole == parts
+    for name, layers, options in (
+        ("glm4_moe", (0, 1), {}),  # a dense layer, then experts
+        ("qwen3_next", (2, 3, 2, 3), {}),  # layers with state; both stages have attention
+        ("qwen2", (0, 1), {"kv_dtype": "int8"}),  # a head that is also the embedding
+    ):
+        model = with_layers(GOLDENS / name, layers)
+        whole, parts = (tokens(model, **options, pipeline_parallel=count) for count in (1, 2))
+        found[name] = whole == parts
     return found
-
-
-def twice_the_layers(model):
-    """Return a folder with a model's layers twice, so that both halves have attention."""
-    folder = Path(tempfile.mkdtemp()) / model.name
-    folder.mkdir()
-    config = json.loads((model / "config.json").read_text())
-    count = config["num_hidden_layers"]
-    dense = [layer + at for at in (0, count) for layer in config["mlp_only_layers"]]
-    config |= {"num_hidden_layers": 2 * count, "layer_types": 2 * config["layer_types"]}
-    config |= {"mlp_only_layers": dense}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {}
-    for name, stored in read_header(model / "model.safetensors").items():
-        tensors[name] = np.array(stored.read())
-        if match := re.match(r"(.*layers\.)(\d+)(\..*)", name):
-            tensors[f"{match[1]}{int(match[2]) + count}{match[3]}"] = tensors[name]
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
 
 
 def tokens(model, **options):
@@ -143,11 +119,11 @@ def files():
         return None
     options = {"backend": "cpu", "deterministic": True, "dtype": "bfloat16"}
     folder = Path(tempfile.mkdtemp()) / "converted"
-    config = EngineConfig.from_options(model=str(STORIES), backend="cpu", dtype="bfloat16")
+    config = EngineConfig.from_options(model=str(short_stories()), backend="cpu", dtype="bfloat16")
     convert(config, folder, progress=False)
     llms = {
-        "whole": (STORIES, {}),
-        "stages": (STORIES, {"pipeline_parallel": 2}),
+        "whole": (short_stories(), {}),
+        "stages": (short_stories(), {"pipeline_parallel": 2}),
         "converted": (folder, {"pipeline_parallel": 2}),
     }
     found = {}

@@ -29,13 +29,39 @@ FAMILIES = {
 ALSO = ["deepseek_v2_lite", "gpt_neox_sequential", "gpt_oss", "granitemoehybrid"]
 
 
-@pytest.fixture(scope="module")
-def found():
-    return run_child(*FAMILIES.values(), *ALSO, child="families_child.py")
+# One family of each kind of layer, of each division of matrices, and of each wrapper of a text
+# model. The others differ from these in sizes, factors, or names of weights.
+KINDS = [
+    "cohere2",  # attention and MLP in parallel; layers with a window
+    "deepseek_v3",  # latent attention; expert groups
+    "ernie4_5_moe",  # a bias of the router; shared experts
+    "exaone4_full",  # norms of outputs, and of each head's queries and keys
+    "falcon_sequential",  # fused queries, keys and values
+    "gemma3_vision",  # a text model in a model of images
+    "glm4",  # four norms per layer; half of each head is rotated, in pairs
+    "gpt_oss_mxfp4",  # attention sinks; quantized experts with biases
+    "gpt_neox_sequential",  # fused by head; an MLP after attention
+    "granitemoehybrid",  # Mamba-2, and experts
+    "llama4_vision",  # chunked attention; experts whose inputs are scaled
+    "minicpm",  # factors of embeddings, residuals and logits
+    "olmoe",  # norms over all heads; experts
+    "qwen2_5_vl",  # rotations by three positions
+    "qwen2_moe",  # a shared expert with a gate
+    "qwen3_vl_moe",  # experts of a model of images
+    "smollm3",  # layers without rotation
+    "starcoder2",  # biases of an MLP without a gate
+]
+OTHERS = [name for name in (*FAMILIES.values(), *ALSO) if name not in KINDS]
+
+
+@pytest.fixture(scope="module", params=["kinds", pytest.param("others", marks=pytest.mark.soak)])
+def found(request):
+    names = KINDS if request.param == "kinds" else OTHERS
+    return run_child(*names, child="families_child.py")
 
 
 def test_logits_match_transformers(found, figure):
-    assert len(FAMILIES) > 25
+    assert len(FAMILIES) > 25 and {*KINDS} <= {*FAMILIES.values(), *ALSO}
     for name, one in found.items():
         if one["shards"] == 4:
             figure("families", name, "devices", one["difference"])

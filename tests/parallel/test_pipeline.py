@@ -30,7 +30,7 @@ def test_engine_with_stages_recovers_from_failed_steps(found):
 
 def test_each_stage_has_only_its_weights(found):
     three = found["engines"]["3 stages"]
-    assert three["stages"][-1] == 4 and len(set(three["stages"])) == 3  # the model has five layers
+    assert three["stages"] == [0, 1, 2]  # the model has three layers
     assert three["devices"] == [0, 1, 2]
     # The head is also the embedding, so that the first and the last stage have it.
     assert sum(three["bytes"]) > three["whole_bytes"] > 1.8 * max(three["bytes"])

@@ -14,13 +14,14 @@ from functools import partial
 import aiohttp
 import psutil
 import pytest
+from child import short_stories
 
 from tests.server_process import running, serving, virtual_devices
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
-MODEL = (
-    *("forge-tiny", "--backend", "cpu", "--kernels", "xla", "--dtype", "float32"),
+OPTIONS = (
+    *("--backend", "cpu", "--kernels", "xla", "--dtype", "float32"),
     *("--max-num-seqs", "4", "--max-num-batched-tokens", "64"),
     *("--num-blocks", "128", "--deterministic", "--speculation", "ngram"),
 )
@@ -92,10 +93,10 @@ async def answers(url, during=None):
 
 
 @contextlib.contextmanager
-def group_of(health_ports, folder, parallel="--tensor-parallel"):
+def group_of(health_ports, model, folder, parallel="--tensor-parallel"):
     """Run host 0, and another host for each port. Yield its URL, and the processes in order."""
     count = 1 + len(health_ports)
-    flags = (*MODEL, parallel, str(count), "--num-hosts", str(count))
+    flags = (*model, parallel, str(count), "--num-hosts", str(count))
     flags += ("--coordinator", f"127.0.0.1:{free_port()}")
     command = [sys.executable, "-m", "forge_serve", "serve", *flags]
     with contextlib.ExitStack() as stack:
@@ -109,17 +110,23 @@ def group_of(health_ports, folder, parallel="--tensor-parallel"):
 
 
 @pytest.fixture(scope="module")
-def expected():
+def model():
+    """Return the model and the options of every server. One of two stages has two layers."""
+    return str(short_stories()), *OPTIONS
+
+
+@pytest.fixture(scope="module")
+def expected(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", virtual_devices(2))
-        with serving(sys.executable, *MODEL, "--tensor-parallel", "2") as (url, _, _):
+        with serving(sys.executable, *model, "--tensor-parallel", "2") as (url, _, _):
             return asyncio.run(answers(url))
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
+def hosts(model, tmp_path_factory):
     """Return the URL of host 0, and the processes of `forge-jax serve` on both hosts."""
-    with group_of([HEALTH_PORT], tmp_path_factory.mktemp("hosts")) as group:
+    with group_of([HEALTH_PORT], model, tmp_path_factory.mktemp("hosts")) as group:
         yield group
 
 
@@ -128,10 +135,10 @@ async def test_two_processes_give_the_bytes_of_one(hosts, expected):
     assert await answers(url) == expected
 
 
-async def test_four_processes_give_the_same_bytes_in_any_batch(tmp_path):
+async def test_four_processes_give_the_same_bytes_in_any_batch(model, tmp_path):
     """Gloo's ring sums each quarter of a step's rows in another order, so prompts fill several."""
     prompts = [f"{i} {LONG_PROMPT}" for i in range(4)]
-    with group_of([0, 0, 0], tmp_path) as (url, *_):
+    with group_of([0, 0, 0], model, tmp_path) as (url, *_):
         async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
             asks = [{"prompt": p, "max_tokens": 8, "logprobs": 1, "seed": 1} for p in prompts]
             together = await asyncio.gather(*(ask(session, url, each) for each in asks))
@@ -151,11 +158,11 @@ def test_sums_over_processes_have_a_fixed_order():
             assert out.split()[-1] == "equal", out
 
 
-async def test_stages_on_two_hosts_survive_the_death_of_either(tmp_path):
+async def test_stages_on_two_hosts_survive_the_death_of_either(model, tmp_path):
     """The stages of one model on one device have the bits of the whole model."""
-    with serving(sys.executable, *MODEL) as (url, _, _):
+    with serving(sys.executable, *model) as (url, _, _):
         expected = await answers(url)
-    with group_of([0], tmp_path, "--pipeline-parallel") as (url, *processes):
+    with group_of([0], model, tmp_path, "--pipeline-parallel") as (url, *processes):
         assert await answers(url) == expected
         for process in processes:
             worker = engine_process(process)
@@ -207,9 +214,9 @@ async def test_other_host_is_healthy(hosts):
         assert (response.status, await response.json()) == (200, {"status": "ready"})
 
 
-def test_host_with_other_options_ends_with_the_difference(tmp_path):
+def test_host_with_other_options_ends_with_the_difference(model):
     address = f"127.0.0.1:{free_port()}"
-    flags = (*MODEL, "--tensor-parallel", "2", "--num-hosts", "2", "--coordinator", address)
+    flags = (*model, "--tensor-parallel", "2", "--num-hosts", "2", "--coordinator", address)
     flags += ("--port", "0")
     command = [sys.executable, "-m", "forge_serve", "serve", *flags]
     other = [*command, "--host-rank", "1", "--max-num-seqs", "8"]
