@@ -2,11 +2,11 @@
 
 import dataclasses
 import struct
-import time
 
 import pytest
 from loop import Loop
 
+from forge_jax import testing
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
@@ -194,17 +194,28 @@ def test_requested_logprobs_come_with_each_token():
     assert {len(entry.top) for entry in logprobs} == {2}
 
 
-def test_steps_take_their_time_one_after_the_other():
-    fake = device(step_time_s=0.02)
-    start_s = time.monotonic()
+class Clock:
+    """Stands for the module `time`."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+def test_steps_take_their_time_one_after_the_other(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(testing, "time", clock)
+    fake = device(step_time_s=1.0)
     plan = StepPlan(0, (admission(),), (row(),))
-    pending = [fake.dispatch(plan)]
-    pending.append(
-        fake.dispatch(
-            dataclasses.replace(plan, admissions=(), chunks=(row(start=3, tokens=(-1,)),))
-        )
-    )
-    assert time.monotonic() - start_s < 0.02  # dispatch does not wait
+    after = dataclasses.replace(plan, admissions=(), chunks=(row(start=3, tokens=(-1,)),))
+    pending = [fake.dispatch(plan), fake.dispatch(after)]
+    ends = [clock.now_s]
     for handle in pending:
         fake.read(handle)
-    assert time.monotonic() - start_s >= 0.04
+        ends.append(clock.now_s)
+    assert ends == [0.0, 1.0, 2.0]  # dispatch does not wait

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,17 +134,18 @@ async def test_signal_during_loading_does_not_wait_for_it():
     loaded = threading.Event()
 
     def load() -> Engine:
-        loaded.wait(10)
+        loaded.wait()
         return Engine.fake()
 
     sock = server.bind("127.0.0.1", 0)
     serving = asyncio.create_task(server._serve(sock, ServerConfig(), load))
     await asyncio.sleep(0.05)
-    begin_s = time.monotonic()
     os.kill(os.getpid(), signal.SIGTERM)
-    await serving
-    assert time.monotonic() - begin_s < 2
-    loaded.set()
+    try:
+        async with asyncio.timeout(60):
+            await serving
+    finally:
+        loaded.set()
 
 
 async def test_unloadable_model_ends_the_server():
