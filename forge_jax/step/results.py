@@ -32,7 +32,7 @@ _latest: deque[jax.Array] = deque(maxlen=8)
 
 @atexit.register
 def _finish_copies() -> None:
-    """Wait for copies that no caller reads, such as those of the step ahead of the last one.
+    """Wait for copies that no caller reads, such as the result of a step dispatched ahead.
 
     JAX ends a copy in a thread that needs the interpreter. After the interpreter's end, the thread
     aborts the process ("terminate called without an active exception").
