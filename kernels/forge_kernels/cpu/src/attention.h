@@ -92,13 +92,46 @@ const uint8_t* kv_row(const Attention& op, long at) {
   return static_cast<const uint8_t*>(op.kv) + at * op.head_dim * (type == KVType::kBf16 ? 2 : 1);
 }
 
-// Blocks are anywhere in memory, so the hardware's prefetcher cannot predict the next read.
-template <KVType type>
-void prefetch_row(const Attention& op, long at) {
-  const uint8_t* row = kv_row<type>(op, at);
-  long bytes = op.head_dim * (type == KVType::kBf16 ? 2 : 1);
-  for (long i = 0; i < bytes; i += 64) prefetch_l1(row + i);
-}
+// Prefetches the keys and values of the next tile, in equal parts while this one is multiplied. Blocks
+// are anywhere in memory, so the hardware's prefetcher cannot predict the next read. All lines at once
+// would exceed the miss buffers (see `prefetch_l2`), and packing would wait for them.
+class TileAhead {
+ public:
+  // All lines are prefetched in `steps` calls of `read`.
+  void begin(const Attention& op, const KVTile& tile, long steps) {
+    long bytes = op.head_dim * (op.type == KVType::kBf16 ? 2 : 1), lines = 0;
+    long behind = op.kv_heads * op.block_size * bytes;
+    clear();
+    for (long i = 0, n; i < kKeys; i += n) {
+      for (n = 1; i + n < kKeys && tile.at[i + n] == tile.at[i] + n;) ++n;
+      if (tile.at[i] < 0) continue;
+      const uint8_t* keys = static_cast<const uint8_t*>(op.kv) + tile.at[i] * bytes;
+      for (const uint8_t* run : {keys, keys + behind}) runs_[count_++] = {run, run + n * bytes};
+      lines += 2 * ((n * bytes + 63) / 64);
+    }
+    each_ = (lines + steps - 1) / steps;
+  }
+  void clear() { count_ = next_ = 0, now_ = {}; }
+
+  bool left() const { return now_.at < now_.end || next_ < count_; }
+  FORGE_INLINE void read() {
+    for (long i = 0; i < each_; ++i, now_.at += 64) {
+      if (now_.at >= now_.end) {
+        if (next_ == count_) return;
+        now_ = runs_[next_++];
+      }
+      prefetch_l2(now_.at);
+    }
+  }
+
+ private:
+  struct Run {
+    const uint8_t *at = nullptr, *end = nullptr;
+  };
+  Run now_, runs_[2 * kKeys];
+  int count_ = 0, next_ = 0;
+  long each_ = 0;  // lines per call
+};
 
 // Returns a row as bf16, which represents 8 bits exactly. `room`: [D].
 template <KVType type>
@@ -110,9 +143,9 @@ const uint16_t* bf16_row(const Attention& op, long at, uint16_t* room) {
   return room;
 }
 
-// Packs 64 keys to [D/2][64] words of two neighbors in d, and prefetches `next`.
+// Packs 64 keys to [D/2][64] words of two neighbors in d.
 template <KVType type>
-void pack_keys(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
+void pack_keys(const Attention& op, const KVTile& tile, uint32_t* out) {
   alignas(64) uint16_t room[16][type == KVType::kBf16 ? 1 : kMaxHeadDim];
   for (long group = 0; group < kKeys; group += 16) {
     const uint16_t* rows[16];
@@ -126,14 +159,12 @@ void pack_keys(const Attention& op, const KVTile& tile, const KVTile* next, uint
       transpose16(block);
       for (int i = 0; i < 16; ++i) store_bits(out + (d / 2 + i) * kKeys + group, block[i]);
     }
-    for (long i = 0; next && i < 16; ++i)
-      if (next->at[group + i] >= 0) prefetch_row<type>(op, next->at[group + i]);
   }
 }
 
-// Packs 64 values to [32][D] words of two neighboring keys, and prefetches `next`.
+// Packs 64 values to [32][D] words of two neighboring keys.
 template <KVType type>
-void pack_values(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
+void pack_values(const Attention& op, const KVTile& tile, uint32_t* out) {
   alignas(64) static const uint16_t nothing[kMaxHeadDim] = {};
   alignas(64) uint16_t room[2][type == KVType::kBf16 ? 1 : kMaxHeadDim];
   long behind = op.kv_heads * op.block_size;
@@ -142,8 +173,6 @@ void pack_values(const Attention& op, const KVTile& tile, const KVTile* next, ui
     for (int i = 0; i < 2; ++i) {
       long at = tile.at[2 * pair + i];
       rows[i] = at < 0 ? nothing : bf16_row<type>(op, at + behind, room[i]);
-      if (next && next->at[2 * pair + i] >= 0)
-        prefetch_row<type>(op, next->at[2 * pair + i] + behind);
     }
     for (long d = 0; d < op.head_dim; d += 16)
       store_bits(out + pair * op.head_dim + d, interleave16(rows[0] + d, rows[1] + d));
@@ -160,10 +189,10 @@ inline void load_scales(const Attention& op, const KVTile& tile, float* out) {
 }
 
 template <KVType type>
-void pack_tile(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* keys,
-               uint32_t* values, float* scales) {
-  pack_keys<type>(op, tile, next, keys);
-  pack_values<type>(op, tile, next, values);
+void pack_tile(const Attention& op, const KVTile& tile, uint32_t* keys, uint32_t* values,
+               float* scales) {
+  pack_keys<type>(op, tile, keys);
+  pack_values<type>(op, tile, values);
   if (type != KVType::kBf16) load_scales(op, tile, scales);
 }
 
@@ -176,8 +205,9 @@ constexpr int vectors_of(int rows) {
 // numbers. `word(r, w, i)` returns word w of row r of x, or its float32 number i.
 template <int R, int J, class Word>
 FORGE_INLINE void multiply_rows(Word word, const uint32_t* y, long y_stride, long words,
-                                F16 (&acc)[R][J]) {
+                                TileAhead& ahead, F16 (&acc)[R][J]) {
   for (long w = 0; w < words; ++w) {
+    if (ahead.left()) ahead.read();
     I16 v[J];
 #pragma GCC unroll 4
     for (int j = 0; j < J; ++j) v[j] = load_bits(y + w * y_stride + 16 * j);
@@ -188,7 +218,7 @@ FORGE_INLINE void multiply_rows(Word word, const uint32_t* y, long y_stride, lon
 // Scales R rows of `out` by their decay, and adds the weighted values, in J vectors of 16 columns.
 template <int R, int J>
 FORGE_INLINE void add_values(const uint32_t* weights, const uint32_t* values, long D,
-                             const float (&decay)[R], float* out) {
+                             const float (&decay)[R], TileAhead& ahead, float* out) {
   F16 acc[R][J];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -197,7 +227,7 @@ FORGE_INLINE void add_values(const uint32_t* weights, const uint32_t* values, lo
   auto weight = [&](int r, long w, int i) {
     return weights[r * kWeightWords + kPairWords * w + i];
   };
-  multiply_rows(weight, values, D, kKeys / 2, acc);
+  multiply_rows(weight, values, D, kKeys / 2, ahead, acc);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -248,7 +278,7 @@ struct AttentionScratch {
 // `kPlain`: a cache of 16 bits, no window and no soft cap.
 template <int R, bool kPlain>
 void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long row,
-                 const SoftmaxSums& sums) {
+                 TileAhead& ahead, const SoftmaxSums& sums) {
   long D = op.head_dim, start = tile * kKeys;
   constexpr int J = vectors_of(R);
   const uint32_t* q[R];
@@ -267,7 +297,7 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
       std::memcpy(&word, q[r] + kPairWords * w + i, 4);
       return word;
     };
-    multiply_rows(query, s.keys + 16 * first, kKeys, D / 2, acc);
+    multiply_rows(query, s.keys + 16 * first, kKeys, D / 2, ahead, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -308,8 +338,9 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
   const uint32_t* weights = s.weights + row * kWeightWords;
   float* out = sums.out + row * D;
   long d = 0;
-  for (; d + 16 * J <= D; d += 16 * J) add_values<R, J>(weights, s.values + d, D, decay, out + d);
-  for (; d < D; d += 16) add_values<R, 1>(weights, s.values + d, D, decay, out + d);
+  for (; d + 16 * J <= D; d += 16 * J)
+    add_values<R, J>(weights, s.values + d, D, decay, ahead, out + d);
+  for (; d < D; d += 16) add_values<R, 1>(weights, s.values + d, D, decay, ahead, out + d);
 }
 
 // The existing tiles of an item in one of its chunks: [first, last).
@@ -361,12 +392,19 @@ auto pick_rows(long rows, std::index_sequence<R...>) {
 
 template <bool kPlain>
 void attend_tile(const Attention& op, const AttentionScratch& s, long tile, long rows,
-                 const SoftmaxSums& sums) {
+                 TileAhead& ahead, const SoftmaxSums& sums) {
   for (long row = 0; row < rows;) {
     long n = std::min<long>(kRowTile, rows - row);
-    pick_rows<kPlain>(n, std::make_index_sequence<kRowTile>())(op, s, tile, row, sums);
+    pick_rows<kPlain>(n, std::make_index_sequence<kRowTile>())(op, s, tile, row, ahead, sums);
     row += n;
   }
+}
+
+// The approximate number of words that `multiply_rows` reads for a tile.
+inline long steps_of(long rows, long D) {
+  long together = 16 * vectors_of(int(std::min<long>(rows, kRowTile)));
+  long words = D / 2 * (kKeys / together) + kKeys / 2 * std::max(1L, D / together);
+  return (rows + kRowTile - 1) / kRowTile * words;
 }
 
 // A tile of an item, or nothing if `item` is null.
@@ -383,27 +421,32 @@ inline void attend_chunk(const Attention& op, const AttentionItem& item,
   sums.clear(rows, op.head_dim);
   TileRange tiles = tiles_of(op, item, chunk);
   KVTile found[2];
+  TileAhead ahead;
   if (tiles.first < tiles.last) find_tile(op, item, tiles.first, found[tiles.first & 1]);
   for (long tile = tiles.first; tile < tiles.last; ++tile) {
     const KVTile& here = found[tile & 1];
     TileOf next = tile + 1 < tiles.last ? TileOf{&item, tile + 1} : after;
-    KVTile* there = next.item ? &found[~tile & 1] : nullptr;
-    if (there) find_tile(op, *next.item, next.tile, *there);
+    ahead.clear();
+    if (next.item) {
+      KVTile& there = found[~tile & 1];
+      find_tile(op, *next.item, next.tile, there);
+      ahead.begin(op, there, steps_of(rows, op.head_dim));
+    }
     switch (op.type) {
       case KVType::kBf16:
-        pack_tile<KVType::kBf16>(op, here, there, s.keys, s.values, s.scales);
+        pack_tile<KVType::kBf16>(op, here, s.keys, s.values, s.scales);
         break;
       case KVType::kInt8:
-        pack_tile<KVType::kInt8>(op, here, there, s.keys, s.values, s.scales);
+        pack_tile<KVType::kInt8>(op, here, s.keys, s.values, s.scales);
         break;
       case KVType::kFp8:
-        pack_tile<KVType::kFp8>(op, here, there, s.keys, s.values, s.scales);
+        pack_tile<KVType::kFp8>(op, here, s.keys, s.values, s.scales);
         break;
     }
     if (is_plain(op))
-      attend_tile<true>(op, s, tile, rows, sums);
+      attend_tile<true>(op, s, tile, rows, ahead, sums);
     else
-      attend_tile<false>(op, s, tile, rows, sums);
+      attend_tile<false>(op, s, tile, rows, ahead, sums);
   }
 }
 
