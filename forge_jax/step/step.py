@@ -37,6 +37,9 @@ Sampler = Literal["xla", "cpu"]
 # Flags of steps that change logits before the temperature.
 CHANGE = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS | meta_bits.MASKS
 
+# Rows whose processed logits a CPU computes at once. This takes several arrays of [rows, V].
+ROWS_AT_ONCE = 8
+
 
 class Pooled(NamedTuple):
     """The additional results of a step with `StepShape.pools`."""
@@ -287,7 +290,7 @@ def _sample_rows(
     given = _Given(shape, slots, m, batch, rows, logits, masks)
     sampled = _sample(given, sampler, drafts)
     sampled = jnp.where(rows.valid & ~fault, sampled, 0)
-    scores = _logprobs(given, sampled)
+    scores = _logprobs(given, sampled, sampler)
     # The scores read the counts that `_feed_back` updates in place.
     sampled, scores = jax.lax.optimization_barrier((sampled, scores))
     accepted = _count_accepted(shape, m, batch, rows, sampled)
@@ -306,6 +309,16 @@ class _Given(NamedTuple):
     rows: _Rows
     logits: jax.Array  # f32[R, V]
     masks: jax.Array  # i32[R, mask_width(V)]
+
+    def part(self, first: jax.Array, size: int) -> _Given:
+        """Return `size` rows, from row `first` on."""
+        m = self.m
+        row_token, row_seq, row_target, rows, logits, masks = jax.tree.map(
+            lambda x: _part(x, first, size),
+            (m.row_token, m.row_seq, m.row_target, self.rows, self.logits, self.masks),
+        )
+        m = m._replace(row_token=row_token, row_seq=row_seq, row_target=row_target)
+        return self._replace(m=m, rows=rows, logits=logits, masks=masks)
 
     @property
     def params(self) -> jax.Array:  # i32[R, NUM_COLUMNS]
@@ -422,7 +435,7 @@ def _last_tokens(
     return slots.last_token.at[at].set(last, mode="drop", unique_indices=True)
 
 
-def _logprobs(given: _Given, sampled: jax.Array) -> tuple[jax.Array, ...]:
+def _logprobs(given: _Given, sampled: jax.Array, sampler: Sampler) -> tuple[jax.Array, ...]:
     """Score each row's target, or its sampled token, if any row needs it. Otherwise return 0.
 
     Sampled tokens of sequences with PROCESSED get the logprobs of the distribution that they were
@@ -432,15 +445,21 @@ def _logprobs(given: _Given, sampled: jax.Array) -> tuple[jax.Array, ...]:
     wanted = jnp.where(m.row_target < 0, sampled, m.row_target)
     num_rows, vocab_size = given.logits.shape
     num_top = min(MAX_LOGPROBS, vocab_size)
+    size = min(ROWS_AT_ONCE, num_rows) if sampler == "cpu" else num_rows
 
     def processed(logits: jax.Array) -> jax.Array:
-        scaled = sampling.processed_logits(
-            given.changed(), sampled, **given.filters(), any_filter=_has(flags, meta_bits.FILTER)
-        )
-        own = (given.params[:, Column.PROCESSED] > 0) & (m.row_target < 0)
-        return jnp.where(own[:, None], scaled, logits)
+        if size == num_rows:
+            return _processed(given, sampled)
+
+        def process(i: jax.Array, scored: jax.Array) -> jax.Array:
+            first = jnp.minimum(i * size, num_rows - size)  # the last part may overlap with another
+            part = _processed(given.part(first, size), _part(sampled, first, size))
+            return jax.lax.dynamic_update_slice_in_dim(scored, part, first, axis=0)
+
+        return jax.lax.fori_loop(0, (m.header[2] + size - 1) // size, process, logits)
 
     def logprobs(logits: jax.Array):
+        # All rows at once: XLA may round the sums of another number of rows differently.
         scored = jax.lax.cond(
             _has(flags, meta_bits.PROCESSED), processed, lambda logits: logits, logits
         )
@@ -453,6 +472,20 @@ def _logprobs(given: _Given, sampled: jax.Array) -> tuple[jax.Array, ...]:
 
     with jax.named_scope("logprobs"):
         return jax.lax.cond(_has(flags, meta_bits.LOGPROBS), logprobs, nothing, given.logits)
+
+
+def _processed(given: _Given, sampled: jax.Array) -> jax.Array:
+    """Return the logits whose logprobs are returned: f32[R, V]."""
+    any_filter = _has(given.m.header[3], meta_bits.FILTER)
+    scaled = sampling.processed_logits(
+        given.changed(), sampled, **given.filters(), any_filter=any_filter
+    )
+    own = (given.params[:, Column.PROCESSED] > 0) & (given.m.row_target < 0)
+    return jnp.where(own[:, None], scaled, given.logits)
+
+
+def _part(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, first, size)
 
 
 def _drafts(

@@ -13,8 +13,10 @@ from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, Step
 from forge_jax.step.kv_cache import KVShape
 from forge_jax.step.options import RunnerOptions
 from forge_jax.step.runner import Runner
+from forge_jax.step.step import ROWS_AT_ONCE
 from forge_jax.step.step_shapes import step_shapes
 from forge_jax.testing import random_leaves, tiny_model
+from forge_kernels import cpu
 
 V, BLOCK, MAX_BLOCKS, BLOCKS, SLOTS = 64, 8, 4, 40, 10
 NAN_TOKEN = V - 1  # its embedding is NaN
@@ -34,8 +36,10 @@ def leaves(model):
     return tuple(made)
 
 
-@pytest.fixture(scope="module")
-def compiled(model, leaves):
+@pytest.fixture(scope="module", params=["xla", "cpu"])
+def compiled(request, model, leaves):
+    if request.param == "cpu" and not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
     spec = model.spec
     runner = Runner(
         model,
@@ -56,6 +60,7 @@ def compiled(model, leaves):
             num_slots=SLOTS,
             max_blocks=MAX_BLOCKS,
             device=jax.devices()[0],
+            sampler=request.param,
         ),
     )
     runner.compile()
@@ -332,6 +337,39 @@ def test_logprobs_and_scoring_rows_match_the_log_softmax(runner, dense_logits):
     assert own.token_id == results[0].token_ids[0] == exact[-1].argmax()
     assert len(own.top) == 4 and own.top[0][1] == pytest.approx(exact[-1].max(), abs=1e-4)
     assert results[0].logprobs is None and results[0].prompt_logprobs is None
+
+
+def test_processed_logprobs_of_more_rows_than_are_processed_at_once(runner, dense_logits):
+    """A step of 10 rows has two parts of 8, which overlap."""
+    assert ROWS_AT_ONCE < SLOTS < 2 * ROWS_AT_ONCE
+    prompts = [[slot + 1, 2, slot + 3] for slot in range(SLOTS)]
+    params = [
+        SamplingParams(
+            temperature=0.5 + slot / 4,
+            logit_bias={slot: 2.0, 40 + slot: -1.5},
+            logprobs=4,
+            logprobs_mode="processed_logprobs",
+        )
+        for slot in range(SLOTS)
+    ]
+    entries = [admission(slot, prompts[slot], params=params[slot]) for slot in range(SLOTS)]
+    first = run(runner, [rows(slot, 0, prompts[slot]) for slot in range(SLOTS)], entries)
+    decodes = [rows(slot, 3, [FED_BACK], num_output=1) for slot in range(SLOTS)]
+    second = run(runner, decodes)
+    for slot, p in enumerate(params):
+        tokens = prompts[slot]
+        for result in (first[slot], second[slot]):
+            exact = dense_logits(tokens)[-1].astype(np.float64)
+            for token, bias in p.logit_bias.items():
+                exact[token] += bias
+            exact /= p.temperature
+            exact -= np.log(np.exp(exact).sum())
+            [token], [entry] = result.token_ids, result.logprobs
+            assert entry.token_id == token
+            assert entry.logprob == pytest.approx(exact[token], abs=1e-4)
+            assert entry.rank == 1 + (exact > exact[token]).sum()
+            assert [t for t, _ in entry.top] == list(np.argsort(-exact)[:4])
+            tokens = [*tokens, token]
 
 
 def test_admissions_beyond_one_upload_are_split(runner, dense_logits):
