@@ -103,8 +103,9 @@ class TileAhead {
     long behind = op.kv_heads * op.block_size * bytes;
     clear();
     for (long i = 0, n; i < kKeys; i += n) {
-      for (n = 1; i + n < kKeys && tile.at[i + n] == tile.at[i] + n;) ++n;
+      n = 1;
       if (tile.at[i] < 0) continue;
+      while (i + n < kKeys && tile.at[i + n] == tile.at[i] + n) ++n;
       const uint8_t* keys = static_cast<const uint8_t*>(op.kv) + tile.at[i] * bytes;
       for (const uint8_t* run : {keys, keys + behind}) runs_[count_++] = {run, run + n * bytes};
       lines += 2 * ((n * bytes + 63) / 64);
