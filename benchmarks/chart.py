@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.measure import DECODE, PREFILL_RATE
+from benchmarks.peers.measure import DECODE, END_TO_END, PREFILL_RATE
 from benchmarks.peers.report import Run, usable
 from forge_serve.bench.svg import BLUE, ORANGE, document, text
 
@@ -29,10 +29,13 @@ CHART = ROOT / "docs" / "benchmarks.svg"
 SHAPES = {"S": "SmolLM2-135M's shape", "M": "TinyLlama-1.1B's shape"}
 OURS = "forge-jax bf16"
 PEERS = {"vllm bf16": "vLLM", "llama.cpp bf16": "llama.cpp"}
-# Column title, workload and figure of a run.
+# Two lines of a column's title, then workload and figure of a run.
 COLUMNS = (
-    *((str(n), f"batch {n}", DECODE) for n in (1, 8, 16, 32)),
-    ("prefill", "prefill", PREFILL_RATE),
+    ("decode", "1 request", "batch 1", DECODE),
+    ("decode", "8 requests", "batch 8", DECODE),
+    ("prefill", "1 request", "prefill", PREFILL_RATE),
+    ("end to end", "8 requests", "batch 8", END_TO_END),
+    ("end to end", "32 requests", "batch 32", END_TO_END),
 )
 
 WIDTH, HEIGHT = 880, 414
@@ -40,7 +43,7 @@ WIDTH, HEIGHT = 880, 414
 LEFT, TOP, BOTTOM = 56, 92, 336
 PLOT_WIDTH, GAP = 380, 44
 BAR_WIDTH, BAR_GAP = 24, 4
-MAX_RATIO = 3.0
+MAX_RATIO = 3.5
 
 # Class, property, and its value with a light and with a dark background.
 COLORS = (
@@ -61,7 +64,7 @@ class Bar:
 
 
 def newest(shape: str) -> dict[str, Any]:
-    """Return the newest report of a shape with all batch sizes."""
+    """Return the newest report of a shape with the workloads of all columns."""
     files = sorted(RESULTS.glob(f"????-??-??-peers-{shape}-cpu.json"))
     return json.loads(files[-1].read_text())
 
@@ -93,7 +96,8 @@ def chart(reports: dict[str, dict[str, Any]]) -> str:
     vllm = reports["M"]["packages"]["vllm"][0].replace("==", " ")
     machine = f"{cpu}, {cores} cores, {date}, {vllm}. Bars: median of the rounds. "
     machine += "Lines: lowest and highest round."
-    workload = "bfloat16. Decode: prompts of 128 tokens, 64 output tokens. Prefill: 512 tokens."
+    workload = "bfloat16. Decode and end to end: prompts of 128 tokens, 64 output tokens. "
+    workload += "Prefill: 512 tokens."
     parts = [
         text(LEFT, 30, "Throughput of forge-jax relative to other engines", "text title", "title"),
         *_legend(),
@@ -125,14 +129,13 @@ def _plot(left: float, title: str, runs: Sequence[Run]) -> Iterator[str]:
         yield f'<line class="{kind}" x1="{left}" x2="{left + PLOT_WIDTH}" y1="{y}" y2="{y}"/>'
         yield text(left - 8, y + 4, f"{tick}x", "muted value", anchor="end")
     step = PLOT_WIDTH / len(COLUMNS)
-    for column, (name, workload, figure) in enumerate(COLUMNS):
+    for column, (name, requests, workload, figure) in enumerate(COLUMNS):
         middle = left + (column + 0.5) * step
         yield text(middle, BOTTOM + 18, name, "text", anchor="middle")
+        yield text(middle, BOTTOM + 34, requests, "muted value", anchor="middle")
         for index, peer in enumerate(PEERS):
             x = middle + (index - len(PEERS) / 2) * (BAR_WIDTH + BAR_GAP) + BAR_GAP / 2
             yield from _bar(x, bar(runs, peer, workload, figure), index)
-    decodes = left + step * (len(COLUMNS) - 1) / 2
-    yield text(decodes, BOTTOM + 34, "decode, concurrent requests", "muted", anchor="middle")
 
 
 def _bar(x: float, values: Bar, index: int) -> Iterator[str]:

@@ -19,9 +19,9 @@ def test_committed_chart_matches_the_newest_reports(reports):
 @pytest.mark.parametrize("peer", chart.PEERS)
 def test_bars_have_the_medians_of_the_report(reports, shape, peer):
     report = reports[shape]
-    medians = report["shapes"][shape]["ratio"][f"{chart.OURS} / {peer}"]
-    for title, workload, figure in chart.COLUMNS:
-        column = title if title == "prefill" else f"decode {title}"
+    medians = report["shapes"][shape]["batches"]["ratio"][f"{chart.OURS} / {peer}"]
+    for name, requests, workload, figure in chart.COLUMNS:
+        column = name if name == "prefill" else f"{name} {requests.split()[0]}"
         bar = chart.bar(chart.runs_of(report), peer, workload, figure)
         assert bar.median == pytest.approx(medians[column])
         assert bar.low <= bar.median <= bar.high < chart.MAX_RATIO
