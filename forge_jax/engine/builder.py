@@ -881,6 +881,8 @@ def choose_kernels(
 ) -> Kernels:
     """Return the C++ kernels if they can be used, and plain XLA otherwise.
 
+    The C++ sampler does not depend on the formats of weights, so every model on a CPU uses it.
+
     Args:
       record: the record of a converted folder, whose matrices keep their formats.
 
@@ -895,21 +897,17 @@ def choose_kernels(
         )
     dtype = resolve_dtype(spec, config.model.dtype)
     packed: Format = quantization if quantization in ("int8", "int4") else "bf16"
-    if config.model.kernels == "xla":
-        reason = "--kernels xla is set"
-    elif device.platform != "cpu":
-        reason = f"the CPU kernels do not run on {device.platform}"
-    elif dtype != "bfloat16":
+    reason = _no_cpu_kernels(config, device)
+    sampler: Sampler = "cpu" if reason is None else "xla"
+    if reason is None and dtype != "bfloat16":
         reason = f"the CPU kernels require bfloat16, not {dtype}: set --dtype bfloat16"
-    elif not _has_cpu_kernels(config):
-        reason = "the CPU kernels could not be built (see the log)"
-    elif record is not None and not record.packed:
+    elif reason is None and record is not None and not record.packed:
         reason = (
             f"{record.folder} is not packed for the CPU kernels. To use them, convert the original "
             "model on this machine"
         )
         log.warning("using plain XLA: %s", reason)
-    else:
+    if reason is None:
         # int4 is too coarse for the vocabulary. A plain embedding has the fastest row lookup.
         formats = WeightFormats(
             layers=packed,
@@ -926,7 +924,7 @@ def choose_kernels(
         no_attention = next((reason for reason in reasons if reason is not None), None)
         if no_attention is not None:
             log.warning("attention uses plain XLA, not the CPU kernels: %s", no_attention)
-        return Kernels(formats=formats, attention="xla" if no_attention else "cpu", sampler="cpu")
+        return Kernels(formats=formats, attention="xla" if no_attention else "cpu", sampler=sampler)
     if record is not None and record.packed:
         raise ConfigError(
             f"{record.folder} was converted for the CPU kernels, which cannot be used: "
@@ -937,20 +935,26 @@ def choose_kernels(
         log.info("--quantization %s uses plain XLA: %s", quantization, reason)
         formats = dataclasses.replace(formats, rounded=quantization)
     # `auto` follows JAX's first device, which may be a GPU although a CPU was chosen.
-    return Kernels(formats=formats, attention="xla" if device.platform == "cpu" else "auto")
+    attention: Implementation = "xla" if device.platform == "cpu" else "auto"
+    return Kernels(formats=formats, attention=attention, sampler=sampler)
 
 
-def _has_cpu_kernels(config: EngineConfig) -> bool:
-    """Load the C++ kernels. Return False if they are not available.
+def _no_cpu_kernels(config: EngineConfig, device: jax.Device) -> str | None:
+    """Load the C++ kernels. Return None, or the reason if they are not available.
 
     Raises:
       ConfigError: if the requested instruction set cannot be used.
     """
+    if config.model.kernels == "xla":
+        return "--kernels xla is set"
+    if device.platform != "cpu":
+        return f"the CPU kernels do not run on {device.platform}"
     isa = None if config.model.kernels == "auto" else config.model.kernels
     try:
-        return cpu.available(isa, kernels_bar)
+        available = cpu.available(isa, kernels_bar)
     except cpu.BuildError as error:
         raise ConfigError(f"--kernels {isa}: {error}") from error
+    return None if available else "the CPU kernels could not be built (see the log)"
 
 
 def _choose_draft(

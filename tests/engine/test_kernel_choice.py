@@ -60,8 +60,8 @@ def no_kernels(monkeypatch):
     monkeypatch.setattr(library, "_why_not", library.functools.cache(library._why_not.__wrapped__))
 
 
-def choose(model: str):
-    config = EngineConfig(model=ModelConfig(model=model))
+def choose(model: str, **options):
+    config = EngineConfig(model=ModelConfig(model=model, **options))
     return choose_kernels(config, read_spec(resolve(model)), choose_device(config))
 
 
@@ -168,11 +168,13 @@ def test_unusable_instruction_set_is_named_in_the_error(monkeypatch):
         choose_kernels(config, read_spec(resolve("forge-tiny")), choose_device(config))
 
 
-def test_float32_models_run_on_plain_xla(stories, caplog):
-    """No warning is expected, because the kernels do not cover float32."""
+def test_float32_models_use_the_kernels_for_sampling_only(stories, caplog):
+    """No warning is expected, because the other kernels do not cover float32."""
     with caplog.at_level(logging.WARNING):
         kernels = choose(str(stories))
-    assert not caplog.records and kernels.formats == WeightFormats() and kernels.attention == "xla"
+    assert not caplog.records and kernels.formats == WeightFormats()
+    assert (kernels.attention, kernels.sampler) == ("xla", "cpu")
+    assert choose(str(stories), kernels="xla").sampler == "xla"
 
 
 @pytest.mark.parametrize(("capability", "fp8"), [("8.0", False), ("9.0", True), ("12.0", True)])
