@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import PreTokenizedString, Regex, pre_tokenizers
 
 from forge_jax.host.panics import is_panic
 
@@ -233,14 +233,12 @@ class _Structure:
 
 
 # Small texts come first, to detect exponential patterns before they take long. Then the time of a
-# long text is compared with the time of short texts that have as many characters together. A
-# linear pattern takes the same time for both, even on a busy machine. A quadratic one takes four
-# times as long for a text of 2048 characters and 16 times as long for 8192. The first limit is low,
-# because its only purpose is to avoid most trials of the longest text.
-SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 256), 0.02
-SHORT, MIDDLE, LONG = 512, 2048, 8192
-MAX_GROWTH_TO_MIDDLE, MAX_GROWTH_TO_LONG = 1.25, 3
-NUM_COMPARISONS = 3  # a pattern is rejected if all have the same result
+# long text is compared with the time of short texts that have as many characters together. On a
+# busy machine, a linear pattern takes up to 2.4 times as long, a quadratic one over 17 times.
+SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 128, 256), 0.02
+SHORT, MAX_SHORT, NUM_SHORT = 128, 256, 32  # lengths of a short text, number of short texts
+MAX_GROWTH = 8
+NUM_TRIALS = 3  # a pattern is rejected if all have the same result
 MIN_SECONDS = 0.0002  # shorter times are dominated by the clock's noise
 
 
@@ -249,37 +247,34 @@ def _try(pattern: str) -> None:
     # The library skips texts that are shorter than a match or lack a required character. The first
     # character is one that patterns do not name, so that a match does not end before it.
     end = "\ue000\n" + re.sub(r"\W", "", pattern) + re.sub(r"\w", "", pattern) + "~" * 64
+    short = min(max(SHORT, len(end)), MAX_SHORT)  # A long end hides the growth.
 
     def seconds(unit: str, size: int, count: int = 1) -> float:
-        """Return the lower CPU time of two trials, each with `count` texts of `size` characters."""
+        """Return the CPU time of `count` texts of `size` characters."""
         text = (unit * size)[:size] + end
-        times = []
-        for _ in range(2):
-            begin = time.thread_time()
-            try:
-                for _ in range(count):
-                    split.pre_tokenize_str(text)
-            except BaseException as error:
-                if not is_panic(error):
-                    raise
-                raise PatternError("it backtracks without end") from None
-            times.append(time.thread_time() - begin)
-            if times[0] < MIN_SECONDS:
-                break
-        return min(times)
+        begin = time.thread_time()
+        try:
+            for _ in range(count):  # no object per match for the garbage collector
+                split.pre_tokenize(PreTokenizedString(text))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise PatternError("it backtracks without end") from None
+        return time.thread_time() - begin
 
-    def grows(unit: str, size: int, max_growth: float) -> bool:
-        whole = seconds(unit, size)
-        return whole > MIN_SECONDS and whole > max_growth * seconds(unit, SHORT, size // SHORT)
+    def is_long(unit: str, size: int) -> bool:
+        return seconds(unit, size) > SMALL_SECONDS
 
-    def is_slow(unit: str) -> bool:
-        return any(seconds(unit, size) > SMALL_SECONDS for size in SMALL_SIZES) or (
-            grows(unit, MIDDLE, MAX_GROWTH_TO_MIDDLE)
-            and all(grows(unit, LONG, MAX_GROWTH_TO_LONG) for _ in range(NUM_COMPARISONS))
-        )
+    def grows(unit: str) -> bool:
+        whole = seconds(unit, short * NUM_SHORT)
+        return whole > MIN_SECONDS and whole > MAX_GROWTH * seconds(unit, short, NUM_SHORT)
 
-    if any(map(is_slow, _units(pattern))):
-        raise PatternError("it backtracks: its time grows faster than the text's length")
+    def always(test: Callable[..., bool], *arguments: object) -> bool:
+        return all(test(*arguments) for _ in range(NUM_TRIALS))
+
+    for unit in _units(pattern):
+        if any(always(is_long, unit, size) for size in SMALL_SIZES) or always(grows, unit):
+            raise PatternError("it backtracks: its time grows faster than the text's length")
 
 
 def _units(pattern: str) -> Iterator[str]:

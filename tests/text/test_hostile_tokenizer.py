@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import json
 import re
 import shutil
@@ -369,17 +370,17 @@ def test_exploding_pattern_is_rejected_soon(pattern):
 
 
 def test_published_pattern_of_quadratic_time_is_replaced(folder):
-    """DeepSeek V2's; 20,000 spaces would take a second."""
+    """DeepSeek V2's; 100,000 spaces would take 25 seconds."""
     tokenizer = Tokenizer.from_folder(folder({"pre_tokenizer": split(r"\s+$")}))
     assert tokenizer is not None
     cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str
     original = pre_tokenizers.Split(Regex(r"\s+$"), "isolated").pre_tokenize_str
     for text in (" a  ", "   ", "a \n\n b \r\n", "\n", "", "a  b", "\u3000\t \nx\u00a0"):
         assert cut(text) == original(text), repr(text)
-    spaces = " " * 20_000 + "a"
+    spaces = " " * 100_000 + "a"
     begin = time.thread_time()
     assert len(cut(spaces)) == 1
-    assert time.thread_time() - begin < 0.3  # milliseconds on an idle machine
+    assert time.thread_time() - begin < 5  # milliseconds on an idle machine
 
 
 ORDINARY = [
@@ -393,6 +394,14 @@ ORDINARY = [
 @pytest.mark.quick_cases(4)
 def test_ordinary_patterns_run(pattern):
     check_pattern(pattern)
+
+
+def test_trial_does_not_start_the_garbage_collector():
+    """In a large process, a collection takes longer than a text, so it looks like growth."""
+    gc.collect()
+    before = sum(generation["collections"] for generation in gc.get_stats())
+    check_pattern(".")
+    assert sum(generation["collections"] for generation in gc.get_stats()) - before < 10
 
 
 @pytest.mark.soak
@@ -435,8 +444,8 @@ def test_long_text_is_encoded_in_linear_time(folder):
             tokenizer.encode("ab" * size)
         return time.process_time() - begin
 
-    whole, parts = [min(seconds(64_000 // n, n) for _ in range(3)) for n in (1, 4)]
-    assert whole < 3 * parts  # quadratic time would be four times as long
+    whole, parts = [min(seconds(64_000 // n, n) for _ in range(3)) for n in (1, 32)]
+    assert whole < 8 * parts  # quadratic time would be 32 times as long
 
 
 @given(strings=st.lists(st.text("ab<|", min_size=1, max_size=6), max_size=8), text=st.text("ab<|"))
