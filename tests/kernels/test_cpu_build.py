@@ -238,7 +238,7 @@ def test_missing_kernels_are_reported_once(fresh, monkeypatch, caplog):
         assert not cpu.available() and not cpu.available()
     assert len(caplog.records) == 1
     assert (
-        "plain XLA runs at about half the speed: the CPU kernels need a CPU with AVX2"
+        "bfloat16 models run about half as fast: the CPU kernels need a CPU with AVX2"
         in caplog.text
     )
     with pytest.raises(BuildError):

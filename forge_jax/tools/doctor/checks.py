@@ -174,7 +174,7 @@ def _kernel_faults(probed: _Probed, nvidia: machine.Nvidia) -> Iterator[Issue]:
     if probed.fault is not None:
         yield Issue("problem", f"{probed.fault}{_quoted(probed)}", packages.INSTALL)
     elif not probed.facts["built"]:
-        loss = "plain XLA is about half as fast on a CPU"
+        loss = "plain XLA runs bfloat16 models about half as fast"
         yield Issue(
             "note",
             f"no C++ kernels for the CPU ({loss}): {probed.facts['fault']}",

@@ -132,7 +132,7 @@ def _why_not(new_bar: NewBar | None) -> str | None:
     try:
         load(new_bar=new_bar)
     except BuildError as error:
-        log.warning("no CPU kernels, so plain XLA runs at about half the speed: %s", error)
+        log.warning("no CPU kernels, so bfloat16 models run about half as fast: %s", error)
         return str(error)
     return None
 
