@@ -16,8 +16,9 @@ these, Oniguruma's limit of ten million steps per match ends the encoding with a
 from __future__ import annotations
 
 import re
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tokenizers import PreTokenizedString, Regex, pre_tokenizers
 
@@ -233,12 +234,15 @@ class _Structure:
 
 
 # Small texts come first, to detect exponential patterns before they take long. Then the time of a
-# long text is compared with the time of short texts that have as many characters together. On a
-# busy machine, a linear pattern takes up to 2.4 times as long, a quadratic one over 17 times.
+# long text is compared with the time of a short one. On an idle machine, the time per character of
+# a linear pattern grows by up to 2.3, of a quadratic one by 11 to 30. A pause of the machine
+# lengthens single texts. Therefore the short text's time is a median, and a long text counts only
+# if it takes long each time.
 SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 128, 256), 0.02
-SHORT, MAX_SHORT, NUM_SHORT = 128, 256, 32  # lengths of a short text, number of short texts
-MAX_GROWTH = 8
-NUM_TRIALS = 3  # a pattern is rejected if all have the same result
+SHORT, MAX_SHORT, LONG = 128, 256, 32  # lengths of a short text, of a long one in short ones
+NUM_SHORT = 9  # the times of the median
+MAX_GROWTH = 5
+NUM_TRIALS = 5  # a pattern is rejected if all have the same result
 MIN_SECONDS = 0.0002  # shorter times are dominated by the clock's noise
 
 
@@ -249,31 +253,34 @@ def _try(pattern: str) -> None:
     end = "\ue000\n" + re.sub(r"\W", "", pattern) + re.sub(r"\w", "", pattern) + "~" * 64
     short = min(max(SHORT, len(end)), MAX_SHORT)  # A long end hides the growth.
 
-    def seconds(unit: str, size: int, count: int = 1) -> float:
-        """Return the CPU time of `count` texts of `size` characters."""
-        text = (unit * size)[:size] + end
+    def seconds(text: str) -> float:
+        """Return the CPU time of splitting `text`."""
         begin = time.thread_time()
         try:
-            for _ in range(count):  # no object per match for the garbage collector
-                split.pre_tokenize(PreTokenizedString(text))
+            split.pre_tokenize(PreTokenizedString(text))  # no object per match
         except BaseException as error:
             if not is_panic(error):
                 raise
             raise PatternError("it backtracks without end") from None
         return time.thread_time() - begin
 
-    def is_long(unit: str, size: int) -> bool:
-        return seconds(unit, size) > SMALL_SECONDS
+    def repeated(unit: str, size: int) -> str:
+        return (unit * size)[:size] + end
+
+    def takes_longer(text: str, limit: float) -> bool:
+        return all(seconds(text) > limit for _ in range(NUM_TRIALS))
 
     def grows(unit: str) -> bool:
-        whole = seconds(unit, short * NUM_SHORT)
-        return whole > MIN_SECONDS and whole > MAX_GROWTH * seconds(unit, short, NUM_SHORT)
-
-    def always(test: Callable[..., bool], *arguments: object) -> bool:
-        return all(test(*arguments) for _ in range(NUM_TRIALS))
+        long = repeated(unit, short * LONG)
+        if seconds(long) < MIN_SECONDS:
+            return False
+        text = repeated(unit, short)
+        short_seconds = statistics.median(seconds(text) for _ in range(NUM_SHORT))
+        return takes_longer(long, MAX_GROWTH * LONG * short_seconds)
 
     for unit in _units(pattern):
-        if any(always(is_long, unit, size) for size in SMALL_SIZES) or always(grows, unit):
+        small = (repeated(unit, size) for size in SMALL_SIZES)
+        if any(takes_longer(text, SMALL_SECONDS) for text in small) or grows(unit):
             raise PatternError("it backtracks: its time grows faster than the text's length")
 
 

@@ -10,7 +10,9 @@ import shutil
 import sys
 import time
 import types
+from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -402,6 +404,23 @@ def test_trial_does_not_start_the_garbage_collector():
     before = sum(generation["collections"] for generation in gc.get_stats())
     check_pattern(".")
     assert sum(generation["collections"] for generation in gc.get_stats()) - before < 10
+
+
+@pytest.mark.parametrize(("pattern", "linear"), [("(?:ab)+c", False), ("[0-9][0-9][0-9]", True)])
+def test_pauses_do_not_change_the_verdict(pattern, linear, monkeypatch):
+    """One reading of the clock in twenty comes after a pause of 20 ms."""
+    clock, random, paused_s = time.thread_time, Random(1), 0.0
+
+    def pausing() -> float:
+        nonlocal paused_s
+        paused_s += 0.02 * (random.random() < 0.05)
+        return clock() + paused_s
+
+    monkeypatch.setattr(time, "thread_time", pausing)
+    for _ in range(5):
+        with nullcontext() if linear else pytest.raises(PatternError):
+            check_pattern(pattern)
+    assert paused_s > 1
 
 
 @pytest.mark.soak
