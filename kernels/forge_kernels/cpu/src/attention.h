@@ -147,6 +147,7 @@ const uint16_t* bf16_row(const Attention& op, long at, uint16_t* room) {
 // Packs 64 keys to [D/2][64] words of two neighbors in d.
 template <KVType type>
 void pack_keys(const Attention& op, const KVTile& tile, uint32_t* out) {
+  long D = op.head_dim;
   alignas(64) uint16_t room[16][type == KVType::kBf16 ? 1 : kMaxHeadDim];
   for (long group = 0; group < kKeys; group += 16) {
     const uint16_t* rows[16];
@@ -154,10 +155,12 @@ void pack_keys(const Attention& op, const KVTile& tile, uint32_t* out) {
       long at = tile.at[group + i];
       rows[i] = at < 0 ? nullptr : bf16_row<type>(op, at, room[i]);
     }
-    for (long d = 0; d < op.head_dim; d += 32) {
+    for (long d = 0; d < D; d += 32) {
       I16 block[16];
+#pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) block[i] = rows[i] ? load_bits(rows[i] + d) : izero();
       transpose16(block);
+#pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) store_bits(out + (d / 2 + i) * kKeys + group, block[i]);
     }
   }
@@ -168,15 +171,15 @@ template <KVType type>
 void pack_values(const Attention& op, const KVTile& tile, uint32_t* out) {
   alignas(64) static const uint16_t nothing[kMaxHeadDim] = {};
   alignas(64) uint16_t room[2][type == KVType::kBf16 ? 1 : kMaxHeadDim];
-  long behind = op.kv_heads * op.block_size;
+  long D = op.head_dim, behind = op.kv_heads * op.block_size;
   for (long pair = 0; pair < kKeys / 2; ++pair) {
     const uint16_t* rows[2];
     for (int i = 0; i < 2; ++i) {
       long at = tile.at[2 * pair + i];
       rows[i] = at < 0 ? nothing : bf16_row<type>(op, at + behind, room[i]);
     }
-    for (long d = 0; d < op.head_dim; d += 16)
-      store_bits(out + pair * op.head_dim + d, interleave16(rows[0] + d, rows[1] + d));
+    for (long d = 0; d < D; d += 16)
+      store_bits(out + pair * D + d, interleave16(rows[0] + d, rows[1] + d));
   }
 }
 

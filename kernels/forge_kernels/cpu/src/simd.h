@@ -301,25 +301,29 @@ FORGE_INLINE void sort_fours(const int (&order)[8], F16& first, F16& second) {
   first = low;
 }
 
-// Transposes 16 rows of 16 words in place.
+// Transposes 16 rows of 16 words in place. Without unrolling, GCC keeps the rows in memory.
 FORGE_INLINE void transpose16(I16 r[16]) {
   I16 t[16];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
     r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
     r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
     r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
     t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
     t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
     t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
     r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
@@ -677,15 +681,19 @@ FORGE_INLINE void sort_fours(const int (&order)[8], F16& first, F16& second) {
 }
 FORGE_INLINE void transpose8(__m256i (&r)[8]) {
   __m256i t[8], u[8];
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
   }
+#pragma GCC unroll 2
   for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
       u[4 * i + 2 * j] = _mm256_unpacklo_epi64(t[4 * i + j], t[4 * i + j + 2]);
       u[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(t[4 * i + j], t[4 * i + j + 2]);
     }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     r[i] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x20);
     r[i + 4] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x31);
@@ -693,6 +701,7 @@ FORGE_INLINE void transpose8(__m256i (&r)[8]) {
 }
 FORGE_INLINE void transpose16(I16 r[16]) {
   __m256i quarter[4][8];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     quarter[0][i] = r[i].lo;
     quarter[1][i] = r[i].hi;
@@ -700,6 +709,7 @@ FORGE_INLINE void transpose16(I16 r[16]) {
     quarter[3][i] = r[i + 8].hi;
   }
   for (auto& rows : quarter) transpose8(rows);
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     r[i] = {quarter[0][i], quarter[2][i]};
     r[i + 8] = {quarter[1][i], quarter[3][i]};
