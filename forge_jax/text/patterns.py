@@ -235,7 +235,7 @@ class _Structure:
 
 # Small texts come first, to detect exponential patterns before they take long. Then the time of a
 # long text is compared with the time of a short one. On an idle machine, the time per character of
-# a linear pattern grows by up to 2.3, of a quadratic one by 11 to 30. A pause of the machine
+# a linear pattern grows by up to 2.3, of a quadratic one by 11 to 33. A pause of the machine
 # lengthens single texts. Therefore the short text's time is a median, and a long text counts only
 # if it takes long each time.
 SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 128, 256), 0.02
