@@ -91,6 +91,7 @@ def test_replay_starts_at_the_requested_number() -> None:
 
 def test_subscriber_fills_a_gap_by_replay() -> None:
     publisher = Publisher(KVEvents(endpoint=LOCAL, replay_endpoint=LOCAL, topic="kv"))
+    assert len(replayed(publisher)) == 1  # the first batch has been sent, without a subscriber
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe("kv")
         socket.connect(publisher.endpoint)
