@@ -1,6 +1,6 @@
 """Checks of the CPU kernels in a new process; prints failures and hashes as JSON.
 
-    python cpu_child.py [--isa ISA|amx] [--one-cpu] [--sources FOLDER] [--no-checks]
+    python cpu_child.py [--isa ISA|amx] [--one-cpu] [--sources FOLDER [--quick-build]] [--no-checks]
 
 A process has one library, and a CPU count that is fixed when jax starts, so these checks run
 separately.
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--isa")
     parser.add_argument("--one-cpu", action="store_true")
     parser.add_argument("--sources", type=Path)
+    parser.add_argument("--quick-build", action="store_true")
     parser.add_argument("--no-checks", action="store_true")
     args = parser.parse_args()
     if args.one_cpu:
@@ -38,6 +39,8 @@ def main() -> None:
     if args.sources is not None:
         build = import_module("forge_kernels.cpu.build")
         build.SOURCES = args.sources
+        if args.quick_build:
+            build.FLAGS = (*build.FLAGS, "-O1")  # in two thirds of the time
     isa = cpu.load(args.isa)
 
     import cpu_contract as contract

@@ -287,12 +287,20 @@ def child(*arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "avx512_bf16"])
-def test_other_instruction_sets_pass_the_same_checks(cpu_kernels, isa, monkeypatch, tmp_path):
+# Each part of the code of `avx512_vnni` is also in `avx512_bf16` or `avx512`.
+@pytest.mark.parametrize(
+    ("isa", "runs"),
+    [
+        *((isa, True) for isa in ISAS if isa not in ("avx512_bf16", "avx512_vnni")),
+        ("avx512_vnni", False),
+        pytest.param("avx512_vnni", True, marks=pytest.mark.soak),
+    ],
+)
+def test_other_instruction_sets_pass_the_same_checks(cpu_kernels, isa, runs, monkeypatch, tmp_path):
     from cpu_contract import digests
     from test_blocks import rounded_digests
 
-    if isa not in runnable_isas(cpu_features()):
+    if not runs or isa not in runnable_isas(cpu_features()):
         monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))  # in a third of the time
         assert build(isa, tmp_path / "cache").exists()
         return
@@ -345,7 +353,7 @@ def test_checks_detect_planted_faults(cpu_kernels, tmp_path):
             assert text.count(old) >= 1, f"{name} has changed: plant another fault"
             text = text.replace(old, new)
         path.write_text(text)
-    failed = child("--sources", str(tmp_path / "src"))["failed"]
+    failed = child("--sources", str(tmp_path / "src"), "--quick-build")["failed"]
     assert {
         "linear int8, whole panels",
         "linear bf16, a tail of 15 columns",
