@@ -12,8 +12,8 @@ import numpy as np
 
 from forge_jax.models.weight_map import Tensor
 from forge_jax.weights.stored import ArrayTensor, StoredTensor, TensorSource
+from forge_kernels.host_arrays import aligned_empty
 from forge_kernels.linear.files import TYPES, Stretch
-from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
 
 CHUNK_BYTES = 4 * 2**20  # written by a thread before it takes the next chunk

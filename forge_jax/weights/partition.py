@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_jax.errors import ConfigError
-from forge_kernels.linear.panels import aligned_empty
+from forge_kernels.host_arrays import aligned_empty
 
 if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec

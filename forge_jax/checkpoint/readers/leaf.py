@@ -16,7 +16,7 @@ from forge_jax.weights.formats import piece_name
 from forge_jax.weights.partition import Partition, matrix_of, partition_of, whole_of
 from forge_jax.weights.quantized import num_experts
 from forge_jax.weights.stored import TensorSource
-from forge_kernels.linear.panels import aligned_empty
+from forge_kernels.host_arrays import aligned_empty
 
 
 @dataclass(frozen=True, eq=False)

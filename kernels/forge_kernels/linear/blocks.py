@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from forge_kernels.blocks import IQ4_VALUES, Blocks, BlockValues
-from forge_kernels.linear.panels import PANEL, aligned_empty, rows_of_panels
+from forge_kernels.host_arrays import empty_weight
+from forge_kernels.linear.panels import PANEL, rows_of_panels
 from forge_kernels.threads import for_each
 
 CHUNK = 2**20  # values per thread and call
@@ -79,7 +80,7 @@ Read = Callable[[np.ndarray], BlockValues]  # returns rows by their numbers; thr
 
 def pack_blocks(read: Read, packing: BlockPacking) -> np.ndarray:
     """Pack a matrix on the host, some rows at a time, to u8 of `packing.weight`."""
-    weight = aligned_empty(packing.weight.shape, packing.weight.dtype)
+    weight = empty_weight(packing.weight.shape, packing.weight.dtype)
     rows = rows_of_panels(packing.outputs, packing.panels, packing.paired)
     step = max(1, CHUNK // (PANEL * packing.inputs))
 

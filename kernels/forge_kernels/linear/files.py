@@ -18,9 +18,10 @@ import ml_dtypes
 import numpy as np
 
 from forge_kernels.cpu.library import library, num_threads
+from forge_kernels.host_arrays import empty_weight
 from forge_kernels.linear import packed
 from forge_kernels.linear.packed import FORMATS, Packing
-from forge_kernels.linear.panels import PANEL, aligned_empty
+from forge_kernels.linear.panels import PANEL
 from forge_kernels.threads import for_each
 
 TYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))  # as `Stored` in read.h
@@ -134,7 +135,7 @@ class _Work:
         return weight, scale
 
     def _add_plain(self, array: PlainInFiles) -> np.ndarray:
-        out = aligned_empty(array.shape, array.dtype)
+        out = empty_weight(array.shape, array.dtype)
         assert all(s.dtype == out.dtype for s in array.stretches), array
         rows = sum(s.rows for s in array.stretches)
         if out.size:

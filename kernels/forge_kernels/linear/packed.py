@@ -19,7 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from forge_kernels.cpu.library import library
-from forge_kernels.linear.panels import PANEL, aligned_empty, rows_of_panels
+from forge_kernels.host_arrays import empty_weight
+from forge_kernels.linear.panels import PANEL, rows_of_panels
 from forge_kernels.threads import for_each
 
 Format = Literal["bf16", "int8", "int4"]
@@ -142,8 +143,8 @@ def pack_values(
 def empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
     """Return memory for (weight, scale) that XLA:CPU can adopt."""
     weight, scale = packing.weight, packing.scale
-    memory = aligned_empty(weight.shape, weight.dtype)
-    return memory, None if scale is None else aligned_empty(scale.shape, scale.dtype)
+    memory = empty_weight(weight.shape, weight.dtype)
+    return memory, None if scale is None else empty_weight(scale.shape, scale.dtype)
 
 
 def _pack_all(

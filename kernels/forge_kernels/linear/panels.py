@@ -1,14 +1,10 @@
-"""The common parts of all packed layouts: panels of columns in memory that XLA:CPU can adopt."""
+"""The common part of all packed layouts: panels of columns."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import numpy as np
 
 PANEL = 32  # columns
-ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer with this alignment instead of copying it
 
 
 def rows_of_panels(outputs: int, panels: int, paired: bool) -> np.ndarray:
@@ -19,12 +15,3 @@ def rows_of_panels(outputs: int, panels: int, paired: bool) -> np.ndarray:
     half, lane = outputs // 2, place % PANEL
     row = place // PANEL * 16 + lane % 16
     return np.where(row < half, row + half * (lane // 16), -1)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an uninitialized array that XLA:CPU can adopt without a copy."""
-    dtype = np.dtype(dtype)
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)

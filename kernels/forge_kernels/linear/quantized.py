@@ -24,10 +24,10 @@ from jax.typing import DTypeLike
 from forge_kernels.blocks import Blocks
 from forge_kernels.derivatives import with_derivative_of
 from forge_kernels.devices import current_gpu
+from forge_kernels.host_arrays import aligned_empty
 from forge_kernels.linear.blocks import MIDDLE, Read
 from forge_kernels.linear.few_rows import few_rows_linear, supports
 from forge_kernels.linear.operands import MatmulOptions, Operands, around, check
-from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.norm import rms_norm
 from forge_kernels.threads import for_each
 
