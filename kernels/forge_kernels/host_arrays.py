@@ -1,8 +1,7 @@
 """Memory for host arrays that XLA:CPU adopts without a copy, in huge pages where Linux has them.
 
-A step reads all weights. In pages of 4 KB, the addresses alone need more entries than the
-processor's address cache has. NumPy requests huge pages for arrays of 4 MiB or more. Smaller arrays
-share slabs here.
+A step reads all weights, which need fewer entries of the TLB in huge pages. NumPy requests huge
+pages for arrays of 4 MiB or more. Smaller arrays share slabs here.
 """
 
 from __future__ import annotations
