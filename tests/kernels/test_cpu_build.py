@@ -332,11 +332,12 @@ FAULTS = {  # file: (correct text, faulty text), each in its own part of the sui
         ("float top = maximum(max(abs(first), abs(second)));", "float top = maximum(abs(first));"),
     ),
     "attention.h": (
-        # A row sees one key too many, its window drops one too early, chunks lose their weight.
+        # A row sees one key too many, its window drops one too early, chunks lose their weight, and
+        # rotation has a wrong sign.
         ("op.cu_q_lens[seq]) + row + 1;", "op.cu_q_lens[seq]) + row + 2;"),
         ("visible - op.window)", "visible - op.window + 1)"),
         ("next.total[i] * after", "next.total[i] * before"),
-        ("sub(mul(a, c), mul(b, s))", "add(mul(a, c), mul(b, s))"),
+        ("fms(a, c, mul(b, s))", "fma(a, c, mul(b, s))"),
     ),
     "experts.h": (("weights[at] = op.weights[p];", "weights[at] = op.weights[at];"),),
     "pack.h": (("extreme / -8.0f", "extreme / -7.0f"),),

@@ -262,10 +262,10 @@ inline void merge(const SoftmaxSums& sums, const SoftmaxSums& next, long rows, l
     float before = sums.top[i] == top ? 1.0f : std::exp(sums.top[i] - top);
     float after = next.top[i] == top ? 1.0f : std::exp(next.top[i] - top);
     sums.top[i] = top;
-    sums.total[i] = sums.total[i] * before + next.total[i] * after;
+    sums.total[i] = std::fma(sums.total[i], before, next.total[i] * after);
     float *out = sums.out + i * D, *more = next.out + i * D;
     for (long d = 0; d < D; d += 16)
-      store(out + d, add(mul(load(out + d), splat(before)), mul(load(more + d), splat(after))));
+      store(out + d, fma(load(out + d), splat(before), mul(load(more + d), splat(after))));
   }
 }
 
@@ -337,7 +337,7 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
     }
     decay[r] = sums.top[row + r] == top ? 1.0f : std::exp(sums.top[row + r] - top);
     sums.top[row + r] = top;
-    sums.total[row + r] = sums.total[row + r] * decay[r] + sum(total);
+    sums.total[row + r] = std::fma(sums.total[row + r], decay[r], sum(total));
   }
   const uint32_t* weights = s.weights + row * kWeightWords;
   float* out = sums.out + row * D;
@@ -591,13 +591,13 @@ inline void rotate_halves(const uint16_t* x, const float* cos, const float* sin,
     long n = half - d;
     if (n >= 16) {
       F16 a = load_bf16(x + d), b = load_bf16(x + half + d), c = load(cos + d), s = load(sin + d);
-      store_bf16(out + d, sub(mul(a, c), mul(b, s)));
-      store_bf16(out + half + d, add(mul(b, c), mul(a, s)));
+      store_bf16(out + d, fms(a, c, mul(b, s)));
+      store_bf16(out + half + d, fma(b, c, mul(a, s)));
     } else {
       for (long i = d; i < half; ++i) {
         float a = bf16_to_f32(x[i]), b = bf16_to_f32(x[half + i]);
-        out[i] = f32_to_bf16(a * cos[i] - b * sin[i]);
-        out[half + i] = f32_to_bf16(b * cos[i] + a * sin[i]);
+        out[i] = f32_to_bf16(std::fma(a, cos[i], -b * sin[i]));
+        out[half + i] = f32_to_bf16(std::fma(b, cos[i], a * sin[i]));
       }
     }
   }
@@ -608,8 +608,8 @@ inline void rotate_neighbors(const uint16_t* x, const float* cos, const float* s
                              uint16_t* out) {
   for (long i = 0; i < pairs; ++i) {
     float a = bf16_to_f32(x[2 * i]), b = bf16_to_f32(x[2 * i + 1]);
-    out[2 * i] = f32_to_bf16(a * cos[i] - b * sin[i]);
-    out[2 * i + 1] = f32_to_bf16(b * cos[i] + a * sin[i]);
+    out[2 * i] = f32_to_bf16(std::fma(a, cos[i], -b * sin[i]));
+    out[2 * i + 1] = f32_to_bf16(std::fma(b, cos[i], a * sin[i]));
   }
 }
 

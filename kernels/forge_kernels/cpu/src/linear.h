@@ -167,7 +167,7 @@ inline void read_row(const Linear& op, long row, float* out) {
     float total = sum(squares);
     for (long k = K16; k < K; ++k) {
       out[k] = bf16_to_f32(x[k]);
-      total += out[k] * out[k];
+      total = std::fma(out[k], out[k], total);
     }
     float scale = 1.0f / std::sqrt(total / float(K) + op.eps);
     // Rounded where the plain form rounds: the quotient, then its product with the weight.

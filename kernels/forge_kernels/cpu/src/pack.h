@@ -121,7 +121,7 @@ inline void pack_panel(const Packing& op, long panel) {
         for (int q = 0; q < 4; ++q) {
           for (int i = 0; i < 4; ++i) {
             auto nibble = [&](float v) {
-              return int(std::min(15.0f, std::max(0.0f, std::floor(v * inverse + 8.5f))));
+              return int(std::min(15.0f, std::max(0.0f, std::floor(std::fma(v, inverse, 8.5f)))));
             };
             int low = nibble(x[q * 4 + i]), high = nibble(x[(q + 4) * 4 + i]);
             out[g * 512 + q * 128 + i] = uint8_t(low | high << 4);

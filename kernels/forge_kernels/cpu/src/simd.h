@@ -122,6 +122,7 @@ FORGE_INLINE F16 copy_sign(F16 magnitude, F16 sign) {
   return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), bit));
 }
 FORGE_INLINE F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+FORGE_INLINE F16 fms(F16 a, F16 b, F16 c) { return _mm512_fmsub_ps(a, b, c); }
 FORGE_INLINE I16 iadd(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 FORGE_INLINE I16 isub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
 FORGE_INLINE F16 to_float(I16 a) { return _mm512_cvtepi32_ps(a); }
@@ -486,6 +487,9 @@ FORGE_INLINE F16 copy_sign(F16 magnitude, F16 sign) {
 }
 FORGE_INLINE F16 fma(F16 a, F16 b, F16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+FORGE_INLINE F16 fms(F16 a, F16 b, F16 c) {
+  return {_mm256_fmsub_ps(a.lo, b.lo, c.lo), _mm256_fmsub_ps(a.hi, b.hi, c.hi)};
 }
 FORGE_INLINE F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 FORGE_INLINE I16 to_int(F16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
