@@ -75,6 +75,16 @@ constexpr int bits_of(Format format) {
 // True if values in a block have an offset or minima, and are not negative.
 constexpr bool is_unsigned(Format format) { return bits_of(format) < 8 && !is_iq4(format); }
 
+// True if a word of a row has two values. They are int16 for weights of 8 bits, and two times the same
+// int8 for weights of 4 bits. Other words of rounded rows have four values of int8.
+constexpr bool has_pair_words([[maybe_unused]] Format format) {
+#if defined(FORGE_PAIR_WORDS)
+  return format == Format::kRounded8 || format == Format::kRounded4;
+#else
+  return false;
+#endif
+}
+
 // The contents of a block of 32 columns, in this order:
 //   f16[32]               a factor
 //   f16[32]               the minima's factor, if minima
@@ -199,6 +209,7 @@ inline long words_of(Format format, long K) {
 inline long row_words_of(Format format, long K, bool in_tiles) {
   long words = words_of(format, K);
   if (in_tiles) return (words + kTileWords - 1) / kTileWords * kTileWords;
+  if (has_pair_words(format)) return 2 * words;
   return words * (has_plain_rows(format) ? kPairWords : 1);
 }
 
@@ -243,10 +254,13 @@ inline void quantize_row(const float* x, long K32, int8_t* out, float* scale) {
   for (long k = 0; k < K32; k += 16) store_s8(out + k, to_int(mul(load(x + k), inverse)));
 }
 
+// True if values of 4 bits are summed in int16. With their offset, each sum of 32 products fits.
+constexpr bool sums_are_short(Format format) { return has_pair_words(format) && bits_of(format) == 4; }
+
 // The offset of stored values, for which integer sums of products must be corrected.
 constexpr int offset_of(Format format, const Blocks& blocks) {
   if (!is_unsigned(format)) return kSignedBias;
-  return blocks.minima ? 0 : 1 << (bits_of(format) - 1);
+  return blocks.minima && !sums_are_short(format) ? 0 : 1 << (bits_of(format) - 1);
 }
 
 // Rounds a row to int8 with a scale per 32 values, which maps the largest to 127. If all values are
@@ -292,6 +306,7 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
                       PackedRows& packed) {
   long first = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - first);
   long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
+  long row_words = has_pair_words(format) ? 2 * words : words;
   uint32_t* out = packed.words + first * row_words_of(format, op.K, op.in_tiles);
   float* row = scratch<float>(0, K32);
   uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
@@ -343,7 +358,13 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
       put_in_tile(narrow, words, r, rows, out);
       continue;
     }
-    for (long k = 0; k < words; ++k) {
+#if defined(FORGE_PAIR_WORDS)
+    if (has_pair_words(format)) {
+      source = row;
+      make_pairs(bytes, K32, bits_of(format), row);
+    }
+#endif
+    for (long k = 0; k < row_words; ++k) {
       uint32_t word;
       std::memcpy(&word, static_cast<const char*>(source) + 4 * k, 4);
       if (has_plain_rows(format)) {
@@ -694,12 +715,14 @@ constexpr int max_unpacked_rows(int together) {
   return kMaxRowsAtOnce < 6 ? kMaxRowsInt8 : rows_in_registers(together);
 }
 
-// The order of columns in two vectors, in groups of four, as `pair_columns` returns it.
+// The order of columns in two vectors, in groups of four. The last two are of `pair_columns`.
+constexpr int kOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int kOrder8[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 constexpr int kOrder4[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
 template <Format format>
 constexpr const int (&order_of())[8] {
+  if constexpr (has_pair_words(format)) return kOrder;
   if constexpr (bits_of(format) == 8) return kOrder8;
   return kOrder4;
 }
@@ -710,11 +733,15 @@ struct Columns {
   F16 scale[J], minimum[J];
 };
 
+// The distance in bytes at which readers prefetch. Past the end of a panel, this is the next one.
+constexpr long kReadAhead = 8192;
+
 // Reads a panel in the order of k, which is its order in memory.
 template <Format format>
 struct BlockReader {
   static constexpr bool kPrefetches = true;
-  static constexpr long kAhead = 8192;  // bytes; past the end of a panel, this is the next one
+  static constexpr int kValues = 4;     // of a column, in a word
+  static constexpr int kParts = 2;      // vectors of a word
   const Blocks& blocks;
   const uint8_t* block;
   const uint8_t* values;
@@ -727,7 +754,7 @@ struct BlockReader {
 
   FORGE_INLINE void begin_block() {
     values = block + blocks.values();
-    for (const uint8_t* at = block; at < values; at += 64) prefetch_l2(at + kAhead);
+    for (const uint8_t* at = block; at < values; at += 64) prefetch_l2(at + kReadAhead);
     load_f16_in(order_of<format>(), block, factors.scale[0], factors.scale[1]);
     if (blocks.minima)
       load_f16_in(order_of<format>(), block + 64, factors.minimum[0], factors.minimum[1]);
@@ -738,7 +765,7 @@ struct BlockReader {
     auto& [first, second] = out;
     if constexpr (bits_of(format) == 4) {
       const uint8_t* at = values + 64 * number;
-      prefetch_l2(at + kAhead);
+      prefetch_l2(at + kReadAhead);
       I16 both = pair_columns(at);
       first = low_nibbles(both);
       second = high_nibbles(both);
@@ -749,15 +776,15 @@ struct BlockReader {
     } else if constexpr (bits_of(format) == 6) {
       const uint8_t* chunk = values + number / 4 * kChunk6;
       const uint8_t *at = chunk + 64 * (number % 4), *high = chunk + 256 + 32 * (number % 4);
-      prefetch_l2(at + kAhead);
-      if (number % 2 == 0) prefetch_l2(high + kAhead);
+      prefetch_l2(at + kReadAhead);
+      if (number % 2 == 0) prefetch_l2(high + kReadAhead);
       I16 both = pair_columns(at), crumbs = crumb_columns(high);
       first = with_low_crumbs(low_nibbles(both), crumbs);
       second = with_high_crumbs(high_nibbles(both), crumbs);
     } else {
       const uint8_t* at = values + 128 * number;
-      prefetch_l2(at + kAhead);
-      prefetch_l2(at + 64 + kAhead);
+      prefetch_l2(at + kReadAhead);
+      prefetch_l2(at + 64 + kReadAhead);
       pair_columns(at, at + 64, first, second);
       first = signed_words(first);
       second = signed_words(second);
@@ -790,9 +817,11 @@ struct BlockReader {
 };
 
 // Reads J vectors of columns from number `first` on, of a panel that `unpack_rounded` has made.
-template <int words, int J>
+template <Format, int words, int J>
 struct UnpackedReader {
   static constexpr bool kPrefetches = false;
+  static constexpr int kValues = 4;
+  static constexpr int kParts = J;
   const uint8_t* values;  // [groups, words of a group, 2, 64], words in the order of products
   const float* factors;   // [groups, 2 or 4, 16]
   bool minima;
@@ -821,6 +850,72 @@ struct UnpackedReader {
     return found;
   }
 };
+
+#if defined(FORGE_PAIR_WORDS)
+// Reads pairs of values, which need no shuffles. Values of 8 bits become int16, in J vectors of columns
+// from number `first` on. Values of 4 bits become int8, in one vector of all columns.
+template <Format format, int words, int J>
+struct PairReader {
+  static constexpr bool kPrefetches = true;
+  static constexpr int kValues = 2;
+  static constexpr int kParts = sums_are_short(format) ? 1 : J;
+  const Blocks& blocks;
+  const uint8_t* block;
+  int first;
+  const uint8_t* values;
+  long group = 0;  // index in the block
+  Columns<J> factors{};
+
+  PairReader(const Linear& op, const uint8_t* panel, int first)
+      : blocks(op.blocks), block(panel), first(first) {
+    begin_block();
+  }
+
+  FORGE_INLINE void begin_block() {
+    values = block + blocks.values() + 32 * first;
+    for (const uint8_t* at = block; at < values; at += 64) prefetch_l2(at + kReadAhead);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(block) + 16 * first;
+#pragma GCC unroll 2
+    for (int j = 0; j < J; ++j) {
+      factors.scale[j] = load_f16(halves + 16 * j);
+      if (blocks.minima) factors.minimum[j] = load_f16(halves + kPanel + 16 * j);
+    }
+  }
+
+  FORGE_INLINE void word(int number, I16 (&out)[kParts]) const {
+    if constexpr (sums_are_short(format)) {
+      if (number % 2 == 0) prefetch_l2(values + 32 * number + kReadAhead);
+      out[0] = load_nibbles(values + 32 * number);
+    } else {
+      prefetch_l2(values + 64 * number + kReadAhead);
+#pragma GCC unroll 2
+      for (int j = 0; j < J; ++j) out[j] = widen_s8(values + 64 * number + 32 * j);
+    }
+  }
+
+  template <int>
+  FORGE_INLINE Columns<J> end_group(bool last) {
+    Columns<J> found = factors;
+    values += words * 2 * kPanel * bits_of(format) / 8;
+    if (blocks.two_levels()) {
+      const uint8_t* bytes = block + (blocks.minima ? 128 : 64) + group * kPanel + 16 * first;
+#pragma GCC unroll 2
+      for (int j = 0; j < J; ++j) {
+        found.scale[j] = mul(factors.scale[j], load_s8(bytes + 16 * j));
+        if (blocks.minima)
+          found.minimum[j] =
+              mul(factors.minimum[j], load_s8(bytes + blocks.groups() * kPanel + 16 * j));
+      }
+    }
+    if (++group == blocks.groups() && !last) {
+      group = 0;
+      block += blocks.bytes(format);
+      begin_block();
+    }
+    return found;
+  }
+};
+#endif
 
 inline long unpacked_bytes(const Linear& op) {
   return op.K * kPanel + op.K / op.blocks.group * (op.blocks.minima ? 256 : 128);
@@ -863,9 +958,10 @@ struct Sums<R, J, true> {
 };
 
 // R rows of x while they are multiplied by J vectors of columns.
-template <Format format, int R, int J, int words, bool minima>
+template <Format format, int R, int J, int words, bool minima, class Reader>
 struct RoundedRows {
-  static constexpr int kTogether = kGroup / (4 * words);  // groups per scale of x
+  static constexpr int kValues = Reader::kValues, kParts = Reader::kParts;
+  static constexpr int kTogether = kGroup / (kValues * words);  // groups per scale of x
   static constexpr bool kInMemory = R > rows_in_registers(kTogether);
   static constexpr int kBits = is_unsigned(format) ? bits_of(format) : 8;
   Sums<R, J, kInMemory> y, t;
@@ -877,8 +973,8 @@ struct RoundedRows {
   RoundedRows(const PackedRows& packed, const uint32_t* x, long row, long K)
       : x(x),
         scales(packed.scales + row * PackedRows::groups_of(K)),
-        starts(packed.sums + row * (K / (4 * words))),
-        minimum(packed.minima + row * (K / (4 * words))) {
+        starts(packed.sums + row * (K / (kValues * words))),
+        minimum(packed.minima + row * (K / (kValues * words))) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
@@ -886,48 +982,71 @@ struct RoundedRows {
   }
 
   FORGE_INLINE static I16 begin(int32_t start) {
+#if defined(FORGE_PAIR_WORDS)
+    if constexpr (kValues == 2 && kBits == 4) return begin_short(start);
+#endif
     if constexpr (kBits == 8) return isplat(start);
     return begin_small<kBits>(start);
   }
   FORGE_INLINE static I16 dot(I16 acc, I16 w, uint32_t x) {
+#if defined(FORGE_PAIR_WORDS)
+    if constexpr (kValues == 2 && kBits == 4) return dot2_short(acc, w, x);
+    if constexpr (kValues == 2) return dot2_wide(acc, w, x);
+#endif
     if constexpr (kBits == 8) {
       return dot4_signed(acc, w, x);
     } else {
       return dot4_small<kBits>(acc, w, x);
     }
   }
-  FORGE_INLINE static I16 end(I16 acc, int32_t start) {
-    if constexpr (kBits == 8) return acc;
-    return end_small<kBits>(acc, start);
+  FORGE_INLINE static void end(const I16 (&part)[kParts], int32_t start, I16 (&whole)[J]) {
+#if defined(FORGE_PAIR_WORDS)
+    if constexpr (kValues == 2 && kBits == 4) {
+      end_short(part[0], whole);
+#pragma GCC unroll 2
+      for (int j = 0; j < J && minima; ++j) whole[j] = isub(whole[j], isplat(start));
+      return;
+    }
+#endif
+#pragma GCC unroll 2
+    for (int j = 0; j < J; ++j) {
+      if constexpr (kBits == 8) {
+        whole[j] = part[j];
+      } else {
+        whole[j] = end_small<kBits>(part[j], start);
+      }
+    }
   }
 
   // Adds groups that share scales of x. `last` means the last of the panel.
-  template <int groups, class Reader>
+  template <int groups>
   FORGE_INLINE void add(Reader& reader, Ahead& ahead, bool last) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
-      I16 part[R][J];
+      I16 part[R][kParts];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int j = 0; j < J; ++j) part[r][j] = begin(starts[r]);
+        for (int j = 0; j < kParts; ++j) part[r][j] = begin(starts[r]);
       if (!Reader::kPrefetches) ahead.read();
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int i = 0; i < words; ++i) {
-        I16 w[J];
+        I16 w[kParts];
         reader.word(i, w);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-          for (int j = 0; j < J; ++j) part[r][j] = dot(part[r][j], w[j], x[r]);
+          for (int j = 0; j < kParts; ++j) part[r][j] = dot(part[r][j], w[j], x[r]);
         x += R;
       }
       Columns<J> columns = reader.template end_group<words>(last && g + 1 == groups);
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r) {
+        I16 sums[J];
+        end(part[r], starts[r], sums);
 #pragma GCC unroll 2
         for (int j = 0; j < J; ++j) {
-          F16 whole = to_float(end(part[r][j], starts[r]));
+          F16 whole = to_float(sums[j]);
           F16 so_far = g ? fma(whole, columns.scale[j], t.get(r, j)) : mul(whole, columns.scale[j]);
           bool whole_row = g + 1 == groups;
           if (!whole_row) t.set(r, j, so_far);
@@ -937,6 +1056,7 @@ struct RoundedRows {
           if (whole_row) sum = fma(so_far, splat(scales[r]), sum);
           y.set(r, j, sum);
         }
+      }
       starts += R;
       minimum += R;
     }
@@ -948,9 +1068,9 @@ struct RoundedRows {
 template <Format format, int R, int J, int words, bool minima, class Reader>
 void multiply_rounded(const Linear& op, const PackedRows& packed, Reader reader, const uint32_t* x,
                       long row, Ahead& ahead, float (&out)[R][2][16], int first) {
-  using Rows = RoundedRows<format, R, J, words, minima>;
+  using Rows = RoundedRows<format, R, J, words, minima, Reader>;
   constexpr int kTogether = Rows::kTogether;
-  long groups = op.K / (4 * words), g = 0;
+  long groups = op.K / (Reader::kValues * words), g = 0;
   Rows rows(packed, x, row, op.K);
   for (; g + kTogether <= groups; g += kTogether)
     rows.template add<kTogether>(reader, ahead, g + kTogether == groups);
@@ -970,6 +1090,7 @@ void write_rounded(const Linear& op, long row, long panel, const float (&out)[R]
   }
 }
 
+// Multiplies R rows by a panel of blocks, whose 32 columns are read together.
 template <Format format, int R>
 void tile_rounded(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
                   long panel, Ahead ahead) {
@@ -990,28 +1111,47 @@ void tile_rounded(const Linear& op, const PackedRows& packed, const uint32_t* x,
   write_rounded<format>(op, row, panel, out);
 }
 
+// Multiplies R rows by the panel at `w`. Several rows are multiplied by one vector of columns at a time,
+// unless values have 4 bits.
+template <Format format, Format as, int R, template <Format, int words, int J> class Reader>
+void tile_by_vectors(const Linear& op, const PackedRows& packed, const uint8_t* w, const uint32_t* x,
+                     long row, long panel, Ahead ahead) {
+  using Any = Reader<as, 1, 2>;
+  constexpr int J = Any::kParts == 1 ? 2 : vectors_at_once(R, 1), kWords = kGroup / Any::kValues;
+  alignas(64) float out[R][2][16];
+  auto multiply = [&](auto words) {
+    using Mine = Reader<as, words, J>;
+    for (int first = 0; first < 2; first += J)
+      (op.blocks.minima ? multiply_rounded<as, R, J, words, true, Mine>
+                        : multiply_rounded<as, R, J, words, false, Mine>)(
+          op, packed, Mine(op, w, first), x, row, ahead, out, first);
+  };
+  if (op.blocks.group == kGroup) {
+    multiply(std::integral_constant<int, kWords>());
+  } else {
+    multiply(std::integral_constant<int, kWords / 2>());
+  }
+  write_rounded<format>(op, row, panel, out);
+}
+
 // `op.w` is one unpacked panel.
 template <Format format, int R>
 void tile_unpacked(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
                    long panel, Ahead ahead) {
-  constexpr int J = vectors_at_once(R, 1);
   constexpr Format kAs = is_iq4(format) ? Format::kRounded8 : format;  // once unpacked
-  const uint8_t* w = static_cast<const uint8_t*>(op.w);
-  alignas(64) float out[R][2][16];
-  auto multiply = [&](auto words) {
-    using Reader = UnpackedReader<words, J>;
-    for (int first = 0; first < 2; first += J)
-      (op.blocks.minima ? multiply_rounded<kAs, R, J, words, true, Reader>
-                        : multiply_rounded<kAs, R, J, words, false, Reader>)(
-          op, packed, Reader(op, w, first), x, row, ahead, out, first);
-  };
-  if (op.blocks.group == kGroup) {
-    multiply(std::integral_constant<int, 8>());
-  } else {
-    multiply(std::integral_constant<int, 4>());
-  }
-  write_rounded<format>(op, row, panel, out);
+  tile_by_vectors<format, kAs, R, UnpackedReader>(op, packed, static_cast<const uint8_t*>(op.w), x,
+                                                  row, panel, ahead);
 }
+
+#if defined(FORGE_PAIR_WORDS)
+template <Format format, int R>
+void tile_pairs(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
+               Ahead ahead) {
+  const uint8_t* w =
+      static_cast<const uint8_t*>(op.w) + panel * op.blocks.panel_bytes(format, op.K);
+  tile_by_vectors<format, format, R, PairReader>(op, packed, w, x, row, panel, ahead);
+}
+#endif
 
 using TileFunction = void (*)(const Linear&, const PackedRows&, const uint32_t*, long, long, Ahead);
 
@@ -1020,7 +1160,10 @@ constexpr TileFunction tile_function() {
   if constexpr (format == Format::kBf16) return tile_bf16<R, P>;
   if constexpr (format == Format::kInt8) return tile_int8<R, P>;
   if constexpr (format == Format::kInt4) return tile_int4<R, 1>;
-  if constexpr (has_rounded_rows(format)) {
+#if defined(FORGE_PAIR_WORDS)
+  if constexpr (has_pair_words(format)) return tile_pairs<format, R>;
+#endif
+  if constexpr (has_rounded_rows(format) && !has_pair_words(format)) {
     return tile_rounded<format, R>;
   } else if constexpr (in_blocks(format)) {
     return tile_blocks<format, R, P>;
@@ -1044,6 +1187,7 @@ constexpr bool sums_by_group(Format format) {
 
 // The most rows of a tile that is multiplied by packed weights.
 constexpr int max_rows(Format format) {
+  if (has_pair_words(format)) return kMaxRowsInt8;
   if (in_blocks(format)) return kMaxRowsInBlocks;
   if (format == Format::kBf16) return kMaxRows;
   return format == Format::kInt4 ? kMaxRowsInt4 : kMaxRowsInt8;
@@ -1051,7 +1195,9 @@ constexpr int max_rows(Format format) {
 
 // A few rows are multiplied by blocks together, so that the weight is read once. For more rows, panels
 // of blocks are unpacked.
-inline bool unpacks(Format format, long rows) { return in_blocks(format) && rows > max_rows(format); }
+inline bool unpacks(Format format, long rows) {
+  return in_blocks(format) && !has_pair_words(format) && rows > max_rows(format);
+}
 
 inline long tile_rows(Format format, long rows, const Blocks& blocks) {
   if (!unpacks(format, rows)) return max_rows(format);
@@ -1155,7 +1301,7 @@ void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& til
       return;
     }
   }
-  if constexpr (has_rounded_rows(format)) {
+  if constexpr (has_rounded_rows(format) && !has_pair_words(format)) {
     if (unpacks(format, op.rows)) {
       uint8_t* unpacked = scratch<uint8_t>(2, unpacked_bytes(op));
       const uint8_t* w = static_cast<const uint8_t*>(op.w);
@@ -1168,7 +1314,7 @@ void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& til
       });
       return;
     }
-  } else if constexpr (in_blocks(format)) {
+  } else if constexpr (in_blocks(format) && !has_pair_words(format)) {
     if (unpacks(format, op.rows)) {
       uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
       unpack_panel<format>(op, panel, unpacked);
