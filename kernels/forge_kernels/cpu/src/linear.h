@@ -201,15 +201,15 @@ constexpr bool has_plain_rows(Format format) {
 }
 
 inline long words_of(Format format, long K) {
-  return has_plain_rows(format) ? (K + 1) / 2 : format == Format::kInt8 ? (K + 3) / 4
-                                                                        : (K + 31) / 32 * 8;
+  if (has_plain_rows(format)) return (K + 1) / 2;
+  if (format == Format::kInt8) return (K + 3) / 4;
+  return (K + kGroup - 1) / kGroup * (has_pair_words(format) ? kGroup / 2 : kGroup / 4);
 }
 
 // The number of 4-byte words in a packed row of x.
 inline long row_words_of(Format format, long K, bool in_tiles) {
   long words = words_of(format, K);
   if (in_tiles) return (words + kTileWords - 1) / kTileWords * kTileWords;
-  if (has_pair_words(format)) return 2 * words;
   return words * (has_plain_rows(format) ? kPairWords : 1);
 }
 
@@ -228,6 +228,9 @@ inline bool uses_tiles(Format format, long rows) {
 inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
   if (in_blocks(format)) return blocks.panel_bytes(format, K);
   return format == Format::kInt4 ? (K + kGroup - 1) / kGroup * 512 : words_of(format, K) * 128;
+}
+inline const uint8_t* panel_of(const Linear& op, Format format, long panel) {
+  return static_cast<const uint8_t*>(op.w) + panel * panel_bytes_of(format, op.K, op.blocks);
 }
 
 struct PackedRows {
@@ -306,7 +309,6 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
                       PackedRows& packed) {
   long first = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - first);
   long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
-  long row_words = has_pair_words(format) ? 2 * words : words;
   uint32_t* out = packed.words + first * row_words_of(format, op.K, op.in_tiles);
   float* row = scratch<float>(0, K32);
   uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
@@ -364,7 +366,7 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
       make_pairs(bytes, K32, bits_of(format), row);
     }
 #endif
-    for (long k = 0; k < row_words; ++k) {
+    for (long k = 0; k < words; ++k) {
       uint32_t word;
       std::memcpy(&word, static_cast<const char*>(source) + 4 * k, 4);
       if (has_plain_rows(format)) {
@@ -629,7 +631,7 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
                  long panel, Ahead ahead) {
   const Blocks& blocks = op.blocks;
   long panel_bytes = blocks.panel_bytes(format, op.K), words = blocks.group / 2;
-  const uint8_t* first = static_cast<const uint8_t*>(op.w) + panel * panel_bytes;
+  const uint8_t* first = panel_of(op, format, panel);
   F16 acc[R][2 * P];
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
@@ -677,8 +679,8 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
 template <Format format>
 void unpack_panel(const Linear& op, long panel, uint16_t* out) {
   const Blocks& blocks = op.blocks;
-  long panel_bytes = blocks.panel_bytes(format, op.K), words = blocks.group / 2;
-  const uint8_t* block = static_cast<const uint8_t*>(op.w) + panel * panel_bytes;
+  long words = blocks.group / 2;
+  const uint8_t* block = panel_of(op, format, panel);
   for (long k = 0; k < op.K; k += blocks.size, block += blocks.bytes(format)) {
     const uint8_t* values = block + blocks.values();
     for (long group = 0; group < blocks.groups(); ++group) {
@@ -922,8 +924,8 @@ inline long unpacked_bytes(const Linear& op) {
 }
 
 template <Format format, int words>
-void unpack_rounded(const Linear& op, const uint8_t* panel, uint8_t* out) {
-  BlockReader<format> reader(op, panel);
+void unpack_rounded(const Linear& op, long panel, uint8_t* out) {
+  BlockReader<format> reader(op, panel_of(op, format, panel));
   float* factors = reinterpret_cast<float*>(out + op.K * kPanel);
   for (long k = 0; k < op.K; k += 4 * words, out += 128 * words) {
     for (int i = 0; i < words; ++i) {
@@ -1094,10 +1096,8 @@ void write_rounded(const Linear& op, long row, long panel, const float (&out)[R]
 template <Format format, int R>
 void tile_rounded(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
                   long panel, Ahead ahead) {
-  const uint8_t* w =
-      static_cast<const uint8_t*>(op.w) + panel * op.blocks.panel_bytes(format, op.K);
-  BlockReader<format> reader(op, w);
   using Reader = BlockReader<format>;
+  Reader reader(op, panel_of(op, format, panel));
   auto multiply = multiply_rounded<format, R, 2, 8, false, Reader>;
   if constexpr (!is_iq4(format)) {
     if (op.blocks.group != kGroup)
@@ -1147,9 +1147,8 @@ void tile_unpacked(const Linear& op, const PackedRows& packed, const uint32_t* x
 template <Format format, int R>
 void tile_pairs(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
                Ahead ahead) {
-  const uint8_t* w =
-      static_cast<const uint8_t*>(op.w) + panel * op.blocks.panel_bytes(format, op.K);
-  tile_by_vectors<format, format, R, PairReader>(op, packed, w, x, row, panel, ahead);
+  tile_by_vectors<format, format, R, PairReader>(op, packed, panel_of(op, format, panel), x, row,
+                                                 panel, ahead);
 }
 #endif
 
@@ -1160,13 +1159,14 @@ constexpr TileFunction tile_function() {
   if constexpr (format == Format::kBf16) return tile_bf16<R, P>;
   if constexpr (format == Format::kInt8) return tile_int8<R, P>;
   if constexpr (format == Format::kInt4) return tile_int4<R, 1>;
-#if defined(FORGE_PAIR_WORDS)
-  if constexpr (has_pair_words(format)) return tile_pairs<format, R>;
-#endif
-  if constexpr (has_rounded_rows(format) && !has_pair_words(format)) {
-    return tile_rounded<format, R>;
-  } else if constexpr (in_blocks(format)) {
+  if constexpr (has_exact_blocks(format)) {
     return tile_blocks<format, R, P>;
+#if defined(FORGE_PAIR_WORDS)
+  } else if constexpr (has_pair_words(format)) {
+    return tile_pairs<format, R>;
+#endif
+  } else if constexpr (has_rounded_rows(format)) {
+    return tile_rounded<format, R>;
   }
 }
 
@@ -1195,8 +1195,9 @@ constexpr int max_rows(Format format) {
 
 // A few rows are multiplied by blocks together, so that the weight is read once. For more rows, panels
 // of blocks are unpacked.
+constexpr bool may_unpack(Format format) { return in_blocks(format) && !has_pair_words(format); }
 inline bool unpacks(Format format, long rows) {
-  return in_blocks(format) && !has_pair_words(format) && rows > max_rows(format);
+  return may_unpack(format) && rows > max_rows(format);
 }
 
 inline long tile_rows(Format format, long rows, const Blocks& blocks) {
@@ -1260,7 +1261,7 @@ void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& 
   Context context{op, packed, row, panel};
   TileProduct product;
   product.x = packed.words + row * row_words_of(format, op.K, true);
-  product.w = static_cast<const uint8_t*>(op.w) + panel * panel_bytes_of(format, op.K, op.blocks);
+  product.w = panel_of(op, format, panel);
   if constexpr (in_blocks(format)) {
     uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
     unpack_panel<format>(op, panel, unpacked);
@@ -1290,8 +1291,30 @@ void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& 
   }
 }
 
-// Multiplies tiles by a panel. For many rows, a panel of blocks is converted first: to bfloat16, or
-// for rounded rows to words that need no shuffling.
+// Multiplies tiles by a panel of blocks that is converted first: to bfloat16, or for rounded rows to
+// words that need no shuffling.
+template <Format format>
+void multiply_unpacked(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
+                       long last, long panel, Ahead ahead) {
+  Linear other = op;
+  if constexpr (has_rounded_rows(format)) {
+    uint8_t* unpacked = scratch<uint8_t>(2, unpacked_bytes(op));
+    auto unpack = op.blocks.group == kGroup ? unpack_rounded<format, 8> : unpack_rounded<format, 4>;
+    unpack(op, panel, unpacked);
+    other.w = unpacked;
+    multiply_tiles<format>(other, packed, tiles, first, last, panel, ahead, [](long rows) {
+      return pick_unpacked<format>(rows, std::make_index_sequence<max_unpacked_rows(1)>());
+    });
+  } else {
+    uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
+    unpack_panel<format>(op, panel, unpacked);
+    other.w = unpacked;
+    other.first_panel = panel;
+    multiply_tiles<Format::kBf16>(other, packed, tiles, first, last, panel, 1, ahead);
+  }
+}
+
+// Multiplies tiles by a panel, or by two if `wide` is 2.
 template <Format format>
 void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, int wide, Ahead ahead) {
@@ -1301,27 +1324,9 @@ void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& til
       return;
     }
   }
-  if constexpr (has_rounded_rows(format) && !has_pair_words(format)) {
+  if constexpr (may_unpack(format)) {
     if (unpacks(format, op.rows)) {
-      uint8_t* unpacked = scratch<uint8_t>(2, unpacked_bytes(op));
-      const uint8_t* w = static_cast<const uint8_t*>(op.w);
-      auto unpack = op.blocks.group == kGroup ? unpack_rounded<format, 8> : unpack_rounded<format, 4>;
-      unpack(op, w + panel * op.blocks.panel_bytes(format, op.K), unpacked);
-      Linear other = op;
-      other.w = unpacked;
-      multiply_tiles<format>(other, packed, tiles, first, last, panel, ahead, [](long rows) {
-        return pick_unpacked<format>(rows, std::make_index_sequence<max_unpacked_rows(1)>());
-      });
-      return;
-    }
-  } else if constexpr (in_blocks(format) && !has_pair_words(format)) {
-    if (unpacks(format, op.rows)) {
-      uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
-      unpack_panel<format>(op, panel, unpacked);
-      Linear plain = op;
-      plain.w = unpacked;
-      plain.first_panel = panel;
-      multiply_tiles<Format::kBf16>(plain, packed, tiles, first, last, panel, 1, ahead);
+      multiply_unpacked<format>(op, packed, tiles, first, last, panel, ahead);
       return;
     }
   }

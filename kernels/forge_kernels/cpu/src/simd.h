@@ -603,8 +603,9 @@ FORGE_INLINE I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
   };
   return {half(acc.lo, w.lo), half(acc.hi, w.hi)};
 }
-// Pairs of consecutive values, which are neighbors in memory. Values of 8 bits are multiplied as int16, because
-// `dot4_signed` needs one more instruction per 32 products. Products with 4 bits are summed in int16.
+// Pairs of consecutive values, which are neighbors in memory. Values of 8 bits are multiplied as int16,
+// because `dot4_signed` needs one more instruction per 32 products. Products with 4 bits are summed in
+// int16.
 #define FORGE_PAIR_WORDS
 // Makes words of pairs of `count` values of rows: as int16, or twice as int8 for weights of 4 bits.
 FORGE_INLINE void make_pairs(const int8_t* x, long count, int bits, void* out) {
