@@ -604,11 +604,12 @@ constexpr long kChunk6 = 16 * kPanel * 6 / 8;  // bytes of 16 consecutive values
 template <Format format>
 constexpr int kWordsTogether = bits_of(format) == 6 ? 2 : 1;  // words that have bytes in common
 
-// Returns two values of each of 32 columns, as in the first format. They are word number `word + i` of a
-// block's `values`. `word` is a multiple of `kWordsTogether`.
-template <Format format>
+// Returns two values of each of 32 columns, rounded to bfloat16 by `round`, which has two vectors of 8
+// columns. They are word number `word + i` of a block's `values`. `word` is a multiple of
+// `kWordsTogether`.
+template <Format format, class Rounded, class Round>
 FORGE_INLINE void read_word(const uint8_t* values, unsigned long word, int i, const Factors* factors,
-                            I16* out) {
+                            Round round, Rounded* out) {
   F16 v[4];
   if constexpr (bits_of(format) == 4) {
     constexpr auto load = is_iq4(format) ? load_iq4 : load_u4;
@@ -619,11 +620,13 @@ FORGE_INLINE void read_word(const uint8_t* values, unsigned long word, int i, co
     const uint8_t* crumbs = chunk + 8 * kPanel + word % 8 / 2 * kPanel;
     load_u6(chunk + (word % 8 + i) * kPanel, crumbs, 2 * i, v);
   } else {
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) v[j] = load_s8(values + word * 2 * kPanel + 16 * j);
   }
+#pragma GCC unroll 2
   for (int j = 0; j < 2; ++j)
-    out[j] = to_bf16(fma(v[2 * j], factors[j].scale[0], factors[j].minimum[0]),
-                     fma(v[2 * j + 1], factors[j].scale[1], factors[j].minimum[1]));
+    out[j] = round(fma(v[2 * j], factors[j].scale[0], factors[j].minimum[0]),
+                   fma(v[2 * j + 1], factors[j].scale[1], factors[j].minimum[1]));
 }
 
 template <Format format, int R, int P>
@@ -649,17 +652,18 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
       for (unsigned long end = word + words; word < end; word += kWordsTogether<format>) {
 #pragma GCC unroll 2
         for (int i = 0; i < kWordsTogether<format>; ++i) {
-          I16 v[2 * P];
+          Pairs v[2 * P];
 #pragma GCC unroll 2
           for (int p = 0; p < P; ++p)
-            read_word<format>(values + p * panel_bytes, word, i, factors + 2 * p, v + 2 * p);
+            read_word<format>(values + p * panel_bytes, word, i, factors + 2 * p, round_pairs,
+                              v + 2 * p);
           if (ahead.lines > 0) {
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p) prefetch_l1(ahead.at + 64 * p);
             ahead.at += 64 * P;
             ahead.lines -= P;
           }
-          add_dot2(acc, v, [x](int r, int i) { return x[i * R + r]; });
+          add_pairs(acc, v, [x](int r, int i) { return x[i * R + r]; });
           x += kPairWords * R;
         }
       }
@@ -669,7 +673,7 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < 2 * P; ++j) store(out[r][j], acc[r][j]);
+    for (int j = 0; j < 2 * P; ++j) store(out[r][j], in_column_order(acc[r][j]));
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p)
       write_panel(op, row + r, panel + p, load(out[r][2 * p]), load(out[r][2 * p + 1]));
@@ -691,7 +695,7 @@ void unpack_panel(const Linear& op, long panel, uint16_t* out) {
 #pragma GCC unroll 2
         for (int i = 0; i < kWordsTogether<format>; ++i, out += 64) {
           I16 v[2];
-          read_word<format>(values, word, i, factors, v);
+          read_word<format>(values, word, i, factors, pairs_to_bf16, v);
           store_bits(out, v[0]);
           store_bits(out + 32, v[1]);
         }

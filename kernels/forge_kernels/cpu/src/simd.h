@@ -182,12 +182,36 @@ FORGE_INLINE F16 twice_high(F16 x) {
       _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
   return _mm512_permutexvar_ps(at, x);
 }
-// Rounds both to bfloat16, one after the other.
+// Pairs of numbers of 16 columns, of which `a` and `b` have eight each, rounded to bfloat16.
 #if defined(__AVX512BF16__)
-FORGE_INLINE I16 to_bf16(F16 a, F16 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+FORGE_INLINE I16 pairs_to_bf16(F16 a, F16 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+using Pairs = I16;
+FORGE_INLINE Pairs round_pairs(F16 a, F16 b) { return pairs_to_bf16(a, b); }
+FORGE_INLINE F16 in_column_order(F16 x) { return x; }
 #else
-FORGE_INLINE I16 to_bf16(F16 a, F16 b) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bf16(a)), narrow_bf16(b), 1);
+// Rounds numbers below 2^100 to bfloat16, ties to even. A sum with 1.5 * 2^16 times a number's power of two
+// has no more bits. Infinity becomes NaN.
+FORGE_INLINE F16 rounded(F16 x) {
+  F16 power = _mm512_and_ps(x, _mm512_set1_ps(__builtin_inff())), large = _mm512_set1_ps(98304.0f);
+  return _mm512_fnmadd_ps(power, large, _mm512_fmadd_ps(power, large, x));
+}
+FORGE_INLINE I16 pairs_to_bf16(F16 a, F16 b) {
+  auto narrow = [](F16 x) {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(rounded(x)), 16));
+  };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(a)), narrow(b), 1);
+}
+struct Pairs {
+  F16 first, second;
+};
+FORGE_INLINE Pairs round_pairs(F16 a, F16 b) {
+  a = rounded(a);
+  b = rounded(b);
+  return {_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)};
+}
+FORGE_INLINE F16 in_column_order(F16 x) {  // from the order of `round_pairs`
+  const __m512i at = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  return _mm512_castpd_ps(_mm512_permutexvar_pd(at, _mm512_castps_pd(x)));
 }
 #endif
 // Returns 2^n * x for integer n.
@@ -431,7 +455,33 @@ FORGE_INLINE __m256i narrow_bf16(F16 x) {
 FORGE_INLINE void store_bf16(uint16_t* p, F16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x));
 }
-FORGE_INLINE I16 to_bf16(F16 a, F16 b) { return {narrow_bf16(a), narrow_bf16(b)}; }
+FORGE_INLINE __m256 rounded(__m256 x) {
+  __m256 power = _mm256_and_ps(x, _mm256_set1_ps(__builtin_inff())), large = _mm256_set1_ps(98304.0f);
+  return _mm256_fnmadd_ps(power, large, _mm256_fmadd_ps(power, large, x));
+}
+FORGE_INLINE F16 rounded(F16 x) { return {rounded(x.lo), rounded(x.hi)}; }
+FORGE_INLINE I16 pairs_to_bf16(F16 a, F16 b) {
+  auto upper = [](__m256 x) { return _mm256_srli_epi32(_mm256_castps_si256(rounded(x)), 16); };
+  auto narrow = [&](F16 x) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(upper(x.lo), upper(x.hi)), 0xd8);
+  };
+  return {narrow(a), narrow(b)};
+}
+struct Pairs {
+  F16 first, second;
+};
+FORGE_INLINE Pairs round_pairs(F16 a, F16 b) {
+  a = rounded(a);
+  b = rounded(b);
+  return {{_mm256_shuffle_ps(a.lo, a.hi, 0x88), _mm256_shuffle_ps(b.lo, b.hi, 0x88)},
+          {_mm256_shuffle_ps(a.lo, a.hi, 0xdd), _mm256_shuffle_ps(b.lo, b.hi, 0xdd)}};
+}
+FORGE_INLINE F16 in_column_order(F16 x) {
+  auto half = [](__m256 x) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8));
+  };
+  return {half(x.lo), half(x.hi)};
+}
 FORGE_INLINE __m256 floats_s8(const void* p) {
   __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
@@ -459,6 +509,7 @@ FORGE_INLINE void load_u6(const void* p, const void* crumbs, int shift, F16 (&ou
   alignas(32) uint8_t values[2][32];
   _mm256_store_si256(reinterpret_cast<__m256i*>(values[0]), low);
   _mm256_store_si256(reinterpret_cast<__m256i*>(values[1]), high);
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) out[i] = load_s8(values[i % 2] + i / 2 * 16);
 }
 FORGE_INLINE F16 twice_half(__m256 x) {
@@ -888,6 +939,23 @@ FORGE_INLINE void add_dot2(F16 (&acc)[R][J], const I16 (&w)[J], Word word) {
         add_product(acc[r][j].hi, half.hi, x.lo);
       }
     }
+#endif
+}
+
+// Adds the products of `Pairs` and a word of row r of x to acc[r][j], as `add_dot2` does. Columns of
+// the sums have another order (`in_column_order`).
+template <int R, int J, class Word>
+FORGE_INLINE void add_pairs(F16 (&acc)[R][J], const Pairs (&w)[J], Word word) {
+#if defined(FORGE_FLOAT_PAIRS)
+#pragma GCC unroll 4
+  for (int j = 0; j < J; ++j) {
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) acc[r][j] = fma(w[j].first, splat_bits(word(r, 0)), acc[r][j]);
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) acc[r][j] = fma(w[j].second, splat_bits(word(r, 1)), acc[r][j]);
+  }
+#else
+  add_dot2(acc, w, word);
 #endif
 }
 
