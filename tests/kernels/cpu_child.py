@@ -63,6 +63,12 @@ def main() -> None:
         "digests": digests,
         "rounded": rounded_digests(),
     }
+    if args.isa == "amx" and args.sources is not None:
+        library = cpu.library.library()
+        result["products of groups"] = library.emulated_products_s8()
+        choice = import_module("forge_kernels.cpu.choice")
+        choice.TILE_SHAPE, choice.TILE_ROUNDS = (64, 128), 1
+        result["tile times"] = choice.measure_tiles(library)
     print(json.dumps(result))
 
 

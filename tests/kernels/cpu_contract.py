@@ -364,7 +364,7 @@ def check_tiles_by_shape() -> None:
     arrays = make(case)
     in_tiles = run(case, arrays)
     few = replace(arrays, x=arrays.x[:63], residual=arrays.residual[:63])
-    library().forge_use_tiles(*(ctypes.c_int64(rows) for rows in (64, -1)))
+    library().forge_use_tiles(*(ctypes.c_int64(rows) for rows in (64, -1, -1)))
     try:
         for rows in (1, 16, 63, 70):
             np.testing.assert_array_equal(run(case, arrays, rows), in_tiles[:rows], f"{rows} rows")
@@ -373,7 +373,7 @@ def check_tiles_by_shape() -> None:
         for rows in (1, 16):
             np.testing.assert_array_equal(run(case, few, rows), without[:rows], f"{rows} of few")
     finally:
-        library().forge_use_tiles(*(ctypes.c_int64(1) for _ in range(2)))
+        library().forge_use_tiles(*(ctypes.c_int64(1) for _ in range(3)))
 
 
 def digest(case: Case) -> str:

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from forge_kernels.cpu import choice
 from forge_kernels.cpu.build import find_compiler
 
 HERE = Path(__file__).parent / "cpu_amx"
@@ -42,23 +43,30 @@ def amx(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compiled(tmp_path_factory.mktemp("amx"))
 
 
-def multiply(amx: ctypes.CDLL, x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Multiply x: 4 bytes along k in a word, [rows, words, 2 or 4]; w: [words, 32, 2 or 4]."""
+TYPES = {ml_dtypes.bfloat16: 0, np.uint8: 1, np.int8: 2}  # numbers in shim.cc
+
+
+def multiply(amx: ctypes.CDLL, x: np.ndarray, w: np.ndarray, group: int = 0) -> np.ndarray:
+    """Multiply x: 4 bytes along k in a word, [rows, words, 2 or 4]; w: [words, 32, 2 or 4].
+
+    Args:
+      group: the words of a sum; the result is [groups, rows, 32]. By default, all: [rows, 32].
+    """
     rows, words = x.shape[:2]
     padded = np.zeros((rows, -(-words // 16) * 16), np.uint32)
     padded[:, :words] = x.view(np.uint32)[..., 0]
     blocks = [padded[r : r + 16] for r in range(0, rows, 16)]
     steps = [block.reshape(len(block), -1, 16).transpose(1, 0, 2).ravel() for block in blocks]
     packed, weights = np.concatenate(steps), np.ascontiguousarray(w)
-    is_int8 = w.dtype == np.uint8
-    out = np.full((rows, 32), 0xDEAD, np.uint32)
+    out = np.full((words // group if group else 1, rows, 32), 0xDEAD, np.uint32)
     amx.multiply(
         *(ctypes.c_void_p(array.ctypes.data) for array in (packed, weights)),
-        *(ctypes.c_long(n) for n in (rows, words)),
-        ctypes.c_int(is_int8),
+        *(ctypes.c_long(n) for n in (rows, words, group)),
+        ctypes.c_int(TYPES[w.dtype.type]),
         ctypes.c_void_p(out.ctypes.data),
     )
-    return out.view(np.int32 if is_int8 else np.float32)
+    out = out.view(np.float32 if w.dtype == ml_dtypes.bfloat16 else np.int32)
+    return out if group else out[0]
 
 
 def bf16_by_the_manual(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -92,14 +100,36 @@ def test_bfloat16_tiles_have_the_manuals_bits(amx, words):
         np.testing.assert_array_equal(multiply(amx, x, w), bf16_by_the_manual(x, w), f"{rows} rows")
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
 @pytest.mark.parametrize("words", WORDS)
-def test_int8_tiles_are_exact(amx, words):
-    rng = np.random.default_rng(words)
-    w = rng.integers(0, 256, (words, 32, 4), np.uint8)
+def test_int8_tiles_are_exact(amx, words, dtype):
     for rows in ROWS:
-        x = rng.integers(-128, 128, (rows, words, 4), np.int8)
+        x, w = int8_case(rows, words, dtype)
         want = np.einsum("rki,kni->rn", x.astype(np.int64), w.astype(np.int64))
         np.testing.assert_array_equal(multiply(amx, x, w), want, f"{rows} rows")
+
+
+def int8_case(rows: int, words: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([rows, words])
+    w = rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, (words, 32, 4), dtype)
+    return rng.integers(-128, 128, (rows, words, 4), np.int8), w
+
+
+def sums_by_group(x: np.ndarray, w: np.ndarray, group: int) -> np.ndarray:
+    rows, words = x.shape[:2]
+    a = x.astype(np.int64).reshape(rows, words // group, -1)
+    b = w.astype(np.int64).reshape(words // group, group, 32, 4)
+    return np.einsum("rgk,gkn->grn", a, b.transpose(0, 1, 3, 2).reshape(words // group, -1, 32))
+
+
+@pytest.mark.parametrize(
+    ("words", "group"), [(4, 4), (12, 4), (16, 4), (20, 4), (64, 4), (8, 8), (16, 8), (72, 8)]
+)
+def test_groups_have_separate_sums(amx, words, group):
+    for rows in ROWS:
+        x, w = int8_case(rows, words, np.int8)
+        got = multiply(amx, x, w, group)
+        np.testing.assert_array_equal(got, sums_by_group(x, w, group), f"{rows} rows")
 
 
 def test_row_bits_are_independent_of_other_rows(amx):
@@ -124,7 +154,7 @@ def test_subnormal_numbers_flush_to_zero(amx):
 @pytest.mark.parametrize(
     "fault",
     [
-        ("dot<integer, 3, 5, 7>();", "dot<integer, 3, 5, 6>();"),
+        ("dot<weights, 3, 5, 7>();", "dot<weights, 3, 5, 6>();"),
         ("tile_load<7>(w + 64, 128);", "tile_load<7>(w + 32, 128);"),
         ("kStepBytes, left * 128);", "kStepBytes, left * 64);"),
     ],
@@ -135,6 +165,23 @@ def test_planted_fault_is_detected(tmp_path, fault):
     faulty = compiled(tmp_path, fault)
     x, w = bf16_case(40, 17)
     assert not np.array_equal(multiply(faulty, x, w), bf16_by_the_manual(x, w))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("(x + word, below + word,", "(x + word, below,"),
+        ("s * kStepBytes + word * 128);", "s * kStepBytes);"),
+        ("      begin<lower>();\n", ""),
+        ("block.second, s, sums);", "block.second, 0, sums);"),
+    ],
+    ids=["row", "weights", "sum", "step"],
+)
+@pytest.mark.quick_cases(1)
+def test_planted_fault_in_groups_is_detected(tmp_path, fault):
+    faulty = compiled(tmp_path, fault)
+    x, w = int8_case(40, 24, np.int8)
+    assert not np.array_equal(multiply(faulty, x, w, 8), sums_by_group(x, w, 8))
 
 
 @pytest.mark.slow
@@ -150,7 +197,9 @@ def test_tiles_pass_the_kernel_checks(tmp_path):
     result = child("--isa", "amx", "--sources", str(tmp_path / "src"), "--quick-build")
     assert result["failed"] == {}
     assert result["identity"].endswith("-amx-1-1")  # a part of the fingerprint
-    assert result["rounded"] == rounded_digests()
+    assert result["rounded"] == rounded_digests()  # as without tiles, which were used
+    assert result["products of groups"] > 0
+    assert choice._are_tile_times(result["tile times"])
     mine = digests()
     same = {name for name, value in result["digests"].items() if mine.get(name) == value}
     whole_numbers = {name for name in mine if name.startswith(("int8", "int4"))}

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from forge_jax.config import Kernels
@@ -160,19 +159,19 @@ NO_LIBRARY: Any = None  # for cases without measurements
 
 
 def times(*faster_from: int | None) -> dict[str, dict[str, list[float]]]:
-    """Return times of bfloat16 and int8 that make tiles faster from these row counts on."""
+    """Return times of each format that make tiles faster from these row counts on."""
     return {
         form: {
             str(rows): [1e-3, 0.5e-3 if least is not None and rows >= least else 2e-3]
             for rows in choice.TILE_ROWS
         }
-        for form, least in zip(("bf16", "int8"), faster_from, strict=True)
+        for form, least in zip(choice.TILE_FORMATS, faster_from, strict=True)
     }
 
 
 @pytest.mark.parametrize("least", [1, 4, 32, None])
 def test_tiles_are_used_from_the_row_count_where_they_win(least):
-    assert choice.crossover(times(least, 1)["bf16"]) == least
+    assert choice.crossover(times(least, 1, 1)["bf16"]) == least
 
 
 def test_slightly_slower_tiles_are_used():
@@ -181,20 +180,24 @@ def test_slightly_slower_tiles_are_used():
 
 
 def test_tiles_are_measured_once(tmp_path, monkeypatch):
-    to_come = [times(8, 2), times(1, 1)]
+    to_come = [times(8, 2, 4), times(1, 1, 1)]
     monkeypatch.setattr(choice, "measure_tiles", lambda _: to_come.pop(0))
     found = choice.choose_tiles(NO_LIBRARY, "avx512_bf16-1", tmp_path)
-    assert found == choice.Tiles(8, 2) == choice.choose_tiles(NO_LIBRARY, "avx512_bf16-1", tmp_path)
-    assert choice.choose_tiles(NO_LIBRARY, "avx512_bf16-2", tmp_path) == choice.Tiles(1, 1)
-    assert str(found) == "bfloat16 from 8 rows on, int8 from 2 rows on"
+    assert found == choice.Tiles(8, 2, 4)
+    assert found == choice.choose_tiles(NO_LIBRARY, "avx512_bf16-1", tmp_path)
+    assert choice.choose_tiles(NO_LIBRARY, "avx512_bf16-2", tmp_path) == choice.Tiles(1, 1, 1)
+    said = (
+        "bfloat16 from 8 rows on, int8 from 2 rows on, int4 and rounded GGUF blocks from 4 rows on"
+    )
+    assert str(found) == said
 
 
 @pytest.mark.parametrize("damage", ["bf16", "1", "seconds"])
 def test_damaged_times_are_measured_again(tmp_path, monkeypatch, caplog, damage):
-    monkeypatch.setattr(choice, "measure_tiles", lambda _: times(8, 2))
+    monkeypatch.setattr(choice, "measure_tiles", lambda _: times(8, 2, 4))
     choice.choose_tiles(NO_LIBRARY, "name", tmp_path)
     [path] = tmp_path.iterdir()
-    wrong = times(1, 1)
+    wrong = times(1, 1, 1)
     if damage == "bf16":
         del wrong["bf16"]
     elif damage == "1":
@@ -202,7 +205,7 @@ def test_damaged_times_are_measured_again(tmp_path, monkeypatch, caplog, damage)
     else:
         wrong["int8"]["1"][0] = 0.0
     path.write_text(json.dumps(wrong))
-    assert choice.choose_tiles(NO_LIBRARY, "name", tmp_path) == choice.Tiles(8, 2)
+    assert choice.choose_tiles(NO_LIBRARY, "name", tmp_path) == choice.Tiles(8, 2, 4)
     assert "measured again" in caplog.text
 
 
@@ -218,12 +221,12 @@ class Tiled:
 
 
 def test_measured_row_count_reaches_the_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure_tiles", lambda _: times(8, None))
+    monkeypatch.setattr(choice, "measure_tiles", lambda _: times(8, None, 4))
     loaded: Any = Tiled(True)
-    assert library._tiles(loaded, Path("a.so"), None, tmp_path) == choice.Tiles(8, None)
-    assert loaded.rows == (8, -1)
+    assert library._tiles(loaded, Path("a.so"), None, tmp_path) == choice.Tiles(8, None, 4)
+    assert loaded.rows == (8, -1, 4)
     assert library._tiles(loaded, Path("a.so"), "amx", tmp_path) == choice.ALL_TILES
-    assert loaded.rows == (1, 1)
+    assert loaded.rows == (1, 1, 1)
 
 
 def test_tiles_are_absent_without_amx(tmp_path):
@@ -234,9 +237,11 @@ def test_tiles_are_absent_without_amx(tmp_path):
         library._tiles(loaded, Path("a.so"), "amx", tmp_path)
 
 
-def test_library_times_rows_without_tiles(cpu_kernels):
+@pytest.mark.parametrize("form", choice.TILE_FORMATS)
+def test_library_times_rows_without_tiles(cpu_kernels, form):
     time = library.library().forge_time_linear
     time.restype = ctypes.c_double
-    weights = np.full(64 * 64, 0x3F81, np.uint16)
-    numbers = (ctypes.c_int64(n) for n in (0, 3, 64, 64, 0))
+    number, make = choice.TILE_FORMATS[form]
+    weights = make(64 * 64)
+    numbers = (ctypes.c_int64(n) for n in (number, 3, 64, 64, 0))
     assert time(ctypes.c_void_p(weights.ctypes.data), *numbers) > 0

@@ -4,9 +4,9 @@ The choice determines the bits of bfloat16 products, so it must not change from 
 next. It is measured if there is no record, and is valid for one CPU, compiler and version of the
 inner loop. A measured difference below `MARGIN` is ignored.
 
-On CPUs with AMX, the number of rows from which AMX is used is measured in the same way. The kernels
-compare this number with the rows of an executable's shape, so an executable always multiplies in
-one way.
+On CPUs with AMX, the number of rows from which AMX is used is measured in the same way. For
+bfloat16, the kernels compare this number with the rows of an executable's shape, so an executable
+always multiplies in one way.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ from forge_kernels.private_files import open_private
 
 PROBE = ("probe.cc", "pairs.h", "simd.h")
 TILE_ROWS = (1, 2, 4, 8, 16, 32)
+# The formats of products in tiles: their number in the kernels, and weights in `TILE_SHAPE`.
+TILE_FORMATS: dict[str, tuple[int, Callable[[int], np.ndarray]]] = {
+    "bf16": (0, lambda size: np.full(size, 0x3F81, np.uint16)),
+    "int8": (1, lambda size: np.full(size, 129, np.uint8)),
+    "groups": (9, lambda size: np.full(size // 32 * 18, 0x11, np.uint8)),  # as in Q4_0
+}
 TILE_ROUNDS = 5
 TILE_SHAPE = (4096, 4096)  # outputs and inputs; exceeds the caches of a core
 SLOWER = 1.05
@@ -43,21 +49,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tiles:
-    """The number of rows of activations from which AMX multiplies, per format; None: never."""
+    """The number of rows of activations from which AMX multiplies, per format; None: never.
+
+    Attributes:
+      groups: for formats with scales by group: int4, and GGUF blocks with rounded activations.
+    """
 
     bf16: int | None
     int8: int | None
+    groups: int | None
 
     def __str__(self) -> str:
-        parts = [
-            f"{form} from {rows} rows on"
-            for form, rows in (("bfloat16", self.bf16), ("int8", self.int8))
-            if rows is not None
-        ]
+        names = {
+            "bfloat16": self.bf16,
+            "int8": self.int8,
+            "int4 and rounded GGUF blocks": self.groups,
+        }
+        parts = [f"{name} from {rows} rows on" for name, rows in names.items() if rows is not None]
         return ", ".join(parts) or "nothing"
 
 
-ALL_TILES = Tiles(1, 1)
+ALL_TILES = Tiles(1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -198,7 +210,7 @@ def choose_tiles(library: ctypes.CDLL, name: str, folder: Path | None = None) ->
         )
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be chosen: {error}") from error
-    return Tiles(crossover(times["bf16"]), crossover(times["int8"]))
+    return Tiles(**{form: crossover(times[form]) for form in TILE_FORMATS})
 
 
 def crossover(times: dict[str, list[float]]) -> int | None:
@@ -231,7 +243,7 @@ def measure_tiles(library: ctypes.CDLL) -> dict[str, dict[str, list[float]]]:
                 for column in zip(
                     *(
                         [
-                            time(weights.ctypes.data, form == "int8", rows, outputs, inputs, tiles)
+                            time(weights.ctypes.data, number, rows, outputs, inputs, tiles)
                             for tiles in (0, 1)
                         ]
                         for _ in range(TILE_ROUNDS)
@@ -241,10 +253,8 @@ def measure_tiles(library: ctypes.CDLL) -> dict[str, dict[str, list[float]]]:
             ]
             for rows in TILE_ROWS
         }
-        for form, weights in (
-            ("bf16", np.full(outputs * inputs, 0x3F81, np.uint16)),
-            ("int8", np.full(outputs * inputs, 129, np.uint8)),
-        )
+        for form, (number, make) in TILE_FORMATS.items()
+        for weights in [make(outputs * inputs)]
     }
 
 
@@ -257,7 +267,7 @@ def _are_tile_times(found: Any) -> bool:
             and all(_is_positive(x) for pair in times.values() for x in pair)
         )
 
-    return isinstance(found, dict) and all(are_times(found.get(f)) for f in ("bf16", "int8"))
+    return isinstance(found, dict) and all(are_times(found.get(f)) for f in TILE_FORMATS)
 
 
 def _is_positive(x: Any) -> bool:

@@ -93,7 +93,7 @@ def _tiles(loaded: ctypes.CDLL, path: Path, isa: str | None, folder: Path | None
             )
         return None
     tiles = ALL_TILES if isa == "amx" else choose_tiles(loaded, path.stem, folder)
-    rows = (-1 if rows is None else rows for rows in (tiles.bf16, tiles.int8))
+    rows = (-1 if rows is None else rows for rows in dataclasses.astuple(tiles))
     loaded.forge_use_tiles(*(ctypes.c_int64(each) for each in rows))
     return tiles
 

@@ -3,6 +3,7 @@
 // CPU ends the process.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -132,9 +133,13 @@ void tile_dot_bf16() {
   }
 }
 
-// TDPBSUD: s8 times u8, in 32-bit integers that wrap around.
-template <int sum, int a, int b>
-void tile_dot_s8u8() {
+// Products with s8 weights, so that tests can see that tiles are used.
+inline std::atomic<long> tile_products_s8{0};
+extern "C" __attribute__((used)) inline long emulated_products_s8() { return tile_products_s8; }
+
+// TDPBSUD and TDPBSSD: s8 times W (u8 or s8), in 32-bit integers that wrap around.
+template <class W, int sum, int a, int b>
+void tile_dot_bytes() {
   TileRegisters& r = tile_product<sum, a, b>();
   for (int m = 0; m < r.config.rows[sum]; ++m) {
     uint32_t sums[16];
@@ -142,9 +147,18 @@ void tile_dot_s8u8() {
     for (int k = 0; k < r.config.row_bytes[a] / 4; ++k)
       for (int n = 0; n < r.config.row_bytes[sum] / 4; ++n)
         for (int i = 0; i < 4; ++i)
-          sums[n] += uint32_t(int(int8_t(r.data[a][m][4 * k + i])) * int(r.data[b][k][4 * n + i]));
+          sums[n] += uint32_t(int(int8_t(r.data[a][m][4 * k + i])) * int(W(r.data[b][k][4 * n + i])));
     std::memcpy(r.data[sum][m], sums, 64);
   }
+}
+template <int sum, int a, int b>
+void tile_dot_s8u8() {
+  tile_dot_bytes<uint8_t, sum, a, b>();
+}
+template <int sum, int a, int b>
+void tile_dot_s8s8() {
+  ++tile_products_s8;
+  tile_dot_bytes<int8_t, sum, a, b>();
 }
 
 }  // namespace forge

@@ -46,7 +46,7 @@ struct Experts {
   const int32_t* order;   // [E, d], the column of x for each column of gate_up; or null
   uint16_t* y;            // bf16[rows, d]
   long rows, per_token, count;
-  bool in_tiles = false;  // computed with AMX tiles
+  long shape;  // rows of x, not all of which are in use: see `uses_tiles`
 };
 
 // An expert that has rows, with its two products.
@@ -93,7 +93,9 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     weights[at] = op.weights[p];
   }
 
-  auto row_words = [&](long K) { return row_words_of(format, K, op.in_tiles); };
+  auto row_words = [&](long K) {
+    return std::max(row_words_of(format, K, false), row_words_of(format, K, true));
+  };
   long words = std::max(row_words(d), row_words(inner));
   long groups = format == Format::kInt4 ? (std::max(d, inner) + kGroup - 1) / kGroup : 1;
   uint32_t* packed_words = scratch<uint32_t>(2, places * words);
@@ -118,7 +120,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     down.weight = weights + first;
     down.epilogue = Epilogue::kAddWeighted;
     up.rows = down.rows = begin[e] - first;
-    up.in_tiles = down.in_tiles = op.in_tiles;
+    up.in_tiles = down.in_tiles = uses_tiles(format, op.shape, up.rows);
     PackedRows packed{packed_words + first * words, packed_scales + first,
                       packed_sums + first * groups};
     Tiles tiles = tiles_of(format, up);

@@ -53,7 +53,8 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
   op.N = columns;
   op.epilogue = static_cast<forge::Epilogue>(epilogue);
   op.blocks = {block, group, minima != 0};
-  op.in_tiles = forge::uses_tiles(static_cast<forge::Format>(format), x.dimensions()[0]);
+  op.in_tiles =
+      forge::uses_tiles(static_cast<forge::Format>(format), x.dimensions()[0], op.rows);
   switch (static_cast<forge::Format>(format)) {
     case forge::Format::kBf16: forge::run_linear<forge::Format::kBf16>(pool, op); break;
     case forge::Format::kInt8: forge::run_linear<forge::Format::kInt8>(pool, op); break;
@@ -111,7 +112,7 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
   op.count = gate_up.dimensions()[0];
   forge::Format up = static_cast<forge::Format>(format);
   forge::Format then = static_cast<forge::Format>(down_format);
-  op.in_tiles = forge::uses_tiles(up, x.dimensions()[0]);
+  op.shape = x.dimensions()[0];
   bool known = up == then || (forge::in_blocks(up) && forge::in_blocks(then));
   if (!known) return ffi::Error(ffi::ErrorCode::kInternal, "experts in formats that do not mix");
   switch (up) {
@@ -255,14 +256,15 @@ const char* forge_isa() { return FORGE_ISA; }
 // Returns 1 if this process may use AMX.
 int forge_request_tiles() { return forge::request_tiles(); }
 
-// Sets the numbers of rows of x from which AMX tiles are used; negative: never.
-void forge_use_tiles(int64_t bf16_rows, int64_t int8_rows) {
-  forge::tiles_from[0] = bf16_rows < 0 ? forge::kNoTiles : bf16_rows;
-  forge::tiles_from[1] = int8_rows < 0 ? forge::kNoTiles : int8_rows;
+// Sets the numbers of rows from which AMX tiles are used; negative: never.
+void forge_use_tiles(int64_t bf16_rows, int64_t int8_rows, int64_t group_rows) {
+  int64_t from[] = {bf16_rows, int8_rows, group_rows};
+  for (int i = 0; i < 3; ++i) forge::tiles_from[i] = from[i] < 0 ? forge::kNoTiles : from[i];
 }
 
-// Returns the seconds that one thread takes to multiply `rows` rows by a packed matrix.
-double forge_time_linear(const void* w, int64_t is_int8, int64_t rows, int64_t outputs,
+// Returns the seconds that one thread takes to multiply `rows` rows by a packed matrix. If the rows are
+// rounded, the matrix has blocks of 32 values.
+double forge_time_linear(const void* w, int64_t format, int64_t rows, int64_t outputs,
                          int64_t inputs, int64_t in_tiles) {
   std::vector<uint16_t> x(rows * inputs, 0x3f80);
   std::vector<float> y(rows * outputs), scale(outputs + forge::kPanel, 1.0f);
@@ -275,11 +277,13 @@ double forge_time_linear(const void* w, int64_t is_int8, int64_t rows, int64_t o
   op.N = outputs;
   op.K = op.x_stride = inputs;
   op.in_tiles = in_tiles;
+  op.blocks = {forge::kGroup, forge::kGroup, false};
   auto start = std::chrono::steady_clock::now();
-  if (is_int8) {
-    forge::run_linear_alone<forge::Format::kInt8>(op);
-  } else {
-    forge::run_linear_alone<forge::Format::kBf16>(op);
+  switch (static_cast<forge::Format>(format)) {
+    case forge::Format::kBf16: forge::run_linear_alone<forge::Format::kBf16>(op); break;
+    case forge::Format::kInt8: forge::run_linear_alone<forge::Format::kInt8>(op); break;
+    case forge::Format::kRounded4: forge::run_linear_alone<forge::Format::kRounded4>(op); break;
+    default: return 0.0;
   }
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }

@@ -18,9 +18,10 @@
 // Every element of y is one chain of sums over k, in order. The number of rows, their place and the
 // number of threads do not matter: the bits of a row depend on that row only.
 //
-// On CPUs with AMX, products with bfloat16, int8 and exact blocks are made in tiles (tiles.h) from some
-// number of rows on. This is the number of rows of x, not of rows in use, so an executable has one
-// path. A row's bits then depend on that row and the shape of x.
+// On CPUs with AMX, products are made in tiles (tiles.h) from some number of rows on. Tiles of bfloat16
+// sum in another order. For bfloat16 and exact blocks, the number is therefore of rows of x, not of rows
+// in use, so that an executable has one path. A row's bits then depend on that row and the shape of x.
+// Tiles of integers give the same bits.
 #pragma once
 
 #include <algorithm>
@@ -74,6 +75,11 @@ constexpr int bits_of(Format format) {
 }
 // True if values in a block have an offset or minima, and are not negative.
 constexpr bool is_unsigned(Format format) { return bits_of(format) < 8 && !is_iq4(format); }
+
+// True if a group has its own sums, so that only one panel is multiplied at a time.
+constexpr bool sums_by_group(Format format) {
+  return format == Format::kInt4 || has_rounded_rows(format);
+}
 
 // True if a word of a row has two values. They are int16 for weights of 8 bits, and two times the same
 // int8 for weights of 4 bits. Other words of rounded rows have four values of int8.
@@ -206,22 +212,25 @@ inline long words_of(Format format, long K) {
   return (K + kGroup - 1) / kGroup * (has_pair_words(format) ? kGroup / 2 : kGroup / 4);
 }
 
+// The number of words in a row of x in tiles, before it is padded.
+inline long tile_words_of(Format format, long K) {
+  return has_rounded_rows(format) ? K / 4 : words_of(format, K);
+}
+
 // The number of 4-byte words in a packed row of x.
 inline long row_words_of(Format format, long K, bool in_tiles) {
-  long words = words_of(format, K);
-  if (in_tiles) return (words + kTileWords - 1) / kTileWords * kTileWords;
-  return words * (has_plain_rows(format) ? kPairWords : 1);
+  if (in_tiles) return (tile_words_of(format, K) + kTileWords - 1) / kTileWords * kTileWords;
+  return words_of(format, K) * (has_plain_rows(format) ? kPairWords : 1);
 }
 
-// The numbers of rows of x from which tiles are used, for bfloat16 and for int8.
+// The numbers of rows from which tiles are used, for bfloat16, int8 and sums by group.
 constexpr long kNoTiles = 1L << 62;
-inline long tiles_from[2] = {kNoTiles, kNoTiles};
+inline long tiles_from[3] = {kNoTiles, kNoTiles, kNoTiles};
 
-constexpr bool allows_tiles(Format format) {
-  return has_plain_rows(format) || format == Format::kInt8;
-}
-inline bool uses_tiles(Format format, long rows) {
-  return allows_tiles(format) && rows >= tiles_from[format == Format::kInt8];
+// `shape` is the number of rows of x, of which `rows` are in use.
+inline bool uses_tiles(Format format, long shape, long rows) {
+  if (has_plain_rows(format)) return shape >= tiles_from[0];
+  return rows >= tiles_from[sums_by_group(format) ? 2 : 1];
 }
 
 // The bytes of one panel of w.
@@ -308,7 +317,8 @@ inline void put_in_tile(uint16_t* row, long words, long number, long rows, uint3
 inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long tile,
                       PackedRows& packed) {
   long first = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - first);
-  long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
+  long words = op.in_tiles ? tile_words_of(format, op.K) : words_of(format, op.K);
+  long K32 = (op.K + 31) / 32 * 32;
   uint32_t* out = packed.words + first * row_words_of(format, op.K, op.in_tiles);
   float* row = scratch<float>(0, K32);
   uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
@@ -427,6 +437,16 @@ inline void write_int8(const Linear& op, const PackedRows& packed, long row, lon
   const float* scale = op.scale + panel * kPanel;
   write_panel(op, row, panel, mul(to_float(isub(first, offset)), mul(row_scale, load(scale))),
               mul(to_float(isub(second, offset)), mul(row_scale, load(scale + 16))));
+}
+
+// Writes rows of int4 products, before they are scaled.
+inline void write_int4(const Linear& op, const PackedRows& packed, long row, long rows, long panel,
+                       const float (*out)[2][16]) {
+  for (long r = 0; r < rows; ++r) {
+    F16 row_scale = splat(packed.scales[row + r]);
+    write_panel(op, row + r, panel, mul(load(out[r][0]), row_scale),
+                mul(load(out[r][1]), row_scale));
+  }
 }
 
 // ---- tiles: R rows times P panels -------------------------------------------------------------
@@ -570,11 +590,7 @@ void tile_int4(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
 #pragma GCC unroll 2
       for (int j = 0; j < J; ++j) store(out[r][first + j], acc[r][j]);
   }
-  for (int r = 0; r < R; ++r) {
-    F16 row_scale = splat(packed.scales[row + r]);
-    write_panel(op, row + r, panel, mul(load(out[r][0]), row_scale),
-                mul(load(out[r][1]), row_scale));
-  }
+  write_int4(op, packed, row, R, panel, out);
 }
 
 // The factors and the addends of the values of 16 columns, in vectors of 8 columns with two values
@@ -726,9 +742,9 @@ constexpr int kOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int kOrder8[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 constexpr int kOrder4[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-template <Format format>
+template <Format format, bool pairs = has_pair_words(format)>
 constexpr const int (&order_of())[8] {
-  if constexpr (has_pair_words(format)) return kOrder;
+  if constexpr (pairs) return kOrder;
   if constexpr (bits_of(format) == 8) return kOrder8;
   return kOrder4;
 }
@@ -761,9 +777,9 @@ struct BlockReader {
   FORGE_INLINE void begin_block() {
     values = block + blocks.values();
     for (const uint8_t* at = block; at < values; at += 64) prefetch_l2(at + kReadAhead);
-    load_f16_in(order_of<format>(), block, factors.scale[0], factors.scale[1]);
+    load_f16_in(order_of<format, false>(), block, factors.scale[0], factors.scale[1]);
     if (blocks.minima)
-      load_f16_in(order_of<format>(), block + 64, factors.minimum[0], factors.minimum[1]);
+      load_f16_in(order_of<format, false>(), block + 64, factors.minimum[0], factors.minimum[1]);
   }
 
   // Four values of each column: word number `number` from the current position on.
@@ -805,10 +821,10 @@ struct BlockReader {
     if (blocks.two_levels()) {
       const uint8_t* bytes = block + (blocks.minima ? 128 : 64) + group * kPanel;
       Columns<2> by_group;
-      load_s8_in(order_of<format>(), bytes, by_group.scale[0], by_group.scale[1]);
+      load_s8_in(order_of<format, false>(), bytes, by_group.scale[0], by_group.scale[1]);
       for (int j = 0; j < 2; ++j) found.scale[j] = mul(factors.scale[j], by_group.scale[j]);
       if (blocks.minima) {
-        load_s8_in(order_of<format>(), bytes + blocks.groups() * kPanel, by_group.minimum[0],
+        load_s8_in(order_of<format, false>(), bytes + blocks.groups() * kPanel, by_group.minimum[0],
                    by_group.minimum[1]);
         for (int j = 0; j < 2; ++j) found.minimum[j] = mul(factors.minimum[j], by_group.minimum[j]);
       }
@@ -927,16 +943,19 @@ inline long unpacked_bytes(const Linear& op) {
   return op.K * kPanel + op.K / op.blocks.group * (op.blocks.minima ? 256 : 128);
 }
 
-template <Format format, int words>
+// For tiles, all values become s8, and the offset is subtracted.
+template <Format format, int words, bool for_tiles>
 void unpack_rounded(const Linear& op, long panel, uint8_t* out) {
   BlockReader<format> reader(op, panel_of(op, format, panel));
   float* factors = reinterpret_cast<float*>(out + op.K * kPanel);
+  bool has_offset = !is_unsigned(format) || !op.blocks.minima;
+  I16 offset = bsplat(has_offset ? offset_of(format, op.blocks) : 0);
   for (long k = 0; k < op.K; k += 4 * words, out += 128 * words) {
     for (int i = 0; i < words; ++i) {
       I16 both[2];
       reader.word(i, both);
-      store_bits(out + 128 * i, both[0]);
-      store_bits(out + 128 * i + 64, both[1]);
+      for (int j = 0; j < 2; ++j)
+        store_bits(out + 128 * i + 64 * j, for_tiles ? bsub(both[j], offset) : both[j]);
     }
     Columns<2> columns = reader.template end_group<words>(k + 4 * words >= op.K);
     for (int j = 0; j < 2; ++j, factors += 16) store(factors, columns.scale[j]);
@@ -1087,11 +1106,11 @@ void multiply_rounded(const Linear& op, const PackedRows& packed, Reader reader,
     for (int j = 0; j < J; ++j) store(out[r][first + j], rows.y.get(r, j));
 }
 
-template <Format format, int R>
-void write_rounded(const Linear& op, long row, long panel, const float (&out)[R][2][16]) {
-  for (int r = 0; r < R; ++r) {
+template <Format format, bool pairs = has_pair_words(format)>
+void write_rounded(const Linear& op, long row, long rows, long panel, const float (*out)[2][16]) {
+  for (int r = 0; r < rows; ++r) {
     F16 first = load(out[r][0]), second = load(out[r][1]);
-    sort_fours(order_of<format>(), first, second);
+    sort_fours(order_of<format, pairs>(), first, second);
     write_panel(op, row + r, panel, first, second);
   }
 }
@@ -1112,7 +1131,7 @@ void tile_rounded(const Linear& op, const PackedRows& packed, const uint32_t* x,
   }
   alignas(64) float out[R][2][16];
   multiply(op, packed, reader, x, row, ahead, out, 0);
-  write_rounded<format>(op, row, panel, out);
+  write_rounded<format>(op, row, R, panel, out);
 }
 
 // Multiplies R rows by the panel at `w`. Several rows are multiplied by one vector of columns at a time,
@@ -1135,7 +1154,7 @@ void tile_by_vectors(const Linear& op, const PackedRows& packed, const uint8_t* 
   } else {
     multiply(std::integral_constant<int, kWords / 2>());
   }
-  write_rounded<format>(op, row, panel, out);
+  write_rounded<format>(op, row, R, panel, out);
 }
 
 // `op.w` is one unpacked panel.
@@ -1183,11 +1202,6 @@ TileFunction pick(long rows, std::index_sequence<R...>) {
 constexpr int kMaxRowsInt4 = kMaxRowsInt8 < 6 ? kMaxRowsInt8 : 6;
 constexpr int kMaxRowsInBlocks = kMaxRowsAtOnce < 12 ? 3 : 12;  // values also need registers
 constexpr int kMaxRowsUnpacked = kMaxRowsAtOnce < 12 ? kMaxRows : 12;
-
-// True if a group has its own sums, so that only one panel is multiplied at a time.
-constexpr bool sums_by_group(Format format) {
-  return format == Format::kInt4 || has_rounded_rows(format);
-}
 
 // The most rows of a tile that is multiplied by packed weights.
 constexpr int max_rows(Format format) {
@@ -1252,6 +1266,19 @@ void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& til
                          [wide](long rows) { return pick<format>(rows, wide); });
 }
 
+// The product of the rows of tiles from `first` to `last`, without weights.
+inline TileProduct tile_product(const Linear& op, Format format, const PackedRows& packed,
+                                const Tiles& tiles, long first, long last, Ahead ahead) {
+  long row = first * tiles.rows;
+  TileProduct product{};
+  product.x = packed.words + row * row_words_of(format, op.K, true);
+  product.rows = std::min(last * tiles.rows, op.rows) - row;
+  product.words = tile_words_of(format, op.K);
+  product.ahead = ahead.at;
+  product.ahead_lines = ahead.lines;
+  return product;
+}
+
 // Multiplies the rows of tiles from `first` to `last` by a panel, with AMX.
 template <Format format>
 void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
@@ -1261,22 +1288,16 @@ void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& 
     const PackedRows& packed;
     long row, panel;
   };
-  long row = first * tiles.rows;
-  Context context{op, packed, row, panel};
-  TileProduct product;
-  product.x = packed.words + row * row_words_of(format, op.K, true);
+  Context context{op, packed, first * tiles.rows, panel};
+  TileProduct product = tile_product(op, format, packed, tiles, first, last, ahead);
   product.w = panel_of(op, format, panel);
   if constexpr (in_blocks(format)) {
     uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
     unpack_panel<format>(op, panel, unpacked);
     product.w = reinterpret_cast<const uint8_t*>(unpacked);
   }
-  product.rows = std::min(last * tiles.rows, op.rows) - row;
-  product.words = words_of(format, op.K);
-  product.ahead = ahead.at;
-  product.ahead_lines = ahead.lines;
   product.context = &context;
-  product.write = [](void* context, long row, long rows, const void* sums) {
+  product.write = [](void* context, long row, long rows, long, const void* sums) {
     const Context& c = *static_cast<const Context*>(context);
     const char* at = static_cast<const char*>(sums);
     for (long r = c.row + row; r < c.row + row + rows; ++r, at += 4 * kPanel) {
@@ -1289,9 +1310,145 @@ void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& 
     }
   };
   if constexpr (format == Format::kInt8) {
-    multiply_tiles_int8(product);
+    multiply_tiles_u8(product);
   } else {
     multiply_tiles_bf16(product);
+  }
+}
+
+// Unpacks a panel like `unpack_rounded` for tiles.
+inline void unpack_int4(const Linear& op, long panel, uint8_t* out) {
+  long groups = PackedRows::groups_of(op.K), columns = (op.N + kPanel - 1) / kPanel * kPanel;
+  const uint8_t* w = panel_of(op, Format::kInt4, panel);
+  const uint16_t* scale = op.scale16 + panel * kPanel;
+  float* factors = reinterpret_cast<float*>(out + groups * kGroup * kPanel);
+  I16 offset = bsplat(8);
+  for (long g = 0; g < groups; ++g, w += 512, out += 1024, scale += columns, factors += kPanel) {
+    for (int i = 0; i < 8; ++i) {  // half of a word, and of the fourth word after it
+      I16 both = load_bits(w + 64 * i);
+      store_bits(out + 64 * i, bsub(low_nibbles(both), offset));
+      store_bits(out + 512 + 64 * i, bsub(high_nibbles(both), offset));
+    }
+    for (int j = 0; j < 2; ++j) store(factors + 16 * j, load_f16(scale + 16 * j));
+  }
+}
+
+// Up to 32 rows, which are multiplied by an unpacked panel in tiles, with sums by group.
+template <Format format, int words, bool minima>
+class GroupsInTiles {
+  static constexpr int kTogether = kGroup / (4 * words);  // groups per scale of x
+  static constexpr long kGroups = kTileWords / words;     // groups per step
+  using GroupSums = int32_t[kTileRowsTogether][2][16];
+  static_assert(kGroups <= kTileGroups);
+
+  const Linear& op_;
+  const PackedRows& packed_;
+  long first_row_, panel_;
+  const float* factors_;  // [groups, 2 or 4, 16]
+  alignas(64) float y_[kTileRowsTogether][2][16];
+
+ public:
+  GroupsInTiles(const Linear& op, const PackedRows& packed, long first_row, long panel)
+      : op_(op), packed_(packed), first_row_(first_row), panel_(panel) {}
+
+  void multiply(TileProduct product) {
+    long values = product.words * 4 * kPanel, factors = groups() * (minima ? 256 : 128);
+    uint8_t* unpacked = scratch<uint8_t>(2, values + factors);
+    if constexpr (format == Format::kInt4) {
+      unpack_int4(op_, panel_, unpacked);
+    } else {
+      unpack_rounded<format, words, true>(op_, panel_, unpacked);
+    }
+    factors_ = reinterpret_cast<const float*>(unpacked + values);
+    product.w = unpacked;
+    product.group = words;
+    product.context = this;
+    product.write = [](void* self, long row, long rows, long step, const void* sums) {
+      static_cast<GroupsInTiles*>(self)->add_step(row, rows, step,
+                                                  static_cast<const GroupSums*>(sums));
+    };
+    multiply_tiles_s8(product);
+  }
+
+ private:
+  long groups() const { return (op_.K + 4 * words - 1) / (4 * words); }
+
+  void add_step(long row, long rows, long step, const GroupSums* sums) {
+    constexpr long kRows = kMaxRowsAtOnce < 12 ? 1 : 4;
+    long all = this->groups(), group = step * kGroups, groups = std::min(kGroups, all - group);
+    if (step == 0) std::memset(y_, 0, rows * sizeof y_[0]);
+    row += first_row_;  // the first of a tile
+    long r = 0;
+    for (; r + kRows <= rows; r += kRows) add<kRows>(row, rows, r, group, groups, sums);
+    for (; r < rows; ++r) add<1>(row, rows, r, group, groups, sums);
+    if (group + groups < all) return;
+    if constexpr (format == Format::kInt4) {
+      write_int4(op_, packed_, row, rows, panel_, y_);
+    } else {
+      write_rounded<format, false>(op_, row, rows, panel_, y_);
+    }
+  }
+
+  // Adds groups to R rows from number `r` of a tile on, in the order of `tile_int4` and `RoundedRows`.
+  template <int R>
+  FORGE_INLINE void add(long row, long rows, long r, long group, long groups,
+                        const GroupSums* sums) {
+    const float* scales = packed_.scales + row * PackedRows::groups_of(op_.K) + r;
+    const float* minimum = packed_.minima + row * this->groups() + r;
+    F16 y[R][2];
+#pragma GCC unroll 4
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) y[i][j] = load(y_[r + i][j]);
+    for (long g = 0; g < groups; g += kTogether) {
+      F16 t[R][2];
+#pragma GCC unroll 2
+      for (int same = 0; same < kTogether; ++same) {
+        if (same && g + same >= groups) break;
+        const float* factors = factors_ + (group + g + same) * (minima ? 64 : 32);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i)
+#pragma GCC unroll 2
+          for (int j = 0; j < 2; ++j) {
+            F16 whole = to_float(load_bits(sums[g + same][r + i][j])), scale = load(factors + 16 * j);
+            if constexpr (format == Format::kInt4) {
+              y[i][j] = fma(whole, scale, y[i][j]);
+              continue;
+            }
+            t[i][j] = same ? fma(whole, scale, t[i][j]) : mul(whole, scale);
+            if constexpr (minima)
+              y[i][j] = fma(load(factors + 32 + 16 * j),
+                            splat(minimum[(group + g + same) * rows + i]), y[i][j]);
+          }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < R && format != Format::kInt4; ++i)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j)
+          y[i][j] = fma(t[i][j], splat(scales[(group + g) / kTogether * rows + i]), y[i][j]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) store(y_[r + i][j], y[i][j]);
+  }
+};
+
+template <Format format>
+void multiply_groups_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles,
+                              long first, long last, long panel, Ahead ahead) {
+  TileProduct product = tile_product(op, format, packed, tiles, first, last, ahead);
+  auto multiply = [&](auto words, auto minima) {
+    GroupsInTiles<format, words, minima>(op, packed, first * tiles.rows, panel).multiply(product);
+  };
+  using Wide = std::integral_constant<int, kGroup / 4>;
+  using Narrow = std::integral_constant<int, kGroup / 8>;
+  if constexpr (is_iq4(format) || format == Format::kInt4) {
+    multiply(Wide(), std::false_type());
+  } else if (op.blocks.group == kGroup) {
+    op.blocks.minima ? multiply(Wide(), std::true_type()) : multiply(Wide(), std::false_type());
+  } else {
+    op.blocks.minima ? multiply(Narrow(), std::true_type()) : multiply(Narrow(), std::false_type());
   }
 }
 
@@ -1303,7 +1460,8 @@ void multiply_unpacked(const Linear& op, const PackedRows& packed, const Tiles& 
   Linear other = op;
   if constexpr (has_rounded_rows(format)) {
     uint8_t* unpacked = scratch<uint8_t>(2, unpacked_bytes(op));
-    auto unpack = op.blocks.group == kGroup ? unpack_rounded<format, 8> : unpack_rounded<format, 4>;
+    auto unpack = op.blocks.group == kGroup ? unpack_rounded<format, 8, false>
+                                            : unpack_rounded<format, 4, false>;
     unpack(op, panel, unpacked);
     other.w = unpacked;
     multiply_tiles<format>(other, packed, tiles, first, last, panel, ahead, [](long rows) {
@@ -1322,11 +1480,13 @@ void multiply_unpacked(const Linear& op, const PackedRows& packed, const Tiles& 
 template <Format format>
 void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, int wide, Ahead ahead) {
-  if constexpr (allows_tiles(format)) {
-    if (op.in_tiles) {
+  if (op.in_tiles) {
+    if constexpr (sums_by_group(format)) {
+      multiply_groups_in_tiles<format>(op, packed, tiles, first, last, panel, ahead);
+    } else {
       multiply_in_tiles<format>(op, packed, tiles, first, last, panel, ahead);
-      return;
     }
+    return;
   }
   if constexpr (may_unpack(format)) {
     if (unpacks(format, op.rows)) {
@@ -1407,6 +1567,7 @@ void run_linear_alone(const Linear& op) {
 }
 
 // These are in rounded.cc, which compiles in parallel with the rest.
+extern template void run_linear_alone<Format::kRounded4>(const Linear&);
 extern template void run_linear<Format::kRounded8>(xla::ffi::ThreadPool&, const Linear&);
 extern template void run_linear<Format::kRounded6>(xla::ffi::ThreadPool&, const Linear&);
 extern template void run_linear<Format::kRounded4>(xla::ffi::ThreadPool&, const Linear&);

@@ -4,6 +4,7 @@
 
 namespace forge {
 
+template void run_linear_alone<Format::kRounded4>(const Linear&);
 template void run_linear<Format::kRounded8>(xla::ffi::ThreadPool&, const Linear&);
 template void run_linear<Format::kRounded6>(xla::ffi::ThreadPool&, const Linear&);
 template void run_linear<Format::kRounded4>(xla::ffi::ThreadPool&, const Linear&);

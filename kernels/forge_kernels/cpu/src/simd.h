@@ -125,6 +125,8 @@ FORGE_INLINE F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 FORGE_INLINE F16 fms(F16 a, F16 b, F16 c) { return _mm512_fmsub_ps(a, b, c); }
 FORGE_INLINE I16 iadd(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 FORGE_INLINE I16 isub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
+FORGE_INLINE I16 bsplat(int x) { return _mm512_set1_epi8(int8_t(x)); }
+FORGE_INLINE I16 bsub(I16 a, I16 b) { return _mm512_sub_epi8(a, b); }
 FORGE_INLINE F16 to_float(I16 a) { return _mm512_cvtepi32_ps(a); }
 FORGE_INLINE I16 to_int(F16 a) { return _mm512_cvtps_epi32(a); }
 FORGE_INLINE float sum(F16 a) { return _mm512_reduce_add_ps(a); }
@@ -527,6 +529,8 @@ FORGE_INLINE F16 div(F16 a, F16 b) { return FORGE_BOTH(_mm256_div_ps, a, b); }
 FORGE_INLINE F16 max(F16 a, F16 b) { return FORGE_BOTH(_mm256_max_ps, a, b); }
 FORGE_INLINE I16 iadd(I16 a, I16 b) { return FORGE_BOTH(_mm256_add_epi32, a, b); }
 FORGE_INLINE I16 isub(I16 a, I16 b) { return FORGE_BOTH(_mm256_sub_epi32, a, b); }
+FORGE_INLINE I16 bsplat(int x) { return {_mm256_set1_epi8(int8_t(x)), _mm256_set1_epi8(int8_t(x))}; }
+FORGE_INLINE I16 bsub(I16 a, I16 b) { return FORGE_BOTH(_mm256_sub_epi8, a, b); }
 FORGE_INLINE F16 abs(F16 a) {
   __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};

@@ -55,5 +55,10 @@ template <int sum, int a, int b>
 inline void tile_dot_s8u8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
 }
+// Does the same with s8 in both.
+template <int sum, int a, int b>
+inline void tile_dot_s8s8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
+}
 
 }  // namespace forge
