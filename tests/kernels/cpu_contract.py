@@ -80,7 +80,7 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def slow_pack(w: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
-    """Pack as described in linear.h."""
+    """Pack as described in formats.h."""
     N, K = w.shape
     if packing.paired:  # 16 gates, then their 16 ups
         order = np.full((packing.panels, 2, 16), -1)

@@ -209,7 +209,7 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def rounded_product(x: np.ndarray, w: BlockValues, blocks: Blocks) -> np.ndarray:
-    """Return f32[T, N] by the definition in `linear.h`; x: f32[T, K]."""
+    """Return f32[T, N] by the definition in `rounded.h`; x: f32[T, K]."""
     (rows, inputs), group = x.shape, blocks.group
     groups, together = inputs // group, 32 // group
     parts = np.pad(x, ((0, 0), (0, -inputs % 32))).reshape(rows, -1, 32)

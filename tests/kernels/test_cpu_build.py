@@ -324,7 +324,7 @@ def test_one_cpu_computes_the_same_bits(cpu_kernels):
 
 
 FAULTS = {  # file: (correct text, faulty text), each in its own part of the suite
-    "linear.h": (
+    "rows.h": (
         # int8 has another offset of its weights; the last columns of a matrix are shifted.
         ("isplat(bias * packed.sums[row])", "isplat((bias - 1) * packed.sums[row])"),
         ("for (long i = 0; i < columns; ++i) {", "for (long i = 1; i < columns; ++i) {"),

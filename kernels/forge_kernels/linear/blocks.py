@@ -1,6 +1,6 @@
 """Matrices in blocks, packed for the CPU kernels: a block of 32 rows is one piece of memory.
 
-The layout is defined in `cpu/src/linear.h`. For plain XLA, values, factors, scales and minima are
+The layout is defined in `cpu/src/formats.h`. For plain XLA, values, factors, scales and minima are
 separate arrays (`quantized.py`).
 """
 

@@ -18,7 +18,7 @@ from forge_kernels.linear.reference import reference_linear
 from forge_kernels.linear.unpacked import unpacked
 
 _STORE, _RESIDUAL, _SWIGLU = range(3)
-_IN_BLOCKS = ("int8", "int6", "int4", "iq4")  # in the order of `Format` in `linear.h`
+_IN_BLOCKS = ("int8", "int6", "int4", "iq4")  # in the order of `Format` in `formats.h`
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:
 def format_attributes(
     packing: Packing | BlockPacking, *, rounds_rows: bool = False
 ) -> dict[str, np.int64]:
-    """Return the kernels' format of a weight: `Format` and `Blocks` of `cpu/src/linear.h`.
+    """Return the kernels' format of a weight: `Format` and `Blocks` of `cpu/src/formats.h`.
 
     `rounds_rows` is true for operations with activations, which some blocks require rounded.
     """

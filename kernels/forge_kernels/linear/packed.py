@@ -2,7 +2,7 @@
 
 An int8 matrix has one scale per column. Rows of x are quantized at run time to the nearest of 255
 steps. An int4 matrix has one float16 scale per 32 values of a column. The layouts are defined in
-`cpu/src/linear.h` and are the same for every instruction set.
+`cpu/src/formats.h` and are the same for every instruction set.
 """
 
 from __future__ import annotations

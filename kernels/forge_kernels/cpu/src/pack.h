@@ -1,4 +1,4 @@
-// Packs weights from the checkpoint's layout, bf16[N, K], into panels (see linear.h).
+// Packs weights from the checkpoint's layout, bf16[N, K], into panels (see formats.h).
 #pragma once
 
 #include <algorithm>

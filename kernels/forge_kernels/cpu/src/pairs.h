@@ -8,7 +8,7 @@
 namespace forge {
 
 // Multiplies by J vectors of 16 columns, from `w` on in u16[panels, words, 32, 2]. These are one or both of
-// a panel, or both of two panels. `x` has the packed rows, as described in linear.h. `ahead_lines` lines
+// a panel, or both of two panels. `x` has the packed rows, as described in rows.h. `ahead_lines` lines
 // from `ahead` on are prefetched.
 template <int R, int J>
 FORGE_INLINE void multiply_pairs(const uint16_t* w, long words, const uint32_t* x,

@@ -1,6 +1,6 @@
 // Products of packed rows with a panel of weights in AMX tiles: 32 rows times 32 columns at a time.
 //
-// A panel of linear.h already has the layout of tiles of weights: 16 words of k, each with 16 columns
+// A panel of formats.h already has the layout of tiles of weights: 16 words of k, each with 16 columns
 // of a panel of 32. The result for a row depends only on that row and the weights, not on the number of
 // rows. For bfloat16, each 32 values of k are summed separately, even and odd ones apart, and then
 // added (the order of TDPBF16PS). The bits therefore differ from those of the row kernels. Integer sums
