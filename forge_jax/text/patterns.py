@@ -18,7 +18,8 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from tokenizers import PreTokenizedString, Regex, pre_tokenizers
 
@@ -236,13 +237,15 @@ class _Structure:
 # Small texts come first, to detect exponential patterns before they take long. Then the time of a
 # long text is compared with the time of a short one. On an idle machine, the time per character of
 # a linear pattern grows by up to 2.3, of a quadratic one by 11 to 33. A pause of the machine
-# lengthens single texts. Therefore the short text's time is a median, and a long text counts only
-# if it takes long each time.
+# lengthens single texts, and a busy core all texts for some milliseconds. Therefore a long text is
+# compared with the median of short ones that follow it, and counts only if it takes long each time.
+# Some time passes between the trials.
 SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 128, 256), 0.02
 SHORT, MAX_SHORT, LONG = 128, 256, 32  # lengths of a short text, of a long one in short ones
 NUM_SHORT = 9  # the times of the median
 MAX_GROWTH = 5
 NUM_TRIALS = 5  # a pattern is rejected if all have the same result
+DISTANCE_S = 0.02  # between two trials
 MIN_SECONDS = 0.0002  # shorter times are dominated by the clock's noise
 
 
@@ -267,21 +270,31 @@ def _try(pattern: str) -> None:
     def repeated(unit: str, size: int) -> str:
         return (unit * size)[:size] + end
 
-    def takes_longer(text: str, limit: float) -> bool:
-        return all(seconds(text) > limit for _ in range(NUM_TRIALS))
+    def is_slow(text: str) -> bool:
+        return seconds(text) > SMALL_SECONDS
 
     def grows(unit: str) -> bool:
-        long = repeated(unit, short * LONG)
-        if seconds(long) < MIN_SECONDS:
+        taken = seconds(repeated(unit, short * LONG))
+        if taken < MIN_SECONDS:
             return False
         text = repeated(unit, short)
         short_seconds = statistics.median(seconds(text) for _ in range(NUM_SHORT))
-        return takes_longer(long, MAX_GROWTH * LONG * short_seconds)
+        return taken > MAX_GROWTH * LONG * short_seconds
 
     for unit in _units(pattern):
         small = (repeated(unit, size) for size in SMALL_SIZES)
-        if any(takes_longer(text, SMALL_SECONDS) for text in small) or grows(unit):
+        if any(_always(partial(is_slow, text)) for text in small) or _always(partial(grows, unit)):
             raise PatternError("it backtracks: its time grows faster than the text's length")
+
+
+def _always(trial: Callable[[], bool]) -> bool:
+    """Return True if all trials of a series are true. The first one that is not ends it."""
+    for number in range(NUM_TRIALS):
+        if number:
+            time.sleep(DISTANCE_S)
+        if not trial():
+            return False
+    return True
 
 
 def _units(pattern: str) -> Iterator[str]:

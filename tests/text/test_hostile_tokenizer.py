@@ -423,6 +423,24 @@ def test_pauses_do_not_change_the_verdict(pattern, linear, monkeypatch):
     assert paused_s > 1
 
 
+def test_slow_periods_do_not_change_the_verdict(monkeypatch):
+    """For 5 ms of each 10, all code takes ten times as long, as on a core that others use."""
+    clock, last, slower_s = time.thread_time, time.thread_time(), 0.0
+
+    def uneven() -> float:
+        nonlocal last, slower_s
+        now = clock()
+        if int(time.perf_counter() / 0.005) % 2 == 0:
+            slower_s += 9 * (now - last)
+        last = now
+        return now + slower_s
+
+    monkeypatch.setattr(time, "thread_time", uneven)
+    for _ in range(40):
+        check_pattern("[0-9][0-9][0-9]")
+    assert slower_s > 0.1
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("pattern", sorted(patterns.KNOWN))
 def test_known_patterns_would_pass_the_trial(pattern):
