@@ -159,7 +159,7 @@ def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
     checked = check_adapter(folder, model, shape)
     config, stored, pairs = checked.config, checked.stored, checked.modules
     targets = list(lora_targets(model.spec).items())
-    arrays = tuple(np.zeros(s.shape, s.dtype) for s in shape.adapter(model.spec, model.dtype))
+    arrays = tuple(np.zeros(s.shape, s.dtype) for s in shape.plain_adapter(model.spec, model.dtype))
     for name, module in pairs.items():
         a, b = (stored[_tensor_name(name, part)] for part in "AB")
         rank, scaling = a.shape[0], config.scaling(name)
@@ -178,7 +178,7 @@ def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
     if adapter_digest(folder) != digest:
         raise CheckpointError(f"{folder} changed while it was read: load it again")
     rank = max(stored[_tensor_name(name, "A")].shape[0] for name in pairs)
-    return Adapter(digest=digest, rank=rank, arrays=arrays)
+    return Adapter(digest=digest, rank=rank, arrays=shape.pack(arrays))
 
 
 def _read_config(folder: Path) -> _Config:

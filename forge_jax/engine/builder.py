@@ -310,7 +310,7 @@ def make_design(
     with startup.phase("kernels"):  # C++ kernels are compiled at the first start
         kernels = choose_kernels(config, spec, device, record)
     with startup.phase("config"):
-        lora = _lora_shape(config)
+        lora = _lora_shape(config, kernels if placement.mesh is None else None)
         _check_lora(lora, record)
         formats = dataclasses.replace(kernels.formats, lora=lora is not None)
         model = build_model(spec, config.model.dtype, formats, shards)
@@ -629,11 +629,19 @@ def _finish_later(
     return None if background.complete else background
 
 
-def _lora_shape(config: EngineConfig) -> LoraShape | None:
-    """Return the adapters' shape; None without adapters, for which nothing is compiled then."""
+def _lora_shape(config: EngineConfig, kernels: Kernels | None = None) -> LoraShape | None:
+    """Return the adapters' shape; None without adapters, for which nothing is compiled then.
+
+    Args:
+      config: the configuration.
+      kernels: the kernels of one device; None for several.
+    """
     asked = config.model.max_loras
     places = len(config.model.lora) if asked is None else asked
-    return LoraShape(places=places, rank=config.model.max_lora_rank) if places else None
+    if not places:
+        return None
+    packed = kernels is not None and kernels.formats.layers is not None  # for the C++ kernels
+    return LoraShape(places=places, rank=config.model.max_lora_rank, packed=packed)
 
 
 def _check_lora(shape: LoraShape | None, record: Record | None) -> None:

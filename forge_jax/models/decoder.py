@@ -153,7 +153,7 @@ class Ragged(NamedTuple):
     def delta(self, *targets: str) -> Delta | None:
         """Return the function that adds the adapters of these targets; None without adapters."""
         lora = self.lora
-        return None if lora is None else lambda x: lora.delta(x, targets)
+        return None if lora is None else lambda x: lora.delta(x, targets, self.num_rows)
 
 
 def attend(

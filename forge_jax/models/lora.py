@@ -4,6 +4,8 @@ All adapters of an engine share one array for each of the two matrices of each t
 *place*. Shapes are therefore fixed, and loading or unloading an adapter compiles nothing. Adapters
 of a smaller rank are padded with zeros. Place 0 means no adapter and has no weights.
 
+On CPUs with bfloat16 weights, the matrices are packed for the C++ kernels.
+
 Letters: L layers, P places, r rank, T tokens of the step.
 """
 
@@ -15,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from forge_kernels.lora import lora
+from forge_kernels.lora import lora, pack_adapter, packed_lora, packings
 
 if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
@@ -55,14 +58,20 @@ def lora_targets(spec: ModelSpec) -> dict[str, Target]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
-    """The number of adapters that can be loaded at once, and their rank."""
+    """The number of adapters that can be loaded at once, their rank, and their layout."""
 
     places: int  # P, without place 0
     rank: int  # r
+    packed: bool = False  # for the CPU kernels
 
     def stacks(self, spec: ModelSpec, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes of a `[L, P, r, inputs]` and b `[L, rows, P, r]` for each target."""
+        """Return the shapes of a and b for each target.
+
+        They are `[L, P, r, inputs]` and `[L, rows, P, r]`, or `[L, P, ...]` if they are packed.
+        """
         layers, places, rank = spec.num_hidden_layers, self.places, self.rank
+        if self.packed:
+            return self._packed(spec, (layers, places))
         return tuple(
             jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
             for target in lora_targets(spec).values()
@@ -73,12 +82,37 @@ class LoraShape:
         )
 
     def adapter(self, spec: ModelSpec, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of one adapter, as `pack` returns it: `[L, ...]` if it is packed."""
+        if self.packed:
+            return self._packed(spec, (spec.num_hidden_layers,))
+        return self.plain_adapter(spec, dtype)
+
+    def plain_adapter(self, spec: ModelSpec, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of one adapter: `[L, r, inputs]` and `[L, rows, r]` per target."""
         layers, rank = spec.num_hidden_layers, self.rank
         return tuple(
             jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
             for target in lora_targets(spec).values()
             for shape in ((layers, rank, target.inputs), (layers, target.rows, rank))
+        )
+
+    def pack(self, adapter: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        """Return an adapter (see `plain_adapter`) in the layout of the stacks."""
+        if not self.packed:
+            return adapter
+        packed: list[np.ndarray] = []
+        for a, b in zip(adapter[::2], adapter[1::2], strict=True):
+            layers = [pack_adapter(*of_layer) for of_layer in zip(a, b, strict=True)]
+            packed += map(np.stack, zip(*layers, strict=True))
+        return tuple(packed)
+
+    def _packed(
+        self, spec: ModelSpec, leading: tuple[int, ...]
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(
+            jax.ShapeDtypeStruct((*leading, *packing.weight.shape), packing.weight.dtype)
+            for target in lora_targets(spec).values()
+            for packing in packings(target.inputs, target.rows, self.rank)
         )
 
     def num_bytes(self, spec: ModelSpec, dtype: Any) -> int:
@@ -90,14 +124,35 @@ class LoraShape:
 class LayerLora(NamedTuple):
     """The adapters of one layer."""
 
-    matrices: dict[str, tuple[jax.Array, jax.Array]]  # by target: [P, r, inputs], [rows, P, r]
+    index: int
+    stacks: dict[str, tuple[jax.Array, jax.Array]]  # by target, of all layers
+    rows: dict[str, int]  # by target
     places: jax.Array  # i32[T]
 
-    def delta(self, x: jax.Array, targets: tuple[str, ...]) -> jax.Array:
-        """Return the term to add to the product of x, dtype[T, inputs], and these targets."""
+    def delta(
+        self, x: jax.Array, targets: tuple[str, ...], num_rows: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the term to add to the product of x, dtype[T, inputs], and these targets.
+
+        Rows from `num_rows` (i32[]) on are not used.
+        """
         with jax.named_scope("lora"):
-            parts = [lora(x, *self.matrices[target], self.places) for target in targets]
+            parts = [self._delta(x, target, num_rows) for target in targets]
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+    def _delta(self, x: jax.Array, target: str, num_rows: jax.Array | None) -> jax.Array:
+        a, b = self.stacks[target]
+        if a.dtype != jnp.uint16:
+            return lora(x, a[self.index], b[self.index], self.places)
+        return packed_lora(
+            x,
+            a,
+            b,
+            self.places,
+            layer=self.index,
+            outputs=self.rows[target],
+            num_rows=num_rows,
+        )
 
 
 class Lora(NamedTuple):
@@ -107,12 +162,10 @@ class Lora(NamedTuple):
     places: jax.Array  # i32[T], the adapter of each token; 0: none
 
     def layer(self, spec: ModelSpec, index: int) -> LayerLora:
+        targets = lora_targets(spec)
         pairs = zip(self.stacks[::2], self.stacks[1::2], strict=True)
-        matrices = {
-            name: (a[index], b[index])
-            for name, (a, b) in zip(lora_targets(spec), pairs, strict=True)
-        }
-        return LayerLora(matrices, self.places)
+        rows = {name: target.rows for name, target in targets.items()}
+        return LayerLora(index, dict(zip(targets, pairs, strict=True)), rows, self.places)
 
 
 def set_adapter(
@@ -123,6 +176,7 @@ def set_adapter(
     """Write one adapter (see `LoraShape.adapter`) to its place in the stacks."""
     put = jax.lax.dynamic_update_index_in_dim  # a scatter of 16 bits is slow on CPUs
     return tuple(
-        put(stack, new, place - 1, axis=1 + index % 2)  # a: [L, P, ...], b: [L, rows, P, r]
+        # a: [L, P, ...], b: [L, rows, P, r], or packed [L, P, ...]
+        put(stack, new, place - 1, axis=1 + (index % 2 if stack.dtype != jnp.uint16 else 0))
         for index, (stack, new) in enumerate(zip(stacks, adapter, strict=True))
     )

@@ -24,6 +24,7 @@ from forge_jax.errors import ConfigError, LostAdapterError, ModelError, RequestE
 from forge_jax.schedule.request import LoraRef, Request, cache_name
 from forge_jax.step.runner import Runner
 from forge_jax.testing import core_of, failing_steps
+from forge_kernels import cpu
 
 PROMPT = "Once upon a time, there was a little"
 LONG = list(range(100, 160))
@@ -86,6 +87,32 @@ def test_each_request_of_a_batch_has_its_adapter(both, folders, stories):
         np.testing.assert_allclose(scores(output), scores(want), atol=1e-4, rtol=0)
         assert output.text == want.text
     assert len({output.text for output in outputs[:3]}) == 3
+
+
+@pytest.mark.slow
+def test_cpu_kernels_multiply_with_adapters(stories, folders):
+    """The results of each request are the same bits alone and in a batch."""
+    if not cpu.available() or jax.default_backend() != "cpu":
+        pytest.skip("no C++ kernels here")
+    options = OPTIONS | {"dtype": "bfloat16"}
+    adapters = {"max_loras": 2, "max_lora_rank": 8}
+    with LLM(stories, **options, **adapters, lora=(f"a={folders['a']}",)) as llm:
+        assert {stack.dtype for stack in core_of(llm).device.adapters} == {np.dtype(np.uint16)}
+        compilations = llm._parts.compilations()
+        llm.load_lora("b", folders["b"])
+        names = ["a", None, "b", "b"]
+        prompts = [PROMPT, PROMPT, PROMPT, "The dog"]
+        together = run(llm, prompts, lora=names)
+        assert len({output.text for output in together[:3]}) == 3
+        for prompt, name, output in zip(prompts, names, together, strict=True):
+            (alone,) = run(llm, [prompt], lora=name)
+            np.testing.assert_array_equal(scores(alone), scores(output))
+        llm.unload_lora("b")
+        assert llm._parts.compilations() == compilations
+    with LLM(folders["merged a"], **options) as plain:
+        (want,) = run(plain, [PROMPT])
+    prompt = len(want.prompt_logprobs)
+    np.testing.assert_allclose(scores(together[0])[:prompt], scores(want)[:prompt], atol=0.2)
 
 
 def test_loading_and_unloading_adapters_compiles_nothing(llm, folders):

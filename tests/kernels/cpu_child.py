@@ -79,6 +79,7 @@ def checks(isa: str, *, in_tiles: bool) -> dict[str, Callable[[], None]]:
     import test_blocks as blocks
     import test_cpu_kernels as kernels
     import test_experts as experts
+    import test_packed_lora as lora
     import test_sampling as sampling
 
     from forge_kernels.linear import FORMATS
@@ -119,6 +120,9 @@ def checks(isa: str, *, in_tiles: bool) -> dict[str, Callable[[], None]]:
             )
     found["attention, chunks of a prompt"] = lambda: attention.check_chunks((7, 50, 93))
     found["attention, chunks of a long prompt"] = lambda: attention.check_chunks((1, 511, 788))
+    for name, case in lora.CASES.items():
+        found[f"lora, {name}"] = partial(lora.check, case)
+    found["lora, bits of a row"] = lora.check_bits
     found["rotate and write"] = attention.check_rotate_and_write
     found["sampling"] = lambda: sampling.check_cpu((97, 8193))
     return found

@@ -340,6 +340,7 @@ FAULTS = {  # file: (correct text, faulty text), each in its own part of the sui
         ("fms(a, c, mul(b, s))", "fma(a, c, mul(b, s))"),
     ),
     "experts.h": (("weights[at] = op.weights[p];", "weights[at] = op.weights[at];"),),
+    "lora.h": (("up.w = op.a + (p - 1) * a_bytes;", "up.w = op.a;"),),
     "pack.h": (("extreme / -8.0f", "extreme / -7.0f"),),
     "sampling.h": (("shift_right<15>(x)", "shift_right<14>(x)"),),
 }
@@ -361,6 +362,7 @@ def test_checks_detect_planted_faults(cpu_kernels, tmp_path):
         "rounded rows, 8 bits",
         "pack int4",
         "experts bf16, whole panels",
+        "lora, whole panels",
         "attention, mixed",
         "attention, one decode, int8",
         "attention, many, fp8, window, soft cap",

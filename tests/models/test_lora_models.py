@@ -4,6 +4,7 @@ A model with an adapter must equal the same model merged with the adapter, which
 `lora_files.py`.
 """
 
+import dataclasses
 import json
 import math
 
@@ -159,7 +160,9 @@ def test_packed_matrices_support_adapters(goldens, tmp_path):
         model = make_model(base, dtype, layers=form, head=form)
         leaves = load_weights(model, base, progress=False)
         ids = np.repeat(prompts(model, 1), 2, axis=0)
-        got.append(logits_of(model)(leaves, ids, stacks_of(model, {1: adapter}), [1, 0]))
+        shape = dataclasses.replace(SHAPE, packed=form is not None)
+        stacks = stacks_of(model, {1: adapter}, shape)
+        got.append(logits_of(model)(leaves, ids, stacks, [1, 0]))
     exact, packed = got
     error, effect = np.linalg.norm(packed - exact), np.linalg.norm(exact[0] - exact[1])
     assert error < 0.03 * np.linalg.norm(exact) < 0.1 * effect

@@ -24,7 +24,7 @@ from forge_kernels.cpu.choice import ALL_TILES, Choice, Tiles, choose, choose_ti
 from forge_kernels.private_files import open_private
 
 TARGETS = (
-    *("forge_linear", "forge_experts", "forge_embed"),
+    *("forge_linear", "forge_experts", "forge_lora", "forge_embed"),
     *("forge_rotate_write", "forge_attention", "forge_sample", "forge_untouched"),
 )
 

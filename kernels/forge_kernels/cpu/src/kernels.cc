@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "lora.h"
 #include "pack.h"
 #include "read.h"
 #include "sampling.h"
@@ -133,6 +134,29 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
       break;
     default: return ffi::Error(ffi::ErrorCode::kInternal, "experts on rows that are rounded");
   }
+  return ffi::Error::Success();
+}
+
+// `a` and `b` have all layers' adapters.
+ffi::Error lora(ffi::ThreadPool pool, BF16 x, ffi::Buffer<ffi::U16> a, ffi::Buffer<ffi::U16> b,
+                I32 place, I32 num_rows, ffi::Result<BF16> y, int64_t layer, int64_t rank) {
+  forge::Lora op;
+  op.x = bits(x);
+  op.shape = x.dimensions()[0];
+  op.rows = std::min<long>(num_rows.typed_data()[0], op.shape);
+  op.K = x.dimensions()[1];
+  op.N = y->dimensions()[1];
+  op.rank = rank;
+  op.places = a.dimensions()[1];
+  auto of_layer = [&](const ffi::Buffer<ffi::U16>& stack) {
+    return static_cast<const uint8_t*>(stack.untyped_data()) +
+           layer * (stack.size_bytes() / stack.dimensions()[0]);
+  };
+  op.a = of_layer(a);
+  op.b = of_layer(b);
+  op.place = place.typed_data();
+  op.y = bits(y);
+  forge::run_lora(pool, op);
   return ffi::Error::Success();
 }
 
@@ -367,6 +391,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_experts, experts,
                                   .Attr<int64_t>("down_group")
                                   .Attr<int64_t>("down_minima")
                                   .Attr<int64_t>("inner"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_lora, lora,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<BF16>()
+                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Ret<BF16>()
+                                  .Attr<int64_t>("layer")
+                                  .Attr<int64_t>("rank"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_attention, attention,
                               ffi::Ffi::Bind()
