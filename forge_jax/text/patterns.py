@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -236,16 +235,19 @@ class _Structure:
 
 # Small texts come first, to detect exponential patterns before they take long. Then the time of
 # long runs of a unit is compared with the time of as many units in short runs. Both texts have one
-# length and need as much memory, whose allocation is slow on some machines. Long runs take up to
-# 1.8 times as long with a linear pattern (3.1 with GPT-4o's), and 9 to 19 times with a quadratic
-# one. A busy machine adds milliseconds to any time. Therefore a pattern is rejected only if the
-# fastest of many trials of the long runs exceeds the median of the short ones. The distance between
-# trials grows.
+# length and need as much memory, whose allocation is slow on some machines. With a linear pattern,
+# long runs take up to 1.8 times as long (4.4 with Kimi's). With a quadratic one, they take 7 to 15
+# times as long as 16 short runs, and 25 to 60 times as long as 64.
+#
+# A busy machine makes single texts slower. Therefore each text of long runs is timed between texts
+# of short runs, and the fastest of these counts. A quadratic pattern passes only if all of them are
+# slowed down and the text between them is not. A linear one is rejected only if no trial passes.
 SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 128, 256), 0.02
-SHORT, MAX_SHORT, NUM_RUNS = 128, 256, 16  # lengths of a short run; their number
-MAX_GROWTH = 5
-SMALL_TRIALS, NUM_TRIALS, NUM_SHORT = 5, 10, 3  # short runs per trial
-DISTANCE_S = 0.005  # between the first two trials
+SHORT, MAX_SHORT = 128, 256  # characters of a short run
+# Number of short runs, limit of the growth, and number of trials. More runs if no trial passes.
+TRIALS = ((16, 3, 8), (64, 7, 3))
+SMALL_TRIALS = 5
+DISTANCE_S = 0.005  # between the first two trials; it grows
 MIN_SECONDS = 0.0002  # shorter times are dominated by the clock's noise
 
 
@@ -289,26 +291,34 @@ class _Trial:
         raise PatternError(f"it backtracks: {len(text)} characters take {taken:.2g} s")
 
     def check_growth(self, unit: str) -> None:
-        short, end, separator = self.short, self.end, self.end[:MAX_SHORT]
-        long_runs = _repeated(unit, short * NUM_RUNS) + separator * NUM_RUNS + end
-        short_runs = (_repeated(unit, short) + separator) * NUM_RUNS + end
-        long_seconds: float = math.inf
-        short_seconds: list[float] = []
-        for _ in _trials(NUM_TRIALS):
-            long_seconds = min(long_seconds, self.seconds(long_runs))
-            if long_seconds < MIN_SECONDS:
+        for num_runs, limit, num_trials in TRIALS:
+            growth = self.growth(unit, num_runs, limit, num_trials)
+            if growth < limit:
                 return
-            short_seconds += [self.seconds(short_runs) for _ in range(NUM_SHORT)]
-            # The first text after a pause takes longer, because the caches have other data.
-            long_seconds = min(long_seconds, self.seconds(long_runs))
-            if long_seconds < MAX_GROWTH * min(short_seconds):
-                return
-        growth = long_seconds / statistics.median(short_seconds)
-        if growth > MAX_GROWTH:
-            raise PatternError(
-                f"it backtracks: a run of {short * NUM_RUNS} characters takes {growth:.2g} times "
-                f"as long as {NUM_RUNS} runs of {short}"
-            )
+        raise PatternError(
+            f"it backtracks: a run of {self.short * num_runs} characters takes {growth:.2g} times "
+            f"as long as {num_runs} runs of {self.short}"
+        )
+
+    def growth(self, unit: str, num_runs: int, limit: float, num_trials: int) -> float:
+        """Return the time of long runs divided by the time of short runs, the lowest of the trials.
+
+        Trials end when one is below `limit`. If the time is too short to compare, return 0.
+        """
+        separator = self.end[:MAX_SHORT]
+        long_runs = _repeated(unit, self.short * num_runs) + separator * num_runs + self.end
+        short_runs = (_repeated(unit, self.short) + separator) * num_runs + self.end
+        if self.seconds(long_runs) < MIN_SECONDS:
+            return 0.0
+        growth = math.inf
+        for _ in _trials(num_trials):
+            before = [self.seconds(short_runs) for _ in range(2)]
+            seconds = self.seconds(long_runs)
+            after = [self.seconds(short_runs) for _ in range(2)]
+            growth = min(growth, seconds / min(before + after))
+            if growth < limit:
+                break
+        return growth
 
 
 def _repeated(unit: str, size: int) -> str:
