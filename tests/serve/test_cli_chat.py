@@ -17,6 +17,7 @@ import sys
 import termios
 import threading
 import time
+import tty
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -68,6 +69,7 @@ class Terminal:
         )
         os.close(slave)
         self.raw = ""
+        self._ended = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __enter__(self) -> Terminal:
@@ -83,6 +85,11 @@ class Terminal:
         """The screen, without spaces at the ends of lines and without empty lines at its end."""
         return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
 
+    @property
+    def end_of_file(self) -> str:
+        """The character that the terminal turns into an end of file."""
+        return termios.tcgetattr(self._master)[tty.CC][termios.VEOF].decode()
+
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
@@ -92,20 +99,27 @@ class Terminal:
     def say(self, text: str, answer: str) -> None:
         """Type a line at the prompt and wait for the answer below it."""
         self.prompt()
+        above = len(self.shown) - 1
         self.type(text)
         self.expect(text)
         self.type("\r")
-        self.expect(answer, below=f"> {text}")
+        self.expect(answer, below=f"> {text}", above=above)
 
     def prompt(self) -> None:
         """Wait for an empty prompt at the end."""
         self._wait(lambda: self.shown.endswith("\n>"), "prompt")
 
-    def expect(self, text: str, *, below: str = "") -> None:
-        """Wait until the screen shows a text, after the last occurrence of another text."""
+    def expect(self, text: str, *, below: str = "", above: int = 0) -> None:
+        """Wait until the screen shows a text, after the last occurrence of another text.
+
+        Args:
+          above: the number of characters of the screen that are older than both texts. While a
+            prompt is drawn again, its text is missing, and an older occurrence is the last.
+        """
 
         def shows() -> bool:
-            _, found, after = self.shown.rpartition(below) if below else ("", "-", self.shown)
+            shown = self.shown[above:]
+            _, found, after = shown.rpartition(below) if below else ("", "-", shown)
             return bool(found) and text in after
 
         self._wait(shows, text)
@@ -116,23 +130,27 @@ class Terminal:
             left_s = deadline - time.monotonic()
             ready = left_s > 0 and select.select([self._master], [], [], left_s)[0]
             assert ready, f"no {expected!r} on this screen:\n{self.shown}"
-            assert self._read(), f"it ended without {expected!r}:\n{self.shown}"
+            assert not self._ended, f"it ended without {expected!r}:\n{self.shown}"
+            self._read()
 
-    def _read(self) -> bool:
+    def _read(self) -> None:
         try:
             data = os.read(self._master, 65536)
         except OSError:  # the process has closed its end
-            return False
+            data = b""
+        self._ended = not data
         text = self._decoder.decode(data)
         self.raw += text
         self._stream.feed(text)
-        return bool(data)
 
     def end(self, text: str) -> int:
         self.prompt()
         self.type(text)
-        while self._read():
-            pass
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait until the process has ended, and return its status."""
+        self._wait(lambda: self._ended, "end")
         return self.process.wait(WAIT_S)
 
 
@@ -434,6 +452,18 @@ def test_stopping_a_local_answer_continues_the_chat(tmp_path):
             chat.expect("(stopped)", below=message)
             chat.say("/clear", "(conversation cleared)")
         assert chat.end(CTRL_D) == 0
+
+
+def test_ctrl_d_during_an_answer_ends_the_chat(tmp_path):
+    fake = ["x", "--fake", "--fake-step-time-ms", "20", "--seed", "1", "--max-tokens", "40"]
+    with Terminal(tmp_path, "chat", *fake) as chat:
+        chat.prompt()
+        chat.type("Tell me a story.\r")
+        chat.expect("window", below="story.")
+        chat.type(CTRL_D)
+        chat.expect("(40 tokens", below="story.")
+        assert chat.wait() == 0
+        assert chat.end_of_file == CTRL_D
 
 
 @pytest.mark.slow

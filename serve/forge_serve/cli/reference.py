@@ -118,9 +118,10 @@ A model's output is written to files and pipes unchanged. On a terminal, control
 are replaced by visible symbols (`␛` for escape), so that it cannot control the terminal. The same
 applies to messages of a server.
 
-In `chat`, Ctrl-C stops an answer and Ctrl-D ends the chat. The text of a stopped answer stays in
-the conversation. Reasoning is dimmed and is not sent back to the model. The arrow keys recall
-earlier input, which is never written to a file. `--url` connects to any OpenAI-compatible server.
+In `chat`, Ctrl-C stops an answer and Ctrl-D ends the chat. A Ctrl-D during an answer ends the chat
+after it. The text of a stopped answer stays in the conversation. Reasoning is dimmed and is not
+sent back to the model. The arrow keys recall earlier input, also of earlier chats. `--no-history`
+keeps it in memory only. `--url` connects to any OpenAI-compatible server.
 The server's API key is read from `--api-key-file`, never from the environment.
 """
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+import termios
+import tty
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -90,6 +94,24 @@ def open_history() -> History:
 def no_history() -> History:
     """Return a history of this chat alone."""
     return InMemoryHistory()
+
+
+@contextmanager
+def early_end() -> Iterator[None]:
+    """Let the next prompt read a Ctrl-D that is typed while an answer is shown.
+
+    Between prompts, the terminal reads lines and turns Ctrl-D into an end of file. The prompt reads
+    single keys, and would read this end of file as NUL.
+    """
+    before = termios.tcgetattr(sys.stdin)
+    changed = termios.tcgetattr(sys.stdin)
+    no_character = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE")])
+    changed[tty.CC][termios.VEOF] = no_character
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _is_complete(text: str) -> bool:

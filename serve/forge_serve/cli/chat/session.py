@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import ConfigError, ForgeError, RequestError
-from forge_serve.cli.chat.prompt import message_of, new_prompt, no_history, open_history
+from forge_serve.cli.chat.prompt import (
+    early_end,
+    message_of,
+    new_prompt,
+    no_history,
+    open_history,
+)
 from forge_serve.cli.commands.sampling import SamplingFlags, with_word
 from forge_serve.cli.exit_status import say_error
 from forge_serve.cli.terminal import Answer
@@ -66,6 +72,10 @@ class Session:
         """Read and answer messages until the user ends the chat."""
         model = self._conversation.backend.model
         self._note(f"{model}: /help lists the commands, Ctrl-D ends the chat")
+        with early_end():
+            self._read_and_answer()
+
+    def _read_and_answer(self) -> None:
         while True:
             text = None
             try:
